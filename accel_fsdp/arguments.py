@@ -1,0 +1,133 @@
+"""The flags of `train/sft.py`, under the names that Trainer and TRL users type already."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from accel_fsdp import cpu
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+
+
+@dataclass
+class ModelArguments:
+    """Which model, and what of it is trained."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub id or local folder."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata={
+            "help": "Dtype of the loaded weights. auto: float32 for full training (the master weights), the "
+            "checkpoint's own for the frozen base of --use_peft. The compute precision is the YAML's mixed_precision."
+        },
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the base model stays frozen."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapter: alpha / r."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
+    )
+
+
+@dataclass
+class DataArguments:
+    """What it is trained on."""
+
+    dataset_name: str = field(metadata={"help": "Hub id, local folder, or a .jsonl, .json, .csv or .parquet file."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split for evaluation (--eval_strategy)."})
+    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain text, without messages."})
+    max_length: int = field(default=1024, metadata={"help": "Tokens per row; longer rows are cut, and counted."})
+
+
+@dataclass
+class SftArguments(TrainingArguments):
+    """Everything of `TrainingArguments`. On a machine without accelerator, gloo on CPU is set up first."""
+
+    def __post_init__(self) -> None:
+        if self.fsdp:
+            raise UsageError(
+                "--fsdp is set besides the YAML",
+                why="Trainer would then ignore most of the YAML's FSDP settings, silently",
+                fix="leave out --fsdp and --fsdp_config; the YAML decides",
+            )
+        if cpu.enable():
+            self.use_cpu = True
+            cpu.init_process_group(self.ddp_timeout)
+        super().__post_init__()
+
+
+def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
+    """Parses the command line of `train/sft.py`.
+
+    Raises:
+        UsageError: an unknown flag. argparse itself exits with 2 on a bad value.
+    """
+    parser = HfArgumentParser([ModelArguments, DataArguments, SftArguments])
+    _require_launcher()
+    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise UsageError(
+            f"unknown argument {unknown[0]}.{did_you_mean(unknown[0], known)}",
+            why="it would have no effect",
+            fix="see all arguments: python train/sft.py --help",
+        )
+    model, data, training = parsed
+    return model, data, training
+
+
+def _require_launcher() -> None:
+    """Stops a start without `accelerate launch`: no YAML would be read and every rank would train unsharded."""
+    import sys
+
+    if {"-h", "--help"} & set(sys.argv) or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return
+    raise UserError(
+        "not started by accelerate launch",
+        why="no FSDP setting is read without it, and the model would train unsharded",
+        fix="accelerate launch --config_file FILE.yaml train/sft.py ... (make FILE.yaml with accel-fsdp config)",
+    )
+
+
+def checkpoint_to_resume(training: SftArguments) -> str | None:
+    """Resolves `--resume_from_checkpoint` (a folder, or true for the newest of `output_dir`).
+
+    Raises:
+        UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    output = Path(training.output_dir)
+    newest = get_last_checkpoint(str(output)) if output.is_dir() else None
+    wanted = training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        if newest or (output / "final").exists():
+            raise UserError(
+                f"{output} already holds a run",
+                why="its checkpoints and this run's would be mixed up",
+                fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
+            )
+        return None
+    if str(wanted).lower() == "true":
+        if newest is None:
+            raise UserError(
+                f"no checkpoint-N folder in {output}",
+                why="there is nothing to resume from",
+                fix="leave out --resume_from_checkpoint to start anew, or correct --output_dir",
+            )
+        return str(newest)
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise UserError(
+            f"{wanted} is not a complete checkpoint: it has no trainer_state.json",
+            why="Trainer writes that file last, so the rest may be missing too",
+            fix=f"--resume_from_checkpoint {newest or 'FOLDER/checkpoint-N'}",
+        )
+    return str(wanted)

@@ -1,0 +1,151 @@
+"""The command line: parse, call, render, exit code. The commands import torch and its friends, this module does not."""
+
+import dataclasses
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from accel_fsdp import __version__
+from accel_fsdp.errors import UserError, guard
+from accel_fsdp.questions import QUESTIONS, Question
+
+
+@dataclass(frozen=True)
+class ConfigOptions:
+    """What `accel-fsdp config` takes besides the answers."""
+
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"],
+            metavar="FILE",
+            help="Where to write the YAML; - for stdout.",
+            help_behavior_hint="(default: Accelerate's own default config file)",
+        ),
+    ] = None
+    yes: Annotated[
+        bool, tyro.conf.arg(aliases=["-y"], help="Ask nothing: defaults for every question without a flag.")
+    ] = False
+    force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing file.")] = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Check that Accelerate accepts the YAML, then run the script with `accelerate launch`."""
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
+    script: Annotated[
+        tyro.conf.Positional[Path],
+        tyro.conf.arg(metavar="SCRIPT", help="The training script, for example train/sft.py."),
+    ]
+    dry_run: Annotated[
+        bool, tyro.conf.arg(help="Print the command and the environment of the ranks; start nothing.")
+    ] = False
+
+
+def _flag_field(question: Question) -> tuple[str, Any, Any]:
+    help_text = tyro.conf.arg(metavar=question.metavar, help=question.prompt, help_behavior_hint="(asked)")
+    return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
+
+
+Config = dataclasses.make_dataclass("Config", [_flag_field(q) for q in QUESTIONS], bases=(ConfigOptions,), frozen=True)
+Config.__doc__ = "Ask, then write an Accelerate FSDP YAML. Every question has a flag."
+
+
+def main() -> None:
+    """Entry point of `accel-fsdp`."""
+    words, script_args = _split_script_args(sys.argv[1:])
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"config": Config, "launch": Launch},
+        prog="accel-fsdp",
+        description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
+        args=words,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    code = 0
+
+    def run() -> None:
+        nonlocal code
+        code = _launch(command, script_args) if isinstance(command, Launch) else _config(command)
+
+    sys.exit(guard(run) or code)
+
+
+def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Everything after the script of `launch` belongs to the script, as with `accelerate launch`."""
+    if words[:1] != ["launch"]:
+        return words, ()
+    positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-")]
+    end = positions[1] + 1 if len(positions) > 1 else len(words)
+    return words[:end], tuple(words[end:])
+
+
+def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
+    from accel_fsdp import jobs, render
+
+    args = jobs.launcher_args(command.file, command.script, script_args)
+    if not command.dry_run:
+        return jobs.launch(args)
+    for name, value in sorted(jobs.environment(args).items()):
+        render.put(f"{name}={shlex.quote(value)}")
+    render.put(shlex.join(jobs.command(command.file, command.script, script_args)))
+    return 0
+
+
+def _config(command: Any) -> int:
+    from accel_fsdp import config, files, render, wizard
+
+    interactive = not command.yes and sys.stdin.isatty()
+    flags = {q.field: getattr(command, q.field) for q in QUESTIONS if getattr(command, q.field) is not None}
+    if not (interactive or command.yes):
+        _require_all(flags)
+    output = _output(command.output)
+    if output and output.exists() and not (command.force or interactive):
+        raise UserError(
+            f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
+        )
+    answers = wizard.interview(flags, interactive)
+    text = config.to_text(answers)
+    if output is None:
+        render.put(text.rstrip())
+        return 0
+    render.show_yaml(text, title=str(output))
+    if interactive and not _confirmed(output, command.force):
+        render.say("nothing written")
+        return 1
+    files.write_text(output, text)
+    render.say(f"written: {output}", style="green")
+    render.say("train with:")
+    render.put(config.launch_line(answers, str(output)))
+    return 0
+
+
+def _require_all(flags: dict[str, Any]) -> None:
+    if missing := [q.flag for q in QUESTIONS if q.field not in flags and not q.field.startswith("main_process")]:
+        raise UserError(
+            "this is not a terminal, so nothing can be asked",
+            why="unanswered: " + " ".join(missing),
+            fix="add --yes to take the defaults, or give these flags",
+        )
+
+
+def _output(path: Path | None) -> Path | None:
+    if str(path) == "-":
+        return None
+    if path is not None:
+        return path
+    from accelerate.commands.config.config_args import default_yaml_config_file
+
+    return Path(default_yaml_config_file)
+
+
+def _confirmed(output: Path, force: bool) -> bool:
+    from accel_fsdp import wizard
+
+    if output.exists() and not force:
+        return wizard.confirm(f"{output} exists. Overwrite it?", default=False)
+    return wizard.confirm(f"Write {output}?", default=True)

@@ -1,0 +1,194 @@
+"""CPU as an FSDP device: what Accelerate lacks to run real FSDP1 and FSDP2 with gloo on machines without accelerator.
+
+Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
+closes that gap for tests, rehearsals and laptops. It acts only when torch sees no device that Accelerate can shard on,
+says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. Each patch names its reason and the
+version it was needed for; this module and `adapters.py` are the only ones that patch a library.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_patched = False
+
+
+def is_needed() -> bool:
+    """True when this machine has no device type that Accelerate can run FSDP on (Apple's MPS cannot shard either)."""
+    import torch
+    from accelerate.utils import is_torch_xla_available
+
+    if is_torch_xla_available():
+        return False
+    return not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps"  # type: ignore[union-attr]
+
+
+def fsdp_requested() -> bool:
+    """True under `accelerate launch` with an FSDP YAML (the launcher exports `ACCELERATE_USE_FSDP`)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def is_distributed_launch() -> bool:
+    """True in a process that torchrun or `accelerate launch` started as one rank of a job."""
+    return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
+
+
+def enable() -> bool:
+    """Makes gloo on CPU the FSDP device of this process if it has no accelerator; returns whether it did.
+
+    Call before the first `TrainingArguments`, `Accelerator` or `PartialState`. Idempotent.
+    """
+    global _patched
+    if not is_needed():
+        return False
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    if _patched or not (fsdp_requested() and is_distributed_launch()):
+        return True
+    _announce()
+    _patch_backend_choice()
+    _patch_plugin()
+    _patch_hybrid_groups()
+    _patch_sync_module_states()
+    _patch_full_state_dict()
+    _patched = True
+    return True
+
+
+def init_process_group(timeout_seconds: float) -> None:
+    """Starts gloo with the job's collective timeout, which Trainer drops on CPU (transformers 5.23, `use_cpu`)."""
+    import torch.distributed as dist
+
+    if is_distributed_launch() and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+def finish(exit_code: int) -> None:
+    """Ends a CPU rank without running interpreter teardown; returns only where CPU mode is off.
+
+    3 of 20 runs on torch 2.13 aborted (SIGABRT, "terminate called without an active exception") while gloo's threads
+    were torn down after all work was done. Leaving by `os._exit` after a barrier: 0 of 12.
+    """
+    if not _patched:
+        return
+    import torch.distributed as dist
+
+    if exit_code == 0 and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _announce() -> None:
+    if os.environ.get("LOCAL_RANK") != "0":
+        return
+    world = os.environ.get("WORLD_SIZE", "?")
+    offload = "; CPU offload has no meaning here and is off" if _flag("FSDP_OFFLOAD_PARAMS") else ""
+    print(
+        f"accel-fsdp: no accelerator found, running real FSDP on {world} CPU processes (gloo){offload}", file=sys.stderr
+    )
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
+def _patch_backend_choice() -> None:
+    """accelerate 1.15: `_prepare_backend` offers FSDP only to device types on its list, and CPU is not on it.
+
+    `MULTI_GPU` is the name under which Accelerate then turns FSDP on; the device comes from `ACCELERATE_TORCH_DEVICE`.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    def gloo_on_cpu(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str, DistributedType]:
+        init_process_group(timeout_seconds=1800)  # Trainer's and torch's default; ours may have come first
+        return "gloo", DistributedType.MULTI_GPU
+
+    PartialState._prepare_backend = gloo_on_cpu
+
+
+def _patch_plugin() -> None:
+    """accelerate 1.15: the plugin refuses `sync_module_states` without a GPU, and torch 2.13 refuses CPU offload.
+
+    Syncing from rank 0 works on gloo once the plugin is past its device look-up. Offload would move CPU tensors to the
+    CPU, so it is turned off.
+    """
+    import torch
+    from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
+
+    original = Plugin.__post_init__
+
+    def post_init(self: Any) -> None:
+        os.environ["FSDP_OFFLOAD_PARAMS"] = "false"
+        sync = self.sync_module_states if self.sync_module_states is not None else _flag("FSDP_SYNC_MODULE_STATES")
+        ram_efficient = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+        fsdp1 = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "1")) == 1
+        if not (fsdp1 and sync):
+            return original(self)
+        with _environment(FSDP_SYNC_MODULE_STATES="false", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            self.sync_module_states = False
+            original(self)
+        self.sync_module_states, self.cpu_ram_efficient_loading = True, ram_efficient
+        self.param_init_fn = lambda module: module.to_empty(device=torch.device("cpu"), recurse=False)
+
+    Plugin.__post_init__ = post_init
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _patch_hybrid_groups() -> None:
+    """torch 2.13: FSDP1 takes ranks per node from `torch.cpu.device_count()`, always 1: hybrid would shard nothing."""
+    import torch.distributed.fsdp._init_utils as init_utils
+
+    original = init_utils._init_intra_and_inter_node_groups
+
+    def groups(global_process_group: Any, num_devices_per_node: int) -> Any:
+        return original(global_process_group, int(os.environ["LOCAL_WORLD_SIZE"]))
+
+    init_utils._init_intra_and_inter_node_groups = groups
+
+
+def _patch_sync_module_states() -> None:
+    """torch 2.13: FSDP1 rejects CPU tensors under `sync_module_states` because NCCL could not broadcast them."""
+    import torch.distributed.fsdp._init_utils as init_utils
+
+    init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+
+
+def _patch_full_state_dict() -> None:
+    """torch 2.13: FSDP1's full state dict with `offload_to_cpu` segfaults on CPU.
+
+    `FlatParamHandle.to_cpu` frees the unsharded parameter after copying it to the CPU; on CPU the "copy" is the same
+    storage. The parameter is where it should be already, so there is nothing to do.
+    """
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    original = FlatParamHandle.to_cpu
+
+    def to_cpu(self: Any) -> contextlib.AbstractContextManager[None]:
+        on_cpu = self.flat_param.device.type == "cpu"
+        return contextlib.nullcontext() if on_cpu else original(self)
+
+    FlatParamHandle.to_cpu = to_cpu

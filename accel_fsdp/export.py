@@ -1,0 +1,112 @@
+"""The exported folder: what it must contain, and the check that it does."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor; dtype as safetensors spells it in a file's header, such as F32 or BF16."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tensors an export must hold. Each group of `ties` is one tensor under several names: one of them suffices."""
+
+    tensors: dict[str, Spec]
+    ties: tuple[frozenset[str], ...]
+
+
+def expected_tensors(model: "nn.Module", master_weights: bool) -> Expected:
+    """Lists what `save_model` must write, read off the model before FSDP touches it.
+
+    `master_weights`: mixed precision is on, so Accelerate trains and saves trainable parameters in float32.
+    """
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict
+
+    trainable = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    blueprint = {}
+    for name, tensor in model.state_dict().items():
+        upcast = master_weights and name in trainable and tensor.is_floating_point()
+        blueprint[name] = torch.empty_like(tensor, device="meta", dtype=torch.float32 if upcast else tensor.dtype)
+    if isinstance(model, PeftModel):
+        saved = get_peft_model_state_dict(model, state_dict=blueprint)
+        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=())
+    saved = _as_saved(model, blueprint)
+    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=_ties(model))
+
+
+def _as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Renames and splits as `save_pretrained` does: transformers 5 keeps some models in another layout than files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = {name: tensor for name, tensor in state_dict.items() if name not in skipped}
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, kept)
+    return saved
+
+
+def _ties(model: "nn.Module") -> tuple[frozenset[str], ...]:
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return tuple(frozenset(group) for group in names.values() if len(group) > 1)
+
+
+def _spec(tensor: "torch.Tensor") -> Spec:
+    from safetensors.torch import _TYPES
+
+    names = {dtype: name for name, dtype in _TYPES.items()}
+    return Spec(tuple(tensor.shape), names[tensor.dtype])
+
+
+def read_specs(folder: Path) -> dict[str, Spec]:
+    """Reads the header of every safetensors file in `folder`; no tensor is loaded."""
+    from safetensors import safe_open
+
+    specs = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                header: Any = file.get_slice(name)
+                specs[name] = Spec(tuple(header.get_shape()), header.get_dtype())
+    return specs
+
+
+def verify(folder: Path, expected: Expected) -> int:
+    """Compares the files in `folder` with what must be there; returns the number of tensors.
+
+    Raises:
+        UserError: tensors are missing, unexpected, or have another shape or dtype.
+    """
+    found = read_specs(folder)
+    excused = {name for group in expected.ties if group & found.keys() for name in group}
+    problems = [f"{name} is missing" for name in expected.tensors if name not in found and name not in excused]
+    problems += [f"{name} is unexpected" for name in found if name not in expected.tensors]
+    problems += [
+        f"{name} is {spec.dtype} {list(spec.shape)}, expected {want.dtype} {list(want.shape)}"
+        for name, spec in found.items()
+        if (want := expected.tensors.get(name)) is not None and want != spec
+    ]
+    if problems or not found:
+        shown = "; ".join(problems[:SHOWN_PROBLEMS]) or "no tensor at all"
+        rest = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+        raise UserError(
+            f"the export has {len(found)} of {len(expected.tensors)} tensors right to the letter: {shown}{rest}",
+            why="a model loaded from it would have random or empty weights",
+            fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
+        )
+    return len(found)

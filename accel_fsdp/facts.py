@@ -1,0 +1,149 @@
+"""Reads the model (on the meta device, without weights) and the machine. The only module that probes."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def read_machine() -> MachineFacts:
+    """Counts the accelerators that torch sees on this machine."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return MachineFacts(accelerator=None, count=0)
+    if torch.cuda.is_available():
+        return MachineFacts(torch.cuda.get_device_name(0), torch.cuda.device_count())
+    return MachineFacts(str(torch.accelerator.current_accelerator()), torch.accelerator.device_count())
+
+
+def read_model(name: str) -> ModelFacts:
+    """Builds the model on the meta device from its config alone: a hub id or a local folder.
+
+    Raises:
+        UserError: there is no such folder or repository, or its config is not a causal language model's.
+    """
+    config = read_config(name)
+    model = _build_on_meta(name, config)
+    found = wrap_classes(model)
+    reason = "found in the built model"
+    if not found:
+        reason = "no repeated layer found: name the class with --layer-class"
+    return ModelFacts(
+        name=name,
+        model_type=str(config.model_type),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        wrap_classes=found,
+        wrap_reason=reason,
+        classes=class_names(model),
+        largest_layer_parameters=max((layer.parameters for layer in found), default=0),
+    )
+
+
+def check_local_path(name: str, what: str) -> None:
+    """Refuses a name that can only be a folder and isn't there; hub ids pass.
+
+    Raises:
+        UserError: with the nearest sibling's name, if one is near.
+    """
+    path = Path(name)
+    if path.exists() or _looks_like_hub_id(name):
+        return
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise UserError(
+        f"{what} {name} does not exist.{did_you_mean(path.name, siblings)}",
+        why="nothing can be read from it",
+        fix="give an existing path, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+
+
+def class_names(model: "nn.Module") -> frozenset[str]:
+    """The class names of all modules in `model`."""
+    return frozenset(type(module).__name__ for module in model.modules())
+
+
+def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
+    """Finds the layer classes that FSDP should make units of.
+
+    First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
+    Accelerate). Otherwise the classes of the longest `ModuleList` of equal layers.
+    """
+    present = Counter(type(module).__name__ for module in model.modules())
+    names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
+    if not names:
+        names = _repeated_layer(model)
+    return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
+
+
+def _repeated_layer(model: "nn.Module") -> list[str]:
+    from torch import nn
+
+    stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    uniform = [stack for stack in stacks if len({type(layer) for layer in stack}) == 1]
+    if not uniform:
+        return []
+    largest = max(uniform, key=lambda stack: sum(p.numel() for layer in stack for p in layer.parameters()))
+    return [type(largest[0]).__name__]
+
+
+def _parameters_of_one(model: "nn.Module", name: str) -> int:
+    instances = (module for module in model.modules() if type(module).__name__ == name)
+    return max(sum(parameter.numel() for parameter in module.parameters()) for module in instances)
+
+
+def read_config(name: str) -> Any:
+    """Reads a model's config from a hub id or a local folder.
+
+    Raises:
+        UserError: there is none, or it can't be read.
+    """
+    from transformers import AutoConfig
+
+    check_local_path(name, "model")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise UserError(
+            f"model folder {name} has no config.json",
+            why="the architecture can't be known without it",
+            fix="give the folder that save_pretrained wrote, or a hub id",
+        )
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the config of {name}: {first_line(error)}",
+            why="the layer classes and sizes come from it",
+            fix="check the name; log in with `hf auth login` for a gated model; offline, download it first and give the folder",
+        ) from error
+
+
+def _build_on_meta(name: str, config: Any) -> "nn.Module":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise UserError(
+            f"{name} ({config.model_type}) is not a causal language model",
+            why=first_line(error),
+            fix="choose a model that AutoModelForCausalLM can build",
+        ) from error
+    return model
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, for a one-line message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    """`owner/name` or `name`, not a path: no leading dot, slash or tilde and at most one slash."""
+    path_like = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name
+    return not path_like

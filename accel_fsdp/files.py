@@ -1,0 +1,96 @@
+"""Files and folders that are either complete or not there: written beside the target, synced, renamed."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from accel_fsdp.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` to `path` atomically, with the permissions the umask asks for.
+
+    Raises:
+        UserError: the folder is missing, not writable, or the disk is full. `path` is then as it was before.
+    """
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, file_mode())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def check_writable(folder: Path) -> None:
+    """Creates `folder` and proves that a file can be written there, before hours of work depend on it.
+
+    Raises:
+        UserError: it can't.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+@contextlib.contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `target` that takes its place when the block ends; on any error it is removed.
+
+    An existing `target` stays in place, complete, until the new folder is.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_folder(temporary)
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes every file of `folder` to disk and opens it to the readers the umask allows.
+
+    safetensors 0.8.0 writes mode 0600 whatever the umask says, so nobody else could serve the export.
+    """
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        path.chmod(file_mode())
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def file_mode() -> int:
+    """The permissions of a new file under the current umask."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write {path}: {error.strerror or error}",
+        why="the result would be lost",
+        fix="choose a folder you may write to, or free some space on that disk",
+    )

@@ -1,0 +1,66 @@
+"""Starts a job through Accelerate's own launcher, with the failures that a user can read."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import config
+from accel_fsdp.errors import UserError
+from accel_fsdp.facts import first_line
+
+
+def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
+    """Accelerate's own parsed launch arguments for this YAML and script.
+
+    Raises:
+        UserError: the YAML can't be read, or Accelerate's parser refuses it; or there is no such script.
+    """
+    config.load(config_file)
+    if not script.is_file():
+        raise UserError(
+            f"script {script} does not exist",
+            why="there is nothing to launch",
+            fix="give the path of a training script",
+        )
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    words = ["--config_file", str(config_file), str(script), *script_args]
+    try:
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"Accelerate refuses {config_file}: {first_line(error)}",
+            why="no process was started",
+            fix="correct the file, or make a new one: accel-fsdp config",
+        ) from error
+    if args.main_process_port is None and args.num_machines == 1:
+        args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
+    return args
+
+
+def environment(args: Any) -> dict[str, str]:
+    """The variables that Accelerate's launcher would set for the ranks, without those that are set already."""
+    from accelerate.utils import prepare_multi_gpu_env
+
+    return {name: value for name, value in prepare_multi_gpu_env(args).items() if os.environ.get(name) != value}
+
+
+def command(config_file: Path, script: Path, script_args: tuple[str, ...]) -> list[str]:
+    """The words that a shell would need for the same launch."""
+    return ["accelerate", "launch", "--config_file", str(config_file), str(script), *script_args]
+
+
+def launch(args: Any) -> int:
+    """Runs the job and returns its exit code; the ranks have said what went wrong, the launcher's traceback is dropped."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")
+    try:
+        launch_command(args)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        print(f"accel-fsdp: rank {failure.global_rank()} ended with exit code {failure.exitcode}", file=sys.stderr)
+        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+    return 0

@@ -1,0 +1,33 @@
+"""Tables, previews and progress. The only module of the package that prints: data to stdout, talk to stderr."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+
+talk = Console(stderr=True, highlight=False)
+data = Console(highlight=False)
+
+
+def say(text: str, style: str = "") -> None:
+    """One line of talk; long lines stay whole so that they can be copied."""
+    talk.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def show_yaml(text: str, title: str) -> None:
+    """A preview of the file that would be written."""
+    talk.print(Panel(Syntax(text.rstrip(), "yaml", word_wrap=True, background_color="default"), title=title))
+
+
+def put(text: str) -> None:
+    """Data for a pipe: exactly `text` and a newline."""
+    data.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner while something slow runs; silent when stderr is not a terminal."""
+    with talk.status(text):
+        yield

@@ -1,0 +1,83 @@
+"""Proof that a prepared model is sharded: DTensors or flat parameters of the right size, on every rank."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What one rank holds. `units` counts FSDP units; element counts are of parameters, `local` includes padding."""
+
+    engine: str
+    units: int
+    shard_ranks: int
+    local_elements: int
+    total_elements: int
+
+    def __str__(self) -> str:
+        millions = f"{self.local_elements / 1e6:,.2f} M of {self.total_elements / 1e6:,.2f} M parameters"
+        return f"{self.engine}: {self.units} units, each rank holds {millions}"
+
+
+def measure(model: "nn.Module") -> Sharding:
+    """Reads the sharding off a model after `Accelerator.prepare`.
+
+    Raises:
+        UserError: it holds unsharded parameters although more than one rank shares it.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if isinstance(model, FSDPModule):
+        return _measure_fsdp2(model)
+    if isinstance(model, FullyShardedDataParallel):
+        return _measure_fsdp1(model)
+    raise _unsharded(f"{type(model).__name__} was not wrapped at all")
+
+
+def _measure_fsdp2(model: Any) -> Sharding:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, DTensor) or not any(placement.is_shard() for placement in parameter.placements):
+            raise _unsharded(f"{name} is a {type(parameter).__name__}, not a sharded DTensor")
+    mesh = next(iter(parameters.values())).device_mesh
+    return Sharding(
+        engine="FSDP2",
+        units=sum(isinstance(module, FSDPModule) for module in model.modules()),
+        shard_ranks=mesh.size(mesh.ndim - 1),
+        local_elements=sum(parameter.to_local().numel() for parameter in parameters.values()),
+        total_elements=sum(parameter.numel() for parameter in parameters.values()),
+    )
+
+
+def _measure_fsdp1(model: Any) -> Sharding:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+    asked_for_no_shard = model.sharding_strategy == ShardingStrategy.NO_SHARD
+    for handle in handles:
+        total, local = handle.flat_param._unpadded_unsharded_size.numel(), handle.flat_param.numel()
+        if not asked_for_no_shard and local != -(-total // handle.world_size):
+            raise _unsharded(f"a flat parameter of {total} elements has {local} on this rank of {handle.world_size}")
+    return Sharding(
+        engine=f"FSDP1 {model.sharding_strategy.name}",
+        units=len(handles),
+        shard_ranks=1 if asked_for_no_shard else handles[0].world_size,
+        local_elements=sum(handle.flat_param.numel() for handle in handles),
+        total_elements=sum(handle.flat_param._unpadded_unsharded_size.numel() for handle in handles),
+    )
+
+
+def _unsharded(what: str) -> UserError:
+    return UserError(
+        f"the model is not sharded: {what}",
+        why="every rank would train, and pay for, the whole model",
+        fix="distributed_type: FSDP in the YAML, and no --multi_gpu or --fsdp flag beside it",
+    )

