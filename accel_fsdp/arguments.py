@@ -1,14 +1,17 @@
 """The flags of `train/sft.py`, under the names that Trainer and TRL users type already."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
+
+SEE_HELP = "see all arguments: python train/sft.py --help"
 
 
 @dataclass
@@ -48,7 +51,7 @@ class DataArguments:
 
 
 @dataclass
-class SftArguments(TrainingArguments):
+class SftArguments(TrainingArguments):  # type: ignore[misc]
     """Everything of `TrainingArguments`. On a machine without accelerator, gloo on CPU is set up first."""
 
     def __post_init__(self) -> None:
@@ -68,26 +71,28 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     """Parses the command line of `train/sft.py`.
 
     Raises:
-        UsageError: an unknown flag. argparse itself exits with 2 on a bad value.
+        UsageError: an unknown flag, a missing one, or a bad value.
     """
-    parser = HfArgumentParser([ModelArguments, DataArguments, SftArguments])
+    parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
     _require_launcher()
-    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        raise UsageError(
-            f"unknown argument {unknown[0]}.{did_you_mean(unknown[0], known)}",
-            why="it would have no effect",
-            fix="see all arguments: python train/sft.py --help",
-        )
-    model, data, training = parsed
+    known = {option for action in parser._actions for option in action.option_strings}
+    for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
+        if flag not in known:
+            raise UsageError(
+                f"unknown argument {flag}.{did_you_mean(flag, known)}", why="it has no effect", fix=SEE_HELP
+            )
+    model, data, training = parser.parse_args_into_dataclasses()
     return model, data, training
+
+
+class _Parser(HfArgumentParser):  # type: ignore[misc]
+    def error(self, message: str) -> NoReturn:
+        """argparse would print 150 flags before the one line that matters."""
+        raise UsageError(message, why="the job can't start with these arguments", fix=SEE_HELP)
 
 
 def _require_launcher() -> None:
     """Stops a start without `accelerate launch`: no YAML would be read and every rank would train unsharded."""
-    import sys
-
     if {"-h", "--help"} & set(sys.argv) or "ACCELERATE_MIXED_PRECISION" in os.environ:
         return
     raise UserError(

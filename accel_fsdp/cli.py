@@ -72,7 +72,8 @@ def main() -> None:
         nonlocal code
         code = _launch(command, script_args) if isinstance(command, Launch) else _config(command)
 
-    sys.exit(guard(run) or code)
+    interrupted = "interrupted" if isinstance(command, Launch) else "interrupted, nothing written"
+    sys.exit(guard(run, interrupted) or code)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
 closes that gap for tests, rehearsals and laptops. It acts only when torch sees no device that Accelerate can shard on,
-says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. Each patch names its reason and the
-version it was needed for; this module and `adapters.py` are the only ones that patch a library.
+says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. Each patch names its reason and
+the version it was needed for; this module and `adapters.py` are the only ones that patch a library.
 """
 
 import contextlib
@@ -134,7 +134,8 @@ def _patch_plugin() -> None:
         ram_efficient = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
         fsdp1 = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "1")) == 1
         if not (fsdp1 and sync):
-            return original(self)
+            original(self)
+            return
         with _environment(FSDP_SYNC_MODULE_STATES="false", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
             self.sync_module_states = False
             original(self)
@@ -191,4 +192,4 @@ def _patch_full_state_dict() -> None:
         on_cpu = self.flat_param.device.type == "cpu"
         return contextlib.nullcontext() if on_cpu else original(self)
 
-    FlatParamHandle.to_cpu = to_cpu
+    FlatParamHandle.to_cpu = to_cpu  # type: ignore[method-assign, assignment]

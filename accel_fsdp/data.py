@@ -40,16 +40,13 @@ def load(name: str, config_name: str | None = None) -> "DatasetDict":
     check_local_path(name, "data set")
     path = Path(name)
     try:
-        if path.is_file():
-            loaded = load_dataset(_builder(path), data_files=name)
-        else:
-            loaded = load_dataset(name, config_name)
-    except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
-        cause = error.__cause__ or error
+        loaded = load_dataset(_builder(path), data_files=name) if path.is_file() else load_dataset(name, config_name)
+    except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError, StopIteration) as error:
+        cause = str(error.__cause__ or error) or "it has no rows"
         raise UserError(
-            f"cannot load data set {name}: {first_line(Exception(str(cause)))}",
+            f"cannot load data set {name}: {first_line(Exception(cause))}",
             why="there is nothing to train on",
-            fix="give a hub id, a folder with train.jsonl, or a .jsonl, .json, .csv or .parquet file with valid content",
+            fix="give a hub id, a folder with train.jsonl, or a valid .jsonl, .json, .csv or .parquet file",
         ) from error
     assert isinstance(loaded, DatasetDict)
     return loaded
@@ -79,7 +76,9 @@ def split(data: "DatasetDict", name: str) -> "Dataset":
         )
     if len(data[name]) == 0:
         raise UserError(
-            f"split {name} of the data set is empty", why="there is nothing to train on", fix="give a data set with rows"
+            f"split {name} of the data set is empty",
+            why="there is nothing to train on",
+            fix="give a data set with rows",
         )
     return data[name]
 
@@ -135,7 +134,9 @@ def _encode_chat(row: dict[str, Any], index: int, tokenizer: "PreTrainedTokenize
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
     if not (messages and complete):
-        raise _bad_row(index, f"{MESSAGES} is not a list of turns with role and content", 'e.g. {"role": "user", "content": "Hi"}')
+        raise _bad_row(
+            index, f"{MESSAGES} is not a list of turns with role and content", 'e.g. {"role": "user", "content": "Hi"}'
+        )
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 

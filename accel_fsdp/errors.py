@@ -41,7 +41,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {by_lower[near[0]]}?" if near else ""
 
 
-def guard(main: Callable[[], None]) -> int:
+def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     """Runs `main` and returns its exit code; a `UserError` becomes its three lines on stderr.
 
     Ranks usually fail alike, so the other ranks of a node wait for rank 0's message: the launcher ends them once rank 0
@@ -57,6 +57,6 @@ def guard(main: Callable[[], None]) -> int:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\ninterrupted, nothing written", file=sys.stderr)
+        print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0

@@ -23,10 +23,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Expected:
-    """The tensors an export must hold. Each group of `ties` is one tensor under several names: one of them suffices."""
+    """The tensors an export must hold. Each group of `ties` is one tensor under several names: the first is saved."""
 
     tensors: dict[str, Spec]
-    ties: tuple[frozenset[str], ...]
+    ties: tuple[tuple[str, ...], ...]
 
 
 def expected_tensors(model: "nn.Module", master_weights: bool) -> Expected:
@@ -45,8 +45,17 @@ def expected_tensors(model: "nn.Module", master_weights: bool) -> Expected:
     if isinstance(model, PeftModel):
         saved = get_peft_model_state_dict(model, state_dict=blueprint)
         return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=())
-    saved = _as_saved(model, blueprint)
-    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=_ties(model))
+    ties = _ties(model)
+    saved = _as_saved(model, without_tied_copies(blueprint, ties))
+    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties)
+
+
+def without_tied_copies(
+    state_dict: "dict[str, torch.Tensor]", ties: tuple[tuple[str, ...], ...]
+) -> "dict[str, torch.Tensor]":
+    """Keeps one name of each tied tensor: gathering makes copies, which safetensors would store twice."""
+    copies = {name for group in ties for name in group[1:]}
+    return {name: tensor for name, tensor in state_dict.items() if name not in copies}
 
 
 def _as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
@@ -59,11 +68,11 @@ def _as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dic
     return saved
 
 
-def _ties(model: "nn.Module") -> tuple[frozenset[str], ...]:
-    names: dict[int, set[str]] = {}
+def _ties(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return tuple(frozenset(group) for group in names.values() if len(group) > 1)
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
 def _spec(tensor: "torch.Tensor") -> Spec:
@@ -93,8 +102,7 @@ def verify(folder: Path, expected: Expected) -> int:
         UserError: tensors are missing, unexpected, or have another shape or dtype.
     """
     found = read_specs(folder)
-    excused = {name for group in expected.ties if group & found.keys() for name in group}
-    problems = [f"{name} is missing" for name in expected.tensors if name not in found and name not in excused]
+    problems = [f"{name} is missing" for name in expected.tensors if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected.tensors]
     problems += [
         f"{name} is {spec.dtype} {list(spec.shape)}, expected {want.dtype} {list(want.shape)}"
@@ -105,7 +113,7 @@ def verify(folder: Path, expected: Expected) -> int:
         shown = "; ".join(problems[:SHOWN_PROBLEMS]) or "no tensor at all"
         rest = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise UserError(
-            f"the export has {len(found)} of {len(expected.tensors)} tensors right to the letter: {shown}{rest}",
+            f"the export holds {len(found)} tensors, expected {len(expected.tensors)}: {shown}{rest}",
             why="a model loaded from it would have random or empty weights",
             fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
         )

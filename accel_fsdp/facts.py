@@ -118,7 +118,7 @@ def read_config(name: str) -> Any:
         raise UserError(
             f"cannot read the config of {name}: {first_line(error)}",
             why="the layer classes and sizes come from it",
-            fix="check the name; log in with `hf auth login` for a gated model; offline, download it first and give the folder",
+            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
         ) from error
 
 

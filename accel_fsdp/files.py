@@ -35,14 +35,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Creates `folder` and proves that a file can be written there, before hours of work depend on it.
+    """Proves that `folder` can be made and written to, before hours of work depend on it. Leaves nothing behind.
 
     Raises:
         UserError: it can't.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing) as probe:
             probe.write(b"x")
     except OSError as error:
         raise _cannot_write(folder, error) from error

@@ -1,5 +1,6 @@
 """Starts a job through Accelerate's own launcher, with the failures that a user can read."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -52,15 +53,18 @@ def command(config_file: Path, script: Path, script_args: tuple[str, ...]) -> li
 
 
 def launch(args: Any) -> int:
-    """Runs the job and returns its exit code; the ranks have said what went wrong, the launcher's traceback is dropped."""
+    """Runs the job and returns its exit code. The ranks say what went wrong; the launcher's traceback is dropped."""
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "CRITICAL")
+    logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
         launch_command(args)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        print(f"accel-fsdp: rank {failure.global_rank()} ended with exit code {failure.exitcode}", file=sys.stderr)
+        rank, failure = error.get_first_failure()
+        print(f"accel-fsdp: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
     return 0

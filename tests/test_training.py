@@ -1,0 +1,154 @@
+"""`train/sft.py` under `accelerate launch`: sharding on real processes, the losses of plain PyTorch, full exports."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SFT, Finished, accelerate_launch
+from peft import PeftModel
+from reference import LEARNING_RATE, Reference, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from accel_fsdp.config import to_text
+from accel_fsdp.wizard import interview
+
+PROBE = ROOT / "tests" / "probe.py"
+STEPS = 6
+PER_RANK = 2
+RANKS = 2
+TOLERANCE = 1e-4
+
+ENGINES = [
+    pytest.param("1", strategy, 1 if strategy == "3" else 2, id=f"fsdp1-strategy{strategy}") for strategy in "12345"
+] + [pytest.param("2", strategy, 2, id=f"fsdp2-strategy{strategy}") for strategy in "1245"]
+
+
+def make_config(folder: Path, model: Path, **flags: str) -> Path:
+    """A YAML from the wizard's answers, as `accel-fsdp config --yes` writes it."""
+    path = folder / "fsdp.yaml"
+    answers = interview({"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", **flags}, False)
+    path.write_text(to_text(answers))
+    return path
+
+
+def sft_args(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    fixed = {
+        "--model_name_or_path": model,
+        "--dataset_name": data,
+        "--output_dir": output,
+        "--max_steps": STEPS,
+        "--per_device_train_batch_size": PER_RANK,
+        "--learning_rate": LEARNING_RATE,
+        "--lr_scheduler_type": "constant",
+        "--train_sampling_strategy": "sequential",
+        "--logging_steps": 1,
+        "--save_steps": 3,
+        "--disable_tqdm": "true",
+    }
+    return [str(word) for pair in fixed.items() for word in pair] + list(more)
+
+
+def reported_share(finished: Finished) -> float:
+    """The share of the parameters that each rank holds, as the run reported it."""
+    found = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", finished.output)
+    assert found, finished.output
+    return float(found[1]) / float(found[2])
+
+
+def logged_losses(run_folder: Path) -> list[float]:
+    """Losses at full precision, from the newest checkpoint's trainer_state.json."""
+    state = json.loads((run_folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path, text_data: Path) -> Reference:
+    return train(tiny_model, text_data, steps=STEPS, global_batch=PER_RANK * RANKS)
+
+
+@pytest.mark.parametrize(("version", "strategy", "shards"), ENGINES)
+def test_matches_plain_pytorch(
+    version: str, strategy: str, shards: int, tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, tiny_model, fsdp_version=version, strategy=strategy)
+    out = tmp_path / "run"
+    finished = accelerate_launch(config, PROBE, *sft_args(tiny_model, text_data, out), PROBE_OUT=str(tmp_path))
+    assert finished.code == 0, finished.output
+
+    total = sum(tensor.numel() for tensor in reference.weights.values())
+    for rank in range(RANKS):
+        noted = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert noted["held"] == pytest.approx(total / shards, rel=0.02)
+        assert noted["kinds"] == (["DTensor"] if version == "2" else ["Parameter"])
+    assert f"sharding: FSDP{version}" in finished.output
+    assert reported_share(finished) == pytest.approx(1 / shards, abs=0.02)
+
+    assert logged_losses(out) == pytest.approx(reference.losses, abs=TOLERANCE)
+    exported = load_file(out / "final" / "model.safetensors")
+    assert exported.keys() == reference.weights.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, reference.weights[name], atol=TOLERANCE, rtol=0)
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(out / "final"), tmp_path)
+
+
+@pytest.mark.parametrize("flags", [{"fsdp_version": "1"}, {"fsdp_version": "2"}], ids=["fsdp1", "fsdp2"])
+def test_resume_continues_exactly(flags: dict[str, str], tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, tiny_model, **flags)
+    assert_resumes_exactly(config, tiny_model, text_data, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"fsdp_version": "1"},
+        {"fsdp_version": "1", "activation_checkpointing": "true"},
+        {"fsdp_version": "2", "activation_checkpointing": "true"},
+    ],
+    ids=["fsdp1", "fsdp1-ac", "fsdp2-ac"],
+)
+def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """PEFT 0.21 alone writes adapters without a single tensor here, into exports and checkpoints alike."""
+    config = make_config(tmp_path, tiny_model, method="lora", **flags)
+    out = tmp_path / "run"
+    lora = ("--use_peft", "--lora_dropout", "0.0")
+    finished = accelerate_launch(config, PROBE, *sft_args(tiny_model, text_data, out, *lora), PROBE_OUT=str(tmp_path))
+    assert finished.code == 0, finished.output
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    linears = sum(isinstance(m, torch.nn.Linear) for m in base.modules()) - 1  # all but the head
+    adapter = load_file(out / "final" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * linears
+    assert all(tensor.abs().sum() > 0 for tensor in adapter.values())  # B starts at zero: it was trained
+    merged = PeftModel.from_pretrained(base, out / "final").merge_and_unload()
+    assert_same_logits(merged, tmp_path)
+    assert_resumes_exactly(config, tiny_model, text_data, tmp_path, *lora)
+
+
+def assert_same_logits(model: torch.nn.Module, noted: Path) -> None:
+    """The reloaded model computes what the sharded one did before its export."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 43).reshape(2, 20)).logits
+    torch.testing.assert_close(logits, torch.load(noted / "logits.pt", weights_only=True), atol=1e-5, rtol=1e-5)
+
+
+def assert_resumes_exactly(config: Path, model: Path, data: Path, folder: Path, *more: str) -> None:
+    """A run stopped after step 3 and resumed has the losses and the weights of one that was never stopped."""
+    out = folder / "run"
+    if not out.exists():
+        straight = accelerate_launch(config, SFT, *sft_args(model, data, out, *more))
+        assert straight.code == 0, straight.output
+    expected = logged_losses(out)
+    weights = load_file(next((out / "final").glob("*model.safetensors")))
+    for gone in ("final", f"checkpoint-{STEPS}"):
+        shutil.rmtree(out / gone)
+    resumed = accelerate_launch(config, SFT, *sft_args(model, data, out, *more, "--resume_from_checkpoint", "true"))
+    assert resumed.code == 0, resumed.output
+    assert logged_losses(out) == pytest.approx(expected, abs=1e-6)
+    again = load_file(next((out / "final").glob("*model.safetensors")))
+    assert again.keys() == weights.keys()
+    for name, tensor in again.items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=0)
