@@ -1,12 +1,15 @@
-"""Adapters under FSDP: what PEFT lacks to find their tensors in a wrapped model.
+"""Adapters under FSDP: what PEFT lacks to save and load their tensors in a wrapped model.
 
-PEFT 0.21 chooses an adapter's tensors by module names and strips FSDP's prefix at the start of a name only. Under FSDP1
-(`._fsdp_wrapped_module.` in mid-name) and FSDP activation checkpointing (`._checkpoint_wrapped_module.`) nothing
-matches: `save_pretrained` writes an adapter file with no tensor in it, sharded checkpoints hold none, and a resume
-resets the adapter, all without a word. One function computes those names; `enable()` cleans its result.
+PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
+all without a word: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
+(`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
+and under FSDP1 a resume loads none. `enable()` mends both directions; this module and `cpu.py` are the only ones that
+patch a library.
 """
 
 from typing import Any
+
+from accel_fsdp.errors import UserError
 
 WRAPPER_SEGMENTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -20,14 +23,46 @@ def clean_name(name: str) -> str:
 
 def enable() -> None:
     """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2). Idempotent."""
+    import peft
     from peft.tuners import tuners_utils
 
-    original = tuners_utils._get_tuner_state_dict_key_prefixes
-    if getattr(original, "cleans_names", False):
+    if getattr(peft, "accel_fsdp_enabled", False):
         return
+    tuners_utils._get_tuner_state_dict_key_prefixes = _clean(tuners_utils._get_tuner_state_dict_key_prefixes)
+    peft.set_peft_model_state_dict = _load_through_fsdp1(peft.set_peft_model_state_dict)
+    peft.accel_fsdp_enabled = True
+
+
+def _clean(original: Any) -> Any:
+    """Saving: state dict keys are clean, so the prefixes they are chosen by must be."""
 
     def prefixes(model: Any, adapter_name: str | None = None) -> set[str]:
         return {clean_name(prefix) for prefix in original(model, adapter_name=adapter_name)}
 
-    prefixes.cleans_names = True  # type: ignore[attr-defined]
-    tuners_utils._get_tuner_state_dict_key_prefixes = prefixes
+    return prefixes
+
+
+def _load_through_fsdp1(original: Any) -> Any:
+    """Loading: PEFT strips `base_model.model.`, as no wrapped parameter name starts with it; then no key fits."""
+
+    def set_state_dict(model: Any, state_dict: dict[str, Any], adapter_name: str = "default", **options: Any) -> Any:
+        from peft.utils.save_and_load import PEFT_TYPE_TO_TUNER_MAPPING
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if not isinstance(model, FullyShardedDataParallel):
+            return original(model, state_dict, adapter_name=adapter_name, **options)
+        config = model.peft_config[adapter_name]
+        tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        renamed = tuner._remap_adapter_state_dict_for_load(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
+        )
+        result = model.load_state_dict(renamed, strict=False)
+        if result.unexpected_keys:
+            raise UserError(
+                f"{len(result.unexpected_keys)} adapter tensors fit nowhere, first {result.unexpected_keys[0]}",
+                why="training would go on from a partly new adapter",
+                fix="resume with the model and the LoRA flags of the run that wrote this checkpoint, or use FSDP2",
+            )
+        return result
+
+    return set_state_dict

@@ -56,6 +56,7 @@ def enable() -> bool:
     _patch_hybrid_groups()
     _patch_sync_module_states()
     _patch_full_state_dict()
+    _patch_full_optimizer_state()
     _patched = True
     return True
 
@@ -193,3 +194,23 @@ def _patch_full_state_dict() -> None:
         return contextlib.nullcontext() if on_cpu else original(self)
 
     FlatParamHandle.to_cpu = to_cpu  # type: ignore[method-assign, assignment]
+
+
+def _patch_full_optimizer_state() -> None:
+    """torch 2.13: on CPU, FSDP1's full optimizer state holds the last gathered tensor under every name.
+
+    `_unflatten_orig_param_states` hands out views of one gather buffer, relying on `.cpu()` to copy them before the
+    next state is gathered into it. On CPU `.cpu()` copies nothing, so `exp_avg` turns into `exp_avg_sq`, silently.
+    """
+    import torch
+    import torch.distributed.fsdp._optim_utils as optim_utils
+
+    original = optim_utils._unflatten_orig_param_states
+
+    def unflatten(info: Any, output_states: dict[str, dict[str, Any]], state_name: str, *args: Any) -> None:
+        original(info, output_states, state_name, *args)
+        for state in output_states.values():
+            if isinstance(state.get(state_name), torch.Tensor):
+                state[state_name] = state[state_name].clone()
+
+    optim_utils._unflatten_orig_param_states = unflatten  # type: ignore[assignment]

@@ -95,9 +95,10 @@ def test_matches_plain_pytorch(
     assert_same_logits(AutoModelForCausalLM.from_pretrained(out / "final"), tmp_path)
 
 
-@pytest.mark.parametrize("flags", [{"fsdp_version": "1"}, {"fsdp_version": "2"}], ids=["fsdp1", "fsdp2"])
-def test_resume_continues_exactly(flags: dict[str, str], tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path, tiny_model, **flags)
+@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_resume_continues_exactly(version: str, kind: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, tiny_model, fsdp_version=version, state_dict_type=kind)
     assert_resumes_exactly(config, tiny_model, text_data, tmp_path)
 
 
