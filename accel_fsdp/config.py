@@ -154,7 +154,7 @@ def load(path: Path) -> dict[str, Any]:
     except YAMLError as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "not YAML"
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")
         raise UserError(
             f"{where}: {problem}",
             why="the file is not valid YAML",

@@ -137,6 +137,12 @@ def _wrap_policy_options(context: Context) -> list[Option]:
     ]
 
 
+def _checkpointing_options(context: Context) -> list[Option]:
+    unwrapped = "Accelerate checkpoints what the wrap policy names, and NO_WRAP names nothing"
+    disabled = unwrapped if context["wrap_policy"] == "NO_WRAP" else ""
+    return [Option(False, "no"), Option(True, "yes", disabled=disabled)]
+
+
 def _default_min_num_params(context: Context) -> tuple[int, str]:
     largest = context.model.largest_layer_parameters if context.model else 0
     if not largest:
@@ -273,7 +279,7 @@ QUESTIONS: tuple[Question, ...] = (
         "Recompute activations in backward to save memory (FSDP activation checkpointing)?",
         metavar="true|false",
         default=_always(False, "costs about a third more compute"),
-        options=_YES_NO,
+        options=_checkpointing_options,
         applies=_is_fsdp,
     ),
     Question(

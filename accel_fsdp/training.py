@@ -109,6 +109,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if plugin is not None:
             _check_wrap_classes(model, plugin)
             self.add_callback(ShardingCheck())
+        elif self.accelerator.is_main_process:
+            render.say("plain DDP, as the YAML says: each rank holds the whole model", style="yellow")
         self.expected = export.expected_tensors(model, master_weights=self.accelerator.mixed_precision != "no")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

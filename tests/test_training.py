@@ -128,6 +128,35 @@ def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_
     assert_resumes_exactly(config, tiny_model, text_data, tmp_path, *lora)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reported"),
+    [
+        ({"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", "activation_checkpointing": "true"}, "FSDP1 FULL_SHARD: 7 units"),
+        ({"fsdp_version": "1", "wrap_policy": "NO_WRAP", "cpu_offload": "true"}, "FSDP1 FULL_SHARD: 1 units"),
+        ({"fsdp_version": "2", "wrap_policy": "NO_WRAP", "cpu_offload": "true"}, "CPU offload has no meaning here"),
+        ({"fsdp_version": "2", "mixed_precision": "bf16", "activation_checkpointing": "true"}, "FSDP2: "),
+        ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 5 units"),
+        ({"fsdp_version": "2", "strategy": "3"}, "plain DDP"),
+    ],
+    ids=["size-ac", "nowrap-offload1", "nowrap-offload2", "bf16-ac", "bf16-fsdp1", "ddp"],
+)
+def test_every_offered_option_trains_and_exports(
+    flags: dict[str, str], reported: str, tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, tiny_model, **flags)
+    out = tmp_path / "run"
+    finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, out))
+    assert finished.code == 0, finished.output
+    assert reported in finished.output
+    low_precision = flags.get("mixed_precision") == "bf16"
+    assert logged_losses(out) == pytest.approx(reference.losses, abs=3e-2 if low_precision else TOLERANCE)
+    exported = load_file(out / "final" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in exported.items()} == {
+        name: tensor.shape for name, tensor in reference.weights.items()
+    }
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+
+
 def assert_same_logits(model: torch.nn.Module, noted: Path) -> None:
     """The reloaded model computes what the sharded one did before its export."""
     model.eval()
