@@ -1,6 +1,7 @@
 """What `train/sft.py` is made of: model loading, a Trainer that checks its sharding, resumes in full and exports."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,10 +105,10 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         self.use_cache = model.config.use_cache
+        _check_wrap_classes(model)
         super().__init__(*args, **kwargs)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
-            _check_wrap_classes(model, plugin)
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
             render.say("plain DDP, as the YAML says: each rank holds the whole model", style="yellow")
@@ -162,10 +163,24 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
             render.say(f"sharding: {report}", style="cyan")
 
 
-def _check_wrap_classes(model: "nn.Module", plugin: Any) -> None:
-    names = plugin.transformer_cls_names_to_wrap
-    if names:
-        check_layer_classes(tuple(names), facts.class_names(model))
+def _check_wrap_classes(model: "nn.Module") -> None:
+    """Checks the names that Accelerate will look for, before Trainer creates its output folder.
+
+    Without names in the YAML they are the model's `_no_split_modules`; with none there either, Accelerate wraps nothing
+    and says nothing.
+    """
+    if not cpu.fsdp_requested() or os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() != "TRANSFORMER_BASED_WRAP":
+        return
+    given = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    names = given.split(",") if given else list(getattr(model, "_no_split_modules", None) or ())
+    found = ", ".join(layer.name for layer in facts.wrap_classes(model))
+    if not names:
+        raise UserError(
+            "the YAML names no transformer layer class, and the model doesn't either",
+            why="FSDP would make one unit of the whole model and save no memory",
+            fix=f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
+        )
+    check_layer_classes(tuple(names), facts.class_names(model))
 
 
 def finish(exit_code: int) -> None:

@@ -131,7 +131,10 @@ def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_
 @pytest.mark.parametrize(
     ("flags", "reported"),
     [
-        ({"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", "activation_checkpointing": "true"}, "FSDP1 FULL_SHARD: 7 units"),
+        (
+            {"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", "activation_checkpointing": "true"},
+            "FSDP1 FULL_SHARD: 7 units",
+        ),
         ({"fsdp_version": "1", "wrap_policy": "NO_WRAP", "cpu_offload": "true"}, "FSDP1 FULL_SHARD: 1 units"),
         ({"fsdp_version": "2", "wrap_policy": "NO_WRAP", "cpu_offload": "true"}, "CPU offload has no meaning here"),
         ({"fsdp_version": "2", "mixed_precision": "bf16", "activation_checkpointing": "true"}, "FSDP2: "),

