@@ -108,8 +108,9 @@ def test_resume_continues_exactly(version: str, kind: str, tiny_model: Path, tex
         {"fsdp_version": "1"},
         {"fsdp_version": "1", "activation_checkpointing": "true"},
         {"fsdp_version": "2", "activation_checkpointing": "true"},
+        {"fsdp_version": "2", "strategy": "3"},
     ],
-    ids=["fsdp1", "fsdp1-ac", "fsdp2-ac"],
+    ids=["fsdp1", "fsdp1-ac", "fsdp2-ac", "ddp"],
 )
 def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """PEFT 0.21 alone writes adapters without a single tensor here, into exports and checkpoints alike."""
@@ -158,6 +159,37 @@ def test_every_offered_option_trains_and_exports(
         name: tensor.shape for name, tensor in reference.weights.items()
     }
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_lora_on_a_16_bit_base(version: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """The usual LoRA recipe: frozen base as the checkpoint stores it, adapter and its export in float32."""
+    base = tmp_path / "bf16"
+    shutil.copytree(tiny_model, base)
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(base)
+    config = make_config(tmp_path, base, method="lora", fsdp_version=version, mixed_precision="bf16")
+    out = tmp_path / "run"
+    finished = accelerate_launch(config, SFT, *sft_args(base, text_data, out, "--use_peft"))
+    assert finished.code == 0, finished.output
+    adapter = load_file(out / "final" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert logged_losses(out)[-1] < logged_losses(out)[0]
+
+
+def test_hybrid_mesh_holds_a_replica_per_pair(
+    tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Four ranks as two machines of two: what the wizard writes for two machines, without their addresses."""
+    flags = {"num_machines": "2", "num_processes": "4", "main_process_ip": "127.0.0.1", "strategy": "4"}
+    config = make_config(tmp_path, tiny_model, **flags)
+    text = config.read_text().replace("num_machines: 2", "num_machines: 1")
+    config.write_text("".join(line for line in text.splitlines(True) if not line.startswith("main_process")))
+    out = tmp_path / "run"
+    args = sft_args(tiny_model, text_data, out, "--per_device_train_batch_size", "1")
+    finished = accelerate_launch(config, SFT, *args)
+    assert finished.code == 0, finished.output
+    assert reported_share(finished) == pytest.approx(1 / 2, abs=0.02)
+    assert logged_losses(out) == pytest.approx(reference.losses, abs=TOLERANCE)
 
 
 def assert_same_logits(model: torch.nn.Module, noted: Path) -> None:

@@ -1,0 +1,57 @@
+"""What the README says exists: files, commands, flags."""
+
+import re
+import shlex
+import sys
+from dataclasses import fields
+
+import pytest
+from conftest import ROOT, SFT, accel_fsdp, run
+
+from accel_fsdp.arguments import DataArguments, ModelArguments, SftArguments
+
+README = (ROOT / "README.md").read_text()
+BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in BASH_BLOCKS
+    for line in block.replace("\\\n", " ").splitlines()
+    if line
+]
+
+
+def test_the_map_names_every_module_and_nothing_else() -> None:
+    named = set(re.findall(r"`([a-z_0-9]+\.py)`", README.split("## Development")[1])) | {
+        path.removeprefix("accel_fsdp/") for path in re.findall(r"`(accel_fsdp/\w+\.py)`", README)
+    }
+    modules = {path.name for path in (ROOT / "accel_fsdp").glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert modules <= named
+    for path in re.findall(r"`((?:accel_fsdp|train|tests)/[\w./]*)`", README):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "accel-fsdp"], ids=lambda words: words[1])
+def test_flags_in_the_readme_exist(words: list[str]) -> None:
+    listed = accel_fsdp(words[1], "--help").output
+    flags = [word for word in words[2:] if word.startswith("-")] if words[1] != "launch" else []
+    assert all(flag in listed for flag in flags)
+
+
+def test_script_flags_in_the_readme_exist() -> None:
+    known = {field.name for kind in (ModelArguments, DataArguments, SftArguments) for field in fields(kind)}
+    section = README.split("### 2. Train")[1]
+    for flag in set(re.findall(r"--(\w+_\w+)", section)) - {"config_file", "machine_rank"}:
+        assert flag in known, flag
+
+
+def test_make_targets_in_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make (\w+)", README):
+        assert f"\n{target}:" in makefile, target
+
+
+def test_script_help_lists_its_flags() -> None:
+    finished = run([sys.executable, SFT, "--help"])
+    assert finished.code == 0
+    for flag in ("--model_name_or_path", "--dataset_name", "--use_peft", "--per_device_train_batch_size"):
+        assert flag in finished.output
