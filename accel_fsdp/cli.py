@@ -47,6 +47,29 @@ class Launch:
     ] = False
 
 
+@dataclass(frozen=True)
+class Check:
+    """Lint Accelerate YAMLs against what Accelerate really reads; with --model and --args, against those too."""
+
+    files: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs.")
+    ] = ()
+    model: Annotated[
+        str | None, tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")
+    ] = None
+    args: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE", help="The training script's arguments: a YAML or JSON mapping, or a command line."
+        ),
+    ] = None
+    strict: Annotated[bool, tyro.conf.arg(help="Warnings count as errors.")] = False
+    fix: Annotated[bool, tyro.conf.arg(help="Repair what has one right answer, keep comments, show the diff.")] = False
+    json: Annotated[bool, tyro.conf.arg(help="Findings as JSON.")] = False
+    list_rules: Annotated[bool, tyro.conf.arg(help="Show all rules.")] = False
+    explain: Annotated[str | None, tyro.conf.arg(metavar="CODE", help="Show what a rule is about.")] = None
+
+
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = tyro.conf.arg(metavar=question.metavar, help=question.prompt, help_behavior_hint="(asked)")
     return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
@@ -60,7 +83,7 @@ def main() -> None:
     """Entry point of `accel-fsdp`."""
     words, script_args = _split_script_args(sys.argv[1:])
     command = tyro.extras.subcommand_cli_from_dict(
-        {"config": Config, "launch": Launch},
+        {"config": Config, "check": Check, "launch": Launch},
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
         args=words,
@@ -70,10 +93,23 @@ def main() -> None:
 
     def run() -> None:
         nonlocal code
-        code = _launch(command, script_args) if isinstance(command, Launch) else _config(command)
+        code = _run(command, script_args)
 
     interrupted = "interrupted" if isinstance(command, Launch) else "interrupted, nothing written"
     sys.exit(guard(run, interrupted) or code)
+
+
+def _run(command: Any, script_args: tuple[str, ...]) -> int:
+    if isinstance(command, Launch):
+        return _launch(command, script_args)
+    if isinstance(command, Check):
+        from accel_fsdp import lint
+
+        if command.list_rules or command.explain:
+            return lint.show_rules(command.explain)
+        options = lint.Options(command.model, command.args, command.strict, command.fix, command.json)
+        return lint.lint_all(command.files, options)
+    return _config(command)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

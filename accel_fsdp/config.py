@@ -3,12 +3,16 @@
 import io
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import __version__
-from accel_fsdp.errors import UserError
+from accel_fsdp.check import as_scalar
+from accel_fsdp.errors import UsageError
 from accel_fsdp.questions import applying, is_ddp
 from accel_fsdp.types import STRATEGIES, Answers
+
+if TYPE_CHECKING:
+    from ruamel.yaml import YAML
 
 
 def to_mapping(answers: Answers) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def _rendezvous(answers: Answers) -> dict[str, Any]:
 
 def to_text(answers: Answers) -> str:
     """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic."""
-    return "\n".join([*_header(answers), _dump(to_mapping(answers))])
+    return "\n".join([*_header(answers), dump({key: as_scalar(value) for key, value in to_mapping(answers).items()})])
 
 
 def _header(answers: Answers) -> list[str]:
@@ -121,47 +125,52 @@ def launch_line(answers: Answers, path: str) -> str:
     return shlex.join(words + (["--use_peft"] if answers.method == "lora" else []))
 
 
-def _dump(mapping: dict[str, Any]) -> str:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.scalarstring import SingleQuotedScalarString
-
-    quoted = dict(mapping)
-    if quoted["mixed_precision"] == "no":  # a bare no is the boolean false in YAML 1.1
-        quoted["mixed_precision"] = SingleQuotedScalarString("no")
+def dump(document: Any, indent: int = 2) -> str:
+    """The YAML text of a mapping, or of what `load` returned with its comments, order and quotes."""
     stream = io.StringIO()
-    YAML().dump(quoted, stream)
+    round_trip = _round_trip()
+    round_trip.indent(mapping=indent)
+    round_trip.dump(document, stream)
     return stream.getvalue()
+
+
+def _round_trip() -> "YAML":
+    from ruamel.yaml import YAML
+
+    round_trip = YAML()
+    round_trip.preserve_quotes = True
+    round_trip.width = 4096
+    return round_trip
 
 
 def load(path: Path) -> dict[str, Any]:
     """Reads an Accelerate YAML with ruamel.yaml, so that comments, order and unknown keys survive a later dump.
 
     Raises:
-        UserError: no such file, not YAML (with the line), or not a mapping.
+        UsageError: no such file, not YAML (with the line), or not a mapping.
     """
-    from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        content = YAML().load(path.read_text(encoding="utf-8"))
+        content = _round_trip().load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(
+        raise UsageError(
             f"cannot read {path}: {reason}",
             why="it decides how the job runs",
             fix="make one: accel-fsdp config -o FILE",
         ) from error
-    except YAMLError as error:
+    except (YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")
-        raise UserError(
+        raise UsageError(
             f"{where}: {problem}",
             why="the file is not valid YAML",
             fix="correct that line, or make a new file: accel-fsdp config",
         ) from error
     if not isinstance(content, dict):
-        raise UserError(
+        raise UsageError(
             f"{path} holds no keys",
             why="an Accelerate YAML is a mapping such as distributed_type: FSDP",
             fix="make one: accel-fsdp config -o FILE",

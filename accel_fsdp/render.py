@@ -21,9 +21,16 @@ def show_yaml(text: str, title: str) -> None:
     talk.print(Panel(Syntax(text.rstrip(), "yaml", word_wrap=True, background_color="default"), title=title))
 
 
-def put(text: str) -> None:
-    """Data for a pipe: exactly `text` and a newline."""
-    data.print(text, markup=False, soft_wrap=True)
+def put(text: str, style: str = "") -> None:
+    """Data for a pipe: exactly `text` and a newline; the style shows in terminals only."""
+    data.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def show_diff(lines: list[str]) -> None:
+    """What a repair changes, in the colours of git."""
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    for line in lines:
+        say(line, style=colours.get(line[:1], ""))
 
 
 @contextmanager

@@ -1,0 +1,222 @@
+"""The linter's engine: what a rule sees, what it finds, and how findings are repaired. The rules are in `rules_*.py`.
+
+Pure: no torch, no files, no printing. Values are those that Accelerate sees, which reads YAML 1.1 with PyYAML (there a
+bare `no` is false and `1e8` is text); lines and edits go through ruamel.yaml, which keeps comments.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from accel_fsdp.fields import BY_NAME, Engine, Field
+from accel_fsdp.types import STRATEGIES, ModelFacts
+
+Severity = Literal["error", "warning", "note"]
+DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One repair: `key` of `section` gets `value`, is renamed to `new_key`, or is dropped when neither is given."""
+
+    section: str
+    key: str
+    value: Any = None
+    new_key: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. `key` is a dotted path, `line` counts from 1; `edits` the repair, if one is right."""
+
+    key: str
+    what: str
+    why: str
+    fix: str
+    edits: tuple[Edit, ...] = ()
+    code: str = ""
+    severity: Severity = "error"
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What there is to look at. `values` as PyYAML reads them, `args` the training script's arguments."""
+
+    values: Mapping[str, Any]
+    args: Mapping[str, Any] | None = None
+    model: ModelFacts | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine that Accelerate will choose."""
+        kind = str(self.values.get("distributed_type"))
+        if kind == "FSDP":
+            return Engine.FSDP2 if str(self.fsdp("fsdp_version")) == "2" else Engine.FSDP1
+        if kind in DDP_TYPES:
+            return Engine.DDP
+        return {"DEEPSPEED": Engine.DEEPSPEED, "XLA": Engine.TPU}.get(kind, Engine.NONE)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""
+        content = self.values if not name else self.values.get(name)
+        if not isinstance(content, Mapping):
+            return {}
+        return {full_name(name, str(key)): value for key, value in content.items()}
+
+    def has(self, key: str) -> bool:
+        """Whether an FSDP key is written in the file."""
+        return key in self.section("fsdp_config")
+
+    def fsdp(self, key: str) -> Any:
+        """The value of an FSDP key, or what Accelerate takes when it is absent."""
+        return self.section("fsdp_config").get(key, BY_NAME["fsdp_config", key].default)
+
+    def on(self, key: str) -> bool:
+        """A boolean FSDP key as Accelerate's environment variables carry it."""
+        return str(self.fsdp(key)).lower() in ("true", "1", "yes", "y", "t", "on")
+
+    def top(self, key: str) -> Any:
+        """The value of a top-level key, or its default."""
+        return self.values.get(key, BY_NAME["", key].default)
+
+    def arg(self, name: str) -> Any:
+        """An argument of the training script; None when it is not given or no arguments are known."""
+        return (self.args or {}).get(name)
+
+    def arg_on(self, *names: str) -> bool:
+        """Whether one of these boolean arguments is on."""
+        return any(str(self.arg(name)).lower() in ("true", "1", "yes") for name in names)
+
+    @property
+    def strategy(self) -> str:
+        """The name of FSDP1's strategy, in capitals, as given or by number."""
+        text = str(self.fsdp("fsdp_sharding_strategy")).upper()
+        return STRATEGIES.get(int(text), text) if text.isdecimal() else text
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether Accelerate will use FSDP."""
+        return self.engine in (Engine.FSDP1, Engine.FSDP2)
+
+    @property
+    def uses_adapter(self) -> bool:
+        """Whether the arguments ask for LoRA."""
+        return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
+
+
+Check = Callable[[Subject], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check with its stable code; `fixed_in` names the release of a library that made it moot."""
+
+    code: str
+    severity: Severity
+    check: Check
+    fixed_in: str = ""
+
+    @property
+    def title(self) -> str:
+        """The first line of the docstring."""
+        return (self.check.__doc__ or "").strip().splitlines()[0]
+
+    @property
+    def explanation(self) -> str:
+        """The whole docstring."""
+        lines = (self.check.__doc__ or "").strip().splitlines()
+        return "\n".join(line.strip() for line in lines)
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(code: str, severity: Severity = "error", fixed_in: str = "") -> Callable[[Check], Check]:
+    """Registers a check under `code`; its docstring is its documentation."""
+
+    def register(check: Check) -> Check:
+        assert code not in RULES, code
+        RULES[code] = Rule(code, severity, check, fixed_in)
+        return check
+
+    return register
+
+
+def full_name(section: str, key: str) -> str:
+    """The name under which Accelerate looks for a key: inside `fsdp_config` the prefix may be left out."""
+    return f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp") else key
+
+
+def known_fields(section: str) -> dict[str, Field]:
+    """The fields of one section by key."""
+    return {key: field for (place, key), field in BY_NAME.items() if place == section}
+
+
+def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
+    """All findings of all rules, in the order of their codes."""
+    return [
+        replace(
+            found,
+            edits=found.edits if all(_fits(subject, edit) for edit in found.edits) else (),
+            code=code,
+            severity=one.severity,
+        )
+        for code, one in sorted(rules.items())
+        for found in one.check(subject)
+    ]
+
+
+def _fits(subject: Subject, edit: Edit) -> bool:
+    """Whether there is a mapping to edit, or room for one (AF106 tells of the other case)."""
+    return not edit.section or isinstance(subject.values.get(edit.section) or {}, Mapping)
+
+
+def locate(findings: list[Finding], document: Any) -> list[Finding]:
+    """Adds line numbers from a ruamel.yaml document."""
+    return [replace(found, line=_line(document, found.key)) for found in findings]
+
+
+def _line(document: Any, dotted: str) -> int | None:
+    section, _, key = dotted.rpartition(".")
+    inside = document.get(section) if section else document
+    for candidate in (key, key.removeprefix("fsdp_")):
+        if hasattr(inside, "lc") and candidate in inside:
+            return int(inside.lc.key(candidate)[0]) + 1
+    if section and section in document:
+        return int(document.lc.key(section)[0]) + 1
+    return None
+
+
+def repair(document: Any, findings: list[Finding]) -> int:
+    """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns how many."""
+    edits = dict.fromkeys(edit for found in findings for edit in found.edits)
+    for edit in edits:
+        _apply(document, edit)
+    return len(edits)
+
+
+def as_scalar(value: Any) -> Any:
+    """Text in quotes where PyYAML would read it as something else, such as no, on or 1e8; other values as they are."""
+    import yaml
+    from ruamel.yaml.scalarstring import SingleQuotedScalarString
+
+    return SingleQuotedScalarString(value) if isinstance(value, str) and yaml.safe_load(value) != value else value
+
+
+def _apply(document: Any, edit: Edit) -> None:
+    place = document
+    if edit.section:
+        if not document.get(edit.section):
+            document[edit.section] = {}
+        place = document[edit.section]
+    key = edit.key if edit.key in place else edit.key.removeprefix("fsdp_")
+    if edit.new_key and key in place:
+        position = list(place).index(key)
+        place.insert(position, edit.new_key, place.pop(key))
+    elif edit.value is not None:
+        place[key if key in place else edit.key] = as_scalar(edit.value)
+    else:
+        place.pop(key, None)

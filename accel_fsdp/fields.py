@@ -1,0 +1,217 @@
+"""Every key that Accelerate 1.15 reads from a YAML for DDP, FSDP1, FSDP2, DeepSpeed and TPU: the one list of them.
+
+Pure data. Checks, documentation and the tests against Accelerate's parser all read this table. What "reads" means was
+taken from `accelerate launch` (commands/launch.py, utils/launch.py) and the plugins it feeds (utils/dataclasses.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from accel_fsdp.types import STRATEGIES
+
+
+class Engine(Enum):
+    """What a YAML trains with; the value is how it is shown."""
+
+    NONE = "one process"
+    DDP = "DDP"
+    FSDP1 = "FSDP1"
+    FSDP2 = "FSDP2"
+    DEEPSPEED = "DeepSpeed"
+    TPU = "TPU"
+
+
+class Kind(Enum):
+    """The type of a value; the value is how it is shown."""
+
+    BOOL = "true or false"
+    INT = "a whole number"
+    FLOAT = "a number"
+    TEXT = "text"
+    CHOICE = "one of a list"
+    NAMES = "names joined by commas, without spaces"
+    SECTION = "a section of keys"
+
+
+FSDP = frozenset({Engine.FSDP1, Engine.FSDP2})
+ONLY1, ONLY2 = frozenset({Engine.FSDP1}), frozenset({Engine.FSDP2})
+DS, XLA = frozenset({Engine.DEEPSPEED}), frozenset({Engine.TPU})
+GPU = FSDP | DS | {Engine.DDP}
+ALL = frozenset(Engine)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key. `section` is the mapping it stands in, empty for the top level; `default` what holds when it is absent.
+
+    `variable` is the environment variable by which the launcher hands the value to the ranks, empty where it goes to
+    torchrun or nowhere. A key with no `engines` is accepted and then used by nothing.
+    """
+
+    key: str
+    kind: Kind
+    default: Any
+    engines: frozenset[Engine]
+    help: str
+    section: str = ""
+    choices: tuple[str, ...] = ()
+    variable: str = ""
+
+
+def _fsdp(
+    key: str,
+    kind: Kind,
+    default: Any,
+    engines: frozenset[Engine],
+    help: str,
+    choices: tuple[str, ...] = (),
+    variable: str = "",
+) -> Field:
+    name = variable or "FSDP_" + key.removeprefix("fsdp_").upper()
+    return Field(key, kind, default, engines, help, "fsdp_config", choices, name)
+
+
+def _mesh(name: str, kind: Kind, default: Any, help: str, choices: tuple[str, ...] = ()) -> Field:
+    variable = f"PARALLELISM_CONFIG_{name.upper()}"
+    return Field(f"parallelism_config_{name}", kind, default, ONLY2, help, "parallelism_config", choices, variable)
+
+
+def _deepspeed(key: str, kind: Kind, help: str, choices: tuple[str, ...] = (), variable: str = "") -> Field:
+    return Field(key, kind, None, DS, help, "deepspeed_config", choices, variable)
+
+
+STRATEGY_CHOICES = (*STRATEGIES.values(), *(str(number) for number in STRATEGIES))
+DEVICES = ("none", "cpu", "nvme")
+
+TOP: tuple[Field, ...] = (
+    Field("compute_environment", Kind.CHOICE, "LOCAL_MACHINE", ALL, "Where it runs.", "",
+          ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
+    Field("distributed_type", Kind.CHOICE, None, ALL, "The engine. FSDP covers both versions, DDP is MULTI_GPU.", "",
+          ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
+           "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
+    Field("mixed_precision", Kind.CHOICE, "no", ALL, "Compute precision over float32 master weights. bf16 halves the "
+          "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.", "",
+          ("no", "bf16", "fp16", "fp8"), "ACCELERATE_MIXED_PRECISION"),
+    Field("num_processes", Kind.INT, -1, ALL, "Ranks in total, over all machines: one per GPU."),
+    Field("num_machines", Kind.INT, 1, ALL, "Machines that take part; num_processes is divided by it."),
+    Field("machine_rank", Kind.INT, 0, ALL, "This machine's number, 0 to num_machines - 1. Differs per machine, so it "
+          "belongs on the command line: --machine_rank."),
+    Field("main_process_ip", Kind.TEXT, None, GPU, "Address of machine 0, for several machines."),
+    Field("main_process_port", Kind.INT, None, GPU, "Port of machine 0 (29500 if absent; 0 picks a free one)."),
+    Field("gpu_ids", Kind.TEXT, "all", GPU, "GPUs to use as text such as '0,1'; replaces CUDA_VISIBLE_DEVICES."),
+    Field("main_training_function", Kind.TEXT, "main", XLA, "The script's function that a TPU process calls."),
+    Field("use_cpu", Kind.BOOL, False, ALL, "Trains on the CPU; not handed to FSDP ranks."),
+    Field("debug", Kind.BOOL, False, ALL, "Checks shapes before each collective; slow.", "", (),
+          "ACCELERATE_DEBUG_MODE"),
+    Field("downcast_bf16", Kind.TEXT, False, XLA, "On TPU, double tensors become bf16 too."),
+    Field("fsdp_config", Kind.SECTION, {}, FSDP, "The FSDP keys."),
+    Field("deepspeed_config", Kind.SECTION, {}, DS, "The DeepSpeed keys."),
+    Field("parallelism_config", Kind.SECTION, {}, ONLY2, "The device mesh of FSDP2."),
+    Field("dynamo_config", Kind.SECTION, {}, ALL, "torch.compile."),
+    Field("fp8_config", Kind.SECTION, {}, ALL, "FP8 recipes, with mixed_precision: fp8."),
+    Field("megatron_lm_config", Kind.SECTION, {}, frozenset(), "Megatron-LM, which this tool does not cover."),
+    Field("mpirun_config", Kind.SECTION, {}, frozenset(), "mpirun for CPU clusters, which this tool does not cover."),
+    Field("rdzv_backend", Kind.TEXT, "static", frozenset(), "Only --rdzv_backend on the command line has an effect."),
+    Field("same_network", Kind.BOOL, False, frozenset(), "Only --same_network on the command line has an effect."),
+    Field("enable_cpu_affinity", Kind.BOOL, False, frozenset(),
+          "Only --enable_cpu_affinity on the command line has an effect."),
+    Field("tpu_name", Kind.TEXT, None, XLA, "Name of the TPU pod."),
+    Field("tpu_zone", Kind.TEXT, None, XLA, "Zone of the TPU pod."),
+    Field("tpu_use_cluster", Kind.BOOL, False, XLA, "Runs on a TPU pod."),
+    Field("tpu_use_sudo", Kind.BOOL, False, XLA, "Runs the script with sudo on each host of the pod."),
+    Field("tpu_vm", Kind.TEXT, None, XLA, "VM names of the pod."),
+    Field("tpu_env", Kind.TEXT, None, XLA, "Environment variables for the pod's hosts."),
+    Field("commands", Kind.TEXT, None, XLA, "Commands to run on the pod's hosts first."),
+    Field("command_file", Kind.TEXT, None, XLA, "File of commands to run on the pod's hosts first."),
+)  # fmt: skip
+
+FSDP_FIELDS: tuple[Field, ...] = (
+    _fsdp("fsdp_version", Kind.CHOICE, 1, FSDP, "1: FullyShardedDataParallel, 2: fully_shard. Absent means 1.",
+          ("1", "2")),
+    _fsdp("fsdp_sharding_strategy", Kind.CHOICE, "FULL_SHARD", ONLY1, "What is sharded: 1 FULL_SHARD everything, 2 "
+          "SHARD_GRAD_OP not the parameters between forward and backward, 3 NO_SHARD nothing, 4 and 5 as 1 and 2 "
+          "inside each machine.", STRATEGY_CHOICES),
+    _fsdp("fsdp_reshard_after_forward", Kind.BOOL, True, ONLY2, "true frees gathered parameters after forward and "
+          "gathers them again in backward (FULL_SHARD); false keeps them: a third less traffic, a whole model more "
+          "memory (SHARD_GRAD_OP)."),
+    _fsdp("fsdp_auto_wrap_policy", Kind.CHOICE, "NO_WRAP", FSDP, "How units are made. Absent means NO_WRAP: one unit, "
+          "gathered whole.", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+    _fsdp("fsdp_transformer_layer_cls_to_wrap", Kind.NAMES, None, FSDP, "Layer classes that become units under "
+          "TRANSFORMER_BASED_WRAP, joined by commas without spaces. Absent: the model's _no_split_modules.",
+          variable="FSDP_TRANSFORMER_CLS_TO_WRAP"),
+    _fsdp("fsdp_min_num_params", Kind.INT, 100_000_000, ONLY1, "Parameters from which on a module becomes a unit under "
+          "SIZE_BASED_WRAP."),
+    _fsdp("fsdp_offload_params", Kind.BOOL, False, FSDP, "Keeps parameters, gradients and optimizer state in host "
+          "memory: 16 bytes per parameter less on the GPUs together, steps several times slower."),
+    _fsdp("fsdp_state_dict_type", Kind.CHOICE, None, FSDP, "How checkpoints are written. Absent: FULL under FSDP1, "
+          "SHARDED under FSDP2.", ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
+    _fsdp("fsdp_backward_prefetch", Kind.CHOICE, None, ONLY1, "When backward gathers the next unit: BACKWARD_PRE "
+          "overlaps best and holds two units, BACKWARD_POST one.", ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
+    _fsdp("fsdp_forward_prefetch", Kind.BOOL, False, ONLY1, "Gathers the next unit during forward; helps only where "
+          "the CPU is the bottleneck."),
+    _fsdp("fsdp_use_orig_params", Kind.BOOL, True, ONLY1, "Keeps original parameters visible: needed for frozen parts "
+          "and for weight decay groups."),
+    _fsdp("fsdp_sync_module_states", Kind.BOOL, True, ONLY1, "Broadcasts rank 0's weights when wrapping."),
+    _fsdp("fsdp_cpu_ram_efficient_loading", Kind.BOOL, True, FSDP, "Ranks other than 0 start from empty weights."),
+    _fsdp("fsdp_activation_checkpointing", Kind.BOOL, False, FSDP, "Recomputes each unit's activations in backward: "
+          "about a third more compute, activations shrink to one input per layer."),
+    _fsdp("fsdp_activation_checkpointing_offload", Kind.BOOL, False, ONLY2, "Moves the kept inputs to host memory."),
+    _fsdp("fsdp_ignored_modules", Kind.TEXT, None, FSDP, "Regular expression of module names that stay unsharded."),
+)  # fmt: skip
+
+MESH_FIELDS: tuple[Field, ...] = (
+    _mesh("dp_replicate_size", Kind.INT, 1, "Replicas of the sharded model."),
+    _mesh("dp_shard_size", Kind.INT, 1, "Ranks that share one replica."),
+    _mesh("tp_size", Kind.INT, 1, "Tensor parallel ranks."),
+    _mesh("cp_size", Kind.INT, 1, "Context parallel ranks."),
+    _mesh("cp_backend", Kind.CHOICE, "torch", "Backend of context parallelism.", ("torch",)),
+    _mesh("cp_comm_strategy", Kind.CHOICE, "allgather", "How context parallel ranks exchange.",
+          ("allgather", "alltoall")),
+    _mesh("sp_size", Kind.INT, 1, "Sequence parallel ranks (DeepSpeed)."),
+    _mesh("sp_backend", Kind.CHOICE, "deepspeed", "Backend of sequence parallelism.", ("deepspeed",)),
+    _mesh("sp_seq_length", Kind.INT, None, "Sequence length, where it is the same for all batches."),
+    _mesh("sp_seq_length_is_variable", Kind.BOOL, True, "Whether batches differ in length."),
+    _mesh("sp_attn_implementation", Kind.TEXT, None, "Attention for sequence parallelism."),
+)  # fmt: skip
+
+DEEPSPEED_FIELDS: tuple[Field, ...] = (
+    _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent.",
+               variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+    _deepspeed("zero_stage", Kind.CHOICE, "0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters sharded.",
+               ("0", "1", "2", "3"), "ACCELERATE_DEEPSPEED_ZERO_STAGE"),
+    _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES,
+               "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+    _deepspeed("offload_param_device", Kind.CHOICE, "Where parameters live (stage 3).", DEVICES,
+               "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+    Field("offload_optimizer_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
+          "deepspeed_config_file.", "deepspeed_config"),
+    Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher, as above.",
+          "deepspeed_config"),
+    _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto.",
+               variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+    _deepspeed("gradient_clipping", Kind.TEXT, "Largest gradient norm, or auto.",
+               variable="ACCELERATE_GRADIENT_CLIPPING"),
+    _deepspeed("zero3_init_flag", Kind.BOOL, "Builds the model sharded (stage 3).",
+               variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+    _deepspeed("zero3_save_16bit_model", Kind.BOOL, "Gathers 16-bit weights on save (stage 3); without it save_model "
+               "writes no model.", variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+    _deepspeed("deepspeed_hostfile", Kind.TEXT, "Hosts for several machines."),
+    _deepspeed("deepspeed_exclusion_filter", Kind.TEXT, "Hosts and GPUs to leave out."),
+    _deepspeed("deepspeed_inclusion_filter", Kind.TEXT, "Hosts and GPUs to use."),
+    _deepspeed("deepspeed_multinode_launcher", Kind.CHOICE, "How processes start on other machines.",
+               ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")),
+    _deepspeed("deepspeed_moe_layer_cls_names", Kind.NAMES, "Mixture-of-experts layer classes.",
+               variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
+)  # fmt: skip
+
+FIELDS: tuple[Field, ...] = TOP + FSDP_FIELDS + MESH_FIELDS + DEEPSPEED_FIELDS
+BY_NAME: Mapping[tuple[str, str], Field] = {(field.section, field.key): field for field in FIELDS}
+
+RETIRED: Mapping[str, str] = {
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+    "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_cpu_offload": "fsdp_offload_params",
+}
+"""Keys of older releases, or of other tools, that Accelerate accepts and drops, with the key that is read today."""

@@ -1,0 +1,112 @@
+"""The command `accel-fsdp check`: read, run the rules, repair, report."""
+
+import difflib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import config, files, render, rules_fsdp, rules_job, rules_yaml
+from accel_fsdp.check import RULES, Finding, Severity, locate, repair, run
+from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.inputs import read_subject
+
+RULE_MODULES = (rules_yaml, rules_fsdp, rules_job)
+"""Importing them registers their rules."""
+
+COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
+REPAIR_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to check against, and what to do about findings."""
+
+    model: str | None = None
+    args: Path | None = None
+    strict: bool = False
+    fix: bool = False
+    json: bool = False
+
+
+def lint_all(paths: tuple[Path, ...], options: Options) -> int:
+    """Lints each file and reports; returns the exit code: 1 when one has errors (or warnings, if strict).
+
+    Raises:
+        UsageError: no file is given, or one can't be read.
+    """
+    if not paths:
+        raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
+    found = {path: lint(path, options) for path in paths}
+    if options.json:
+        listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
+        render.put(json.dumps(listed, indent=2))
+    else:
+        for path, findings in found.items():
+            _show(path, findings)
+    counted = {"error", "warning"} if options.strict else {"error"}
+    return int(any(one.severity in counted for findings in found.values() for one in findings))
+
+
+def lint(path: Path, options: Options) -> list[Finding]:
+    """The findings of one file, in the order of its lines; with `options.fix` those left after the repair."""
+    if options.fix:
+        _repair(path, options)
+    subject, document = read_subject(path, options.model, options.args)
+    return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
+
+
+def _repair(path: Path, options: Options) -> None:
+    """Repairs until nothing more can be: one repair can make room for the next."""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for _ in range(REPAIR_ROUNDS):
+        subject, document = read_subject(path, options.model, options.args)
+        if not repair(document, run(subject)):
+            break
+        files.write_text(path, config.dump(document, _indent(before)))
+    after = path.read_text(encoding="utf-8")
+    diff = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(path), lineterm="")
+    render.show_diff(list(diff))
+
+
+def _indent(text: str) -> int:
+    """The indentation of the first nested key, so that untouched lines stay as they are."""
+    nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
+    return nested[0] if nested else 2
+
+
+def _as_json(one: Finding) -> dict[str, Any]:
+    return {name: value for name, value in asdict(replace(one, edits=())).items() if name != "edits"} | {
+        "fixable": bool(one.edits)
+    }
+
+
+def _show(path: Path, findings: list[Finding]) -> None:
+    for one in findings:
+        place = f"{path}:{one.line}" if one.line else str(path)
+        render.put(f"{place}: {one.severity} {one.code}: {one.what}", style=COLOURS[one.severity])
+        render.put(f"  why: {one.why}\n  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
+    counts = [f"{sum(one.severity == kind for one in findings)} {kind}s" for kind in COLOURS]
+    render.say(f"{path}: " + (", ".join(counts) if findings else "clean"))
+
+
+def show_rules(code: str | None) -> int:
+    """Lists all rules, or explains one.
+
+    Raises:
+        UsageError: there is no rule of that code.
+    """
+    if code is None:
+        for one in sorted(RULES.values(), key=lambda one: one.code):
+            fixed = f" (fixed in {one.fixed_in})" if one.fixed_in else ""
+            render.put(f"{one.code} {one.severity:7} {one.title}{fixed}")
+        return 0
+    if code.upper() not in RULES:
+        raise UsageError(
+            f"there is no rule {code}.{did_you_mean(code, RULES)}",
+            why="it can't be explained",
+            fix="check --list-rules",
+        )
+    one = RULES[code.upper()]
+    render.put(f"{one.code} ({one.severity})\n{one.explanation}")
+    return 0

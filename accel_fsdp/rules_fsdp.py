@@ -1,0 +1,352 @@
+"""Rules about what the FSDP settings do together."""
+
+from collections.abc import Iterator
+
+from accel_fsdp.check import Edit, Finding, Subject, rule
+from accel_fsdp.fields import BY_NAME, Engine
+from accel_fsdp.types import STRATEGIES
+
+FSDP2_STRATEGIES = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+
+
+@rule("AF301")
+def version_missing(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_version` is missing.
+
+    In the YAML that means FSDP1; the same omission in `TrainingArguments` means FSDP2. The settings of one are ignored
+    by the other.
+    """
+    if subject.is_fsdp and not subject.has("fsdp_version"):
+        version = 2 if isinstance(subject.fsdp("fsdp_reshard_after_forward"), bool) and _looks_like_2(subject) else 1
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "fsdp_version is missing, so Accelerate takes FSDP1",
+            "most keys mean something under one version only",
+            f"fsdp_version: {version}",
+            (Edit("fsdp_config", "fsdp_version", version),),
+        )
+
+
+def _looks_like_2(subject: Subject) -> bool:
+    only_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
+    return subject.has("fsdp_reshard_after_forward") and not any(subject.has(key) for key in only_1)
+
+
+@rule("AF302")
+def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
+
+    Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
+    given, and that one is used.
+    """
+    if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
+        return
+    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
+    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_reshard_after_forward"),)
+    if value in STRATEGIES.values() and not subject.has("fsdp_sharding_strategy"):
+        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", new_key="fsdp_sharding_strategy"),)
+    yield Finding(
+        "fsdp_config.fsdp_reshard_after_forward",
+        "FSDP1 ignores fsdp_reshard_after_forward",
+        f"the model is trained with {subject.strategy}",
+        "fsdp_sharding_strategy: 1 to 5",
+        edits,
+    )
+
+
+@rule("AF303")
+def strategy_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_sharding_strategy` under FSDP2, where nothing reads it.
+
+    FSDP2 has `fsdp_reshard_after_forward` instead, true for FULL_SHARD and false for SHARD_GRAD_OP. Hybrid sharding
+    is a mesh in `parallelism_config`, no sharding is plain DDP.
+    """
+    if subject.engine is not Engine.FSDP2 or not subject.has("fsdp_sharding_strategy"):
+        return
+    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_sharding_strategy"),)
+    if subject.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and not subject.has("fsdp_reshard_after_forward"):
+        edits += (Edit("fsdp_config", "fsdp_reshard_after_forward", FSDP2_STRATEGIES[subject.strategy]),)
+    elif not subject.has("fsdp_reshard_after_forward"):
+        edits = ()
+    yield Finding(
+        "fsdp_config.fsdp_sharding_strategy",
+        "FSDP2 ignores fsdp_sharding_strategy",
+        "the model is sharded as fsdp_reshard_after_forward says, fully by default",
+        "fsdp_reshard_after_forward: true or false; hybrid: parallelism_config",
+        edits,
+    )
+
+
+@rule("AF304")
+def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
+    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
+    if subject.engine is Engine.FSDP2 and value in STRATEGIES.values():
+        wanted = FSDP2_STRATEGIES.get(value)
+        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", wanted),) if not value.startswith(("H", "N")) else ()
+        yield Finding(
+            "fsdp_config.fsdp_reshard_after_forward",
+            f"{value} is FSDP1's way to say it",
+            "Accelerate stops: invalid truth value",
+            "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
+            edits,
+        )
+
+
+@rule("AF305", "warning")
+def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """A key of FSDP1 under FSDP2, which ignores it, mostly without a word."""
+    if subject.engine is not Engine.FSDP2:
+        return
+    for key in subject.section("fsdp_config"):
+        known = BY_NAME.get(("fsdp_config", key))
+        special = ("fsdp_sharding_strategy", "fsdp_min_num_params")
+        if known and Engine.FSDP1 in known.engines and Engine.FSDP2 not in known.engines and key not in special:
+            yield Finding(
+                f"fsdp_config.{key}",
+                f"FSDP2 ignores {key}",
+                "it has no effect",
+                f"remove {key}",
+                (Edit("fsdp_config", key),),
+            )
+
+
+@rule("AF306")
+def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_auto_wrap_policy` is missing, so the whole model is one unit.
+
+    Then every rank gathers all of it at once. A layer class without the policy is ignored.
+    """
+    if subject.is_fsdp and not subject.has("fsdp_auto_wrap_policy"):
+        edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+        yield Finding(
+            "fsdp_config.fsdp_auto_wrap_policy",
+            "fsdp_auto_wrap_policy is missing: NO_WRAP",
+            "every rank gathers the whole model at once; fsdp_transformer_layer_cls_to_wrap is ignored",
+            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            (edit,),
+        )
+
+
+@rule("AF307")
+def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`SIZE_BASED_WRAP` under FSDP2: it also picks containers, which `fully_shard` refuses."""
+    if subject.engine is Engine.FSDP2 and _policy(subject) == "SIZE_BASED_WRAP":
+        edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),)
+        if subject.has("fsdp_min_num_params"):
+            edits += (Edit("fsdp_config", "fsdp_min_num_params"),)
+        yield Finding(
+            "fsdp_config.fsdp_auto_wrap_policy",
+            "SIZE_BASED_WRAP does not work with FSDP2",
+            "ValueError: fully_shard does not support containers that do not implement forward",
+            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            edits,
+        )
+
+
+@rule("AF308", "warning")
+def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
+    """`SIZE_BASED_WRAP` with `fsdp_min_num_params` at 0, or above the model's largest layer: nothing is wrapped."""
+    if subject.engine is not Engine.FSDP1 or _policy(subject) != "SIZE_BASED_WRAP":
+        return
+    smallest = str(subject.fsdp("fsdp_min_num_params"))
+    largest = subject.model.largest_layer_parameters if subject.model else 0
+    too_large = smallest.isdecimal() and 0 < largest < int(smallest)
+    if smallest == "0" or too_large:
+        yield Finding(
+            "fsdp_config.fsdp_min_num_params",
+            f"with fsdp_min_num_params {smallest} no layer becomes a unit",
+            "every rank gathers the whole model at once",
+            f"fsdp_min_num_params: {largest * 9 // 10 or 'just under the size of a layer'}",
+        )
+
+
+@rule("AF309")
+def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`LOCAL_STATE_DICT` under FSDP2: Accelerate stops."""
+    if subject.engine is Engine.FSDP2 and _kind(subject) == "LOCAL_STATE_DICT":
+        edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "FSDP2 does not support LOCAL_STATE_DICT",
+            "Accelerate stops",
+            "fsdp_state_dict_type: SHARDED_STATE_DICT",
+            (edit,),
+        )
+
+
+@rule("AF310", "warning")
+def local_state_dict(subject: Subject) -> Iterator[Finding]:
+    """`LOCAL_STATE_DICT`: such checkpoints load on the same number of ranks only, and nothing exports them."""
+    if subject.engine is Engine.FSDP1 and _kind(subject) == "LOCAL_STATE_DICT":
+        edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "LOCAL_STATE_DICT checkpoints do not reshard",
+            "a run can't be resumed on another number of GPUs",
+            "fsdp_state_dict_type: SHARDED_STATE_DICT",
+            (edit,),
+        )
+
+
+@rule("AF311")
+def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
+
+    The launcher refuses it under both versions, although FSDP2 doesn't use the key. The text 'false' slips past, and
+    ranks other than 0 then train random weights.
+    """
+    if subject.is_fsdp and subject.on("fsdp_cpu_ram_efficient_loading") and not subject.on("fsdp_sync_module_states"):
+        edit = Edit("fsdp_config", "fsdp_sync_module_states")
+        yield Finding(
+            "fsdp_config.fsdp_sync_module_states",
+            "fsdp_cpu_ram_efficient_loading needs synced module states",
+            "the launcher refuses it",
+            "remove fsdp_sync_module_states",
+            (edit,),
+        )
+
+
+@rule("AF312")
+def checkpointing_without_wrapping(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_activation_checkpointing` without TRANSFORMER_BASED_WRAP.
+
+    FSDP2 stops with "'NoneType' object is not callable"; FSDP1 checkpoints every single submodule.
+    """
+    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and _policy(subject) == "NO_WRAP":
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "activation checkpointing needs a wrap policy",
+            "FSDP2 stops, FSDP1 checkpoints every submodule",
+            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        )
+
+
+@rule("AF313")
+def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_activation_checkpointing_offload` without activation checkpointing, or under FSDP1: Accelerate stops."""
+    if not subject.is_fsdp or not subject.on("fsdp_activation_checkpointing_offload"):
+        return
+    if subject.engine is Engine.FSDP1:
+        edit = Edit("fsdp_config", "fsdp_activation_checkpointing_offload")
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing_offload",
+            "FSDP1 can't offload checkpoints",
+            "Accelerate stops",
+            "remove it, or fsdp_version: 2",
+            (edit,),
+        )
+    elif not subject.on("fsdp_activation_checkpointing"):
+        edit = Edit("fsdp_config", "fsdp_activation_checkpointing", True)
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing_offload",
+            "there are no checkpoints to offload",
+            "Accelerate stops",
+            "fsdp_activation_checkpointing: true",
+            (edit,),
+        )
+
+
+@rule("AF314")
+def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
+    """An `fsdp_config` under another `distributed_type`: plain DDP runs, and every GPU holds the whole model."""
+    if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
+        if subject.values.get("distributed_type") is None:
+            return  # AF101
+        yield Finding(
+            "distributed_type",
+            f"fsdp_config stands beside distributed_type: {subject.top('distributed_type')}",
+            "FSDP is not used and every GPU holds the whole model",
+            "distributed_type: FSDP",
+            (Edit("", "distributed_type", "FSDP"),),
+        )
+
+
+@rule("AF315")
+def mesh_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`parallelism_config` without FSDP2, the only engine that reads it."""
+    if subject.section("parallelism_config") and subject.engine is not Engine.FSDP2:
+        yield Finding(
+            "parallelism_config",
+            f"{subject.engine.value} does not read parallelism_config",
+            "the mesh is not built",
+            "fsdp_version: 2, or remove parallelism_config",
+        )
+
+
+@rule("AF316")
+def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
+    """The sizes in `parallelism_config` multiplied are not `num_processes`: Accelerate stops."""
+    mesh = subject.section("parallelism_config")
+    if subject.engine is not Engine.FSDP2 or not mesh:
+        return
+    total = 1
+    for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+        size = mesh.get(f"parallelism_config_{name}_size", 1)
+        if not isinstance(size, int):
+            return
+        total *= size
+    processes = subject.top("num_processes")
+    if isinstance(processes, int) and processes > 0 and total != processes:
+        yield Finding(
+            "parallelism_config",
+            f"the mesh has {total} ranks, num_processes is {processes}",
+            "Accelerate stops: total_size does not match num_processes",
+            f"sizes whose product is {processes}",
+        )
+
+
+@rule("AF317", "warning")
+def use_orig_params_off(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_use_orig_params: false` under FSDP1.
+
+    Trainer then finds no biases and norms among the flattened parameters and puts weight decay on them; a unit with
+    frozen and trained parameters fails.
+    """
+    if subject.engine is Engine.FSDP1 and not subject.on("fsdp_use_orig_params"):
+        yield Finding(
+            "fsdp_config.fsdp_use_orig_params",
+            "weight decay will hit norms and biases",
+            "Trainer groups parameters by name after they were flattened",
+            "fsdp_use_orig_params: true",
+            (Edit("fsdp_config", "fsdp_use_orig_params", True),),
+        )
+
+
+@rule("AF318", "note")
+def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
+
+    0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
+    """
+    if subject.engine is Engine.FSDP1 and subject.top("mixed_precision") in ("bf16", "fp16"):
+        yield Finding(
+            "mixed_precision",
+            "FSDP1 casts RoPE frequencies to 16 bits",
+            "positions lose accuracy, more so in long sequences",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF319")
+def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
+    """`Embedding` or `Linear` as a layer class.
+
+    Tied embeddings would belong to two units, which torch 2.13 refuses; and a unit per Linear is slow.
+    """
+    for name in ("Embedding", "Linear"):
+        if subject.is_fsdp and name in str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap")).split(","):
+            yield Finding(
+                "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+                f"{name} is not a transformer layer",
+                "tied embeddings fail: Parameter is shared with a parameter of another FSDP group",
+                "name the decoder layer only",
+            )
+
+
+def _policy(subject: Subject) -> str:
+    return str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
+
+
+def _kind(subject: Subject) -> str:
+    return str(subject.fsdp("fsdp_state_dict_type")).upper()

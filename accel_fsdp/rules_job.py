@@ -1,0 +1,371 @@
+"""Rules about the launch, the model, the training script's arguments and the installed versions."""
+
+from collections.abc import Iterator
+
+from accel_fsdp.check import Edit, Finding, Subject, rule
+from accel_fsdp.errors import did_you_mean
+from accel_fsdp.fields import Engine
+
+
+@rule("AF401")
+def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` is missing: `accelerate launch` stops unless it is on the command line."""
+    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE:
+        yield Finding(
+            "num_processes",
+            "num_processes is missing",
+            "accelerate launch stops without --num_processes",
+            "num_processes: the GPUs of all machines together",
+        )
+
+
+@rule("AF402")
+def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` is the total over all machines; a remainder is dropped without a word.
+
+    9 processes on 2 machines start 4 on each, 1 process on 2 machines starts none.
+    """
+    processes, machines = subject.top("num_processes"), subject.top("num_machines")
+    whole = isinstance(processes, int) and isinstance(machines, int) and processes > 0 and machines > 0
+    if whole and processes % machines:
+        yield Finding(
+            "num_processes",
+            f"{processes} processes don't divide by {machines} machines",
+            f"each machine starts {processes // machines}",
+            f"num_processes: {max(processes // machines, 1) * machines}",
+        )
+
+
+@rule("AF403")
+def no_meeting_point(subject: Subject) -> Iterator[Finding]:
+    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`."""
+    machines = subject.top("num_machines")
+    if isinstance(machines, int) and machines > 1 and not subject.top("main_process_ip"):
+        yield Finding(
+            "num_machines",
+            f"{machines} machines and no main_process_ip",
+            "they wait at None:29500",
+            "main_process_ip: the address of machine 0",
+        )
+
+
+@rule("AF404", "warning")
+def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
+    """`machine_rank` in a file for several machines: copied to all of them it makes each one number 0."""
+    machines = subject.top("num_machines")
+    if isinstance(machines, int) and machines > 1 and "machine_rank" in subject.values:
+        yield Finding(
+            "machine_rank",
+            "machine_rank is the same on every machine that has this file",
+            "the job hangs when two machines have one number",
+            "launch with --machine_rank N",
+            (Edit("", "machine_rank"),),
+        )
+
+
+@rule("AF405")
+def use_cpu_under_fsdp(subject: Subject) -> Iterator[Finding]:
+    """`use_cpu: true` under FSDP, which the launcher does not hand to the ranks."""
+    if subject.is_fsdp and subject.values.get("use_cpu") is True:
+        yield Finding(
+            "use_cpu",
+            "FSDP ranks don't learn of use_cpu",
+            "it has no effect",
+            "use_cpu: false; train/sft.py finds out by itself",
+            (Edit("", "use_cpu", False),),
+        )
+
+
+@rule("AF406")
+def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
+    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes no model."""
+    section = subject.section("deepspeed_config")
+    own_file = "deepspeed_config_file" in section
+    off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
+    if subject.engine is Engine.DEEPSPEED and str(section.get("zero_stage")) == "3" and off and not own_file:
+        edit = Edit("deepspeed_config", "zero3_save_16bit_model", True)
+        yield Finding(
+            "deepspeed_config.zero_stage",
+            "ZeRO-3 gathers no weights when it saves",
+            "the output folder holds no model",
+            "zero3_save_16bit_model: true",
+            (edit,),
+        )
+
+
+@rule("AF501")
+def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
+    """A layer class that the model (`--model`) doesn't have: Accelerate stops at prepare."""
+    names = subject.fsdp("fsdp_transformer_layer_cls_to_wrap") if subject.is_fsdp else None
+    if subject.model is None or not isinstance(names, str):
+        return
+    for name in (part.strip() for part in names.split(",")):
+        if name and name not in subject.model.classes:
+            found = ",".join(layer.name for layer in subject.model.wrap_classes)
+            edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
+            yield Finding(
+                "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+                f"{subject.model.name} has no {name}.{did_you_mean(name, subject.model.classes)}",
+                "Accelerate stops: Could not find the transformer layer class",
+                f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
+                edits,
+            )
+
+
+@rule("AF502", "warning")
+def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
+    """TRANSFORMER_BASED_WRAP without a layer class.
+
+    Accelerate then takes the model's `_no_split_modules`. 15 of 168 causal language models name classes there that they
+    don't contain, and stop; 21 name none, and are not wrapped at all.
+    """
+    policy = str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
+    if subject.is_fsdp and policy == "TRANSFORMER_BASED_WRAP" and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
+        found = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
+        edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
+        yield Finding(
+            "fsdp_config.fsdp_auto_wrap_policy",
+            "no fsdp_transformer_layer_cls_to_wrap",
+            "some models name classes they don't have, some name none and are not wrapped",
+            f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME (--model finds it)'}",
+            edits,
+        )
+
+
+@rule("AF601", "warning")
+def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
+    """LoRA with FSDP activation checkpointing.
+
+    PEFT 0.21 finds no adapter tensor in modules that are wrapped for checkpointing: exports and sharded checkpoints
+    hold none, without a word. train/sft.py repairs that; most scripts don't.
+    """
+    if subject.is_fsdp and subject.uses_adapter and subject.on("fsdp_activation_checkpointing"):
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "PEFT loses the adapter under FSDP checkpointing",
+            "the exported adapter has no tensors, unless the script is train/sft.py",
+            "fsdp_activation_checkpointing: false and --gradient_checkpointing true",
+        )
+
+
+@rule("AF602", "warning")
+def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """LoRA with FSDP1.
+
+    PEFT 0.21 finds no adapter tensor below FSDP1's wrappers: exports and checkpoints hold none. train/sft.py repairs
+    that; most scripts don't.
+    """
+    if subject.engine is Engine.FSDP1 and subject.uses_adapter:
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "PEFT loses the adapter under FSDP1",
+            "the exported adapter has no tensors, unless the script is train/sft.py",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF603")
+def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
+    """Activation checkpointing in the YAML and in the arguments, which TRL sets by default: Trainer stops."""
+    twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
+    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice:
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "activation checkpointing is on twice",
+            "Trainer stops: can't both be set to True",
+            "turn one off; with LoRA this one",
+        )
+
+
+@rule("AF604")
+def adafactor_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`--optim adafactor` under FSDP2: "got mixed torch.Tensor and DTensor"."""
+    if subject.engine is Engine.FSDP2 and subject.arg("optim") == "adafactor":
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "Adafactor can't work on DTensors",
+            "the first step fails",
+            "--optim adamw_torch_fused, or fsdp_version: 1",
+        )
+
+
+@rule("AF605", "warning")
+def low_bit_optimizer(subject: Subject) -> Iterator[Finding]:
+    """An 8-bit, 4-bit or paged optimizer under FSDP: bitsandbytes knows neither DTensors nor flat parameters."""
+    name = str(subject.arg("optim"))
+    if subject.is_fsdp and any(part in name for part in ("8bit", "4bit", "paged")):
+        yield Finding(
+            "distributed_type",
+            f"--optim {name} is not made for sharded parameters",
+            "illegal memory access, or a crash at the checkpoint",
+            "--optim adamw_torch_fused",
+        )
+
+
+@rule("AF606")
+def precision_differs(subject: Subject) -> Iterator[Finding]:
+    """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
+    asked = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
+    written = subject.values.get("mixed_precision")
+    if asked and written is not None and str(written) != asked:
+        yield Finding(
+            "mixed_precision",
+            f"--{asked} wins over mixed_precision: {written}",
+            "the file doesn't say what is trained",
+            f"mixed_precision: {asked}, or drop --{asked}",
+        )
+
+
+@rule("AF607")
+def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
+    """`--fsdp` or `--fsdp_config` beside an FSDP YAML.
+
+    The arguments win and most of the YAML is ignored, but leftovers leak: offload stays on, the state dict becomes
+    FULL. Their keys also have other names there (`cpu_offload`) and unknown ones are dropped.
+    """
+    if subject.is_fsdp and (subject.arg("fsdp") or subject.arg("fsdp_config")):
+        yield Finding(
+            "fsdp_config", "the arguments set FSDP too", "most of this file is ignored", "drop --fsdp and --fsdp_config"
+        )
+
+
+@rule("AF608")
+def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
+    """`--save_only_model` with SHARDED_STATE_DICT: Trainer stops."""
+    kind = str(subject.fsdp("fsdp_state_dict_type")).upper()
+    sharded = kind == "SHARDED_STATE_DICT" or (kind == "NONE" and subject.engine is Engine.FSDP2)
+    if subject.is_fsdp and sharded and subject.arg_on("save_only_model"):
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "--save_only_model needs FULL_STATE_DICT",
+            "Trainer stops",
+            "drop --save_only_model",
+        )
+
+
+@rule("AF609")
+def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--predict_with_generate` under FSDP1: "'weight' must be 2-D"."""
+    if subject.engine is Engine.FSDP1 and subject.arg_on("predict_with_generate"):
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "generate does not work below FSDP1's wrappers",
+            "evaluation fails: 'weight' must be 2-D",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF610")
+def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--use_dora` under FSDP1: "IndexError: tuple index out of range"."""
+    if subject.engine is Engine.FSDP1 and subject.arg_on("use_dora"):
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "DoRA reads weights that FSDP1 has flattened",
+            "the first step fails",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF611")
+def eight_bit_base(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_8bit` under FSDP1: int8 weights can't be flattened with 16-bit ones."""
+    if subject.engine is Engine.FSDP1 and subject.arg_on("load_in_8bit"):
+        yield Finding(
+            "distributed_type",
+            "FSDP can't shard an 8-bit base",
+            "Must flatten tensors with uniform dtype",
+            "--load_in_4bit with a floating bnb_4bit_quant_storage",
+        )
+
+
+@rule("AF612", "warning")
+def four_bit_storage(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_4bit` under FSDP with the default storage, uint8.
+
+    FSDP1 stops; FSDP2 leaves the 4-bit base unsharded, a full copy on each GPU. The storage must be a floating type,
+    and the same as `mixed_precision`.
+    """
+    storage = str(subject.arg("bnb_4bit_quant_storage") or "uint8")
+    wanted = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}.get(str(subject.top("mixed_precision")))
+    if subject.is_fsdp and subject.arg_on("load_in_4bit") and storage != wanted:
+        yield Finding(
+            "mixed_precision",
+            f"4-bit weights stored as {storage}",
+            "they are not sharded, or FSDP stops",
+            f"--bnb_4bit_quant_storage {wanted}",
+        )
+
+
+@rule("AF613", "warning")
+def pure_low_precision(subject: Subject) -> Iterator[Finding]:
+    """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
+    dtype = str(subject.arg("dtype") or subject.arg("torch_dtype"))
+    off = subject.top("mixed_precision") in ("no", False, None)
+    low = dtype in ("bfloat16", "float16", "bf16", "fp16")
+    if low and off and not subject.uses_adapter and not subject.arg_on("bf16", "fp16"):
+        yield Finding(
+            "mixed_precision",
+            f"--dtype {dtype} without mixed precision has no float32 master weights",
+            "small updates are lost to rounding",
+            "mixed_precision: bf16, or --dtype float32",
+        )
+
+
+@rule("AF614")
+def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
+    """FSDP1 with CPU offload, gradient accumulation and `sync_each_batch`: each micro-batch replaces the gradient."""
+    steps = str(subject.arg("gradient_accumulation_steps") or 1)
+    each = "sync_each_batch" in str(subject.arg("accelerator_config"))
+    if subject.engine is Engine.FSDP1 and subject.on("fsdp_offload_params") and steps != "1" and each:
+        yield Finding(
+            "fsdp_config.fsdp_offload_params",
+            "offload and sync_each_batch lose gradients",
+            "each micro-batch replaces the one before",
+            "fsdp_version: 2, or no sync_each_batch",
+        )
+
+
+@rule("AF615", "warning")
+def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--torch_compile` under FSDP1 breaks in dynamo or inductor for many models."""
+    if subject.engine is Engine.FSDP1 and subject.arg_on("torch_compile"):
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "torch.compile is not made for FSDP1's wrappers",
+            "compilation often fails",
+            "fsdp_version: 2",
+        )
+
+
+def _older(subject: Subject, package: str, version: str) -> bool:
+    from packaging.version import Version
+
+    installed = subject.versions.get(package)
+    return installed is not None and Version(installed) < Version(version)
+
+
+@rule("AF701", fixed_in="accelerate 1.15")
+def rank_0_adapter_only(subject: Subject) -> Iterator[Finding]:
+    """FSDP2, LoRA and FULL_STATE_DICT before accelerate 1.15: checkpoints keep rank 0's slice of the adapter only."""
+    full = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
+    if subject.engine is Engine.FSDP2 and subject.uses_adapter and full and _older(subject, "accelerate", "1.15"):
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "this accelerate keeps rank 0's slice of the adapter only",
+            "a resumed adapter is mostly lost",
+            "pip install 'accelerate>=1.15'",
+        )
+
+
+@rule("AF702", "warning", fixed_in="accelerate 1.15")
+def checkpoints_of_children(subject: Subject) -> Iterator[Finding]:
+    """FSDP2's activation checkpointing before accelerate 1.15 wraps a layer's children: 4 times the activations."""
+    older = _older(subject, "accelerate", "1.15")
+    if subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing") and older:
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "this accelerate checkpoints inside the layers",
+            "about 4 times the activation memory",
+            "pip install 'accelerate>=1.15'",
+        )

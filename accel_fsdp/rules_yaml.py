@@ -1,0 +1,286 @@
+"""Rules about the file itself: keys that nothing reads, values that mean something else than they seem to."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accel_fsdp.check import Edit, Finding, Subject, full_name, known_fields, rule
+from accel_fsdp.errors import did_you_mean
+from accel_fsdp.fields import BY_NAME, RETIRED, Engine, Field, Kind
+
+SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config")
+TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
+FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
+
+
+def _written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
+    """Every known key that is written, as (dotted path, field, value)."""
+    for section in ("", *SECTIONS):
+        for key, value in subject.section(section).items():
+            if known := BY_NAME.get((section, key)):
+                yield f"{section}.{key}".lstrip("."), known, value
+
+
+@rule("AF101")
+def no_distributed_type(subject: Subject) -> Iterator[Finding]:
+    """`distributed_type` is missing.
+
+    Accelerate stops with "A `distributed_type` must be specified in the config file".
+    """
+    if subject.values.get("distributed_type") is None:
+        edits = (Edit("", "distributed_type", "FSDP"),) if subject.section("fsdp_config") else ()
+        yield Finding(
+            "distributed_type",
+            "distributed_type is missing",
+            "Accelerate refuses the file",
+            "distributed_type: FSDP",
+            edits,
+        )
+
+
+@rule("AF102")
+def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
+    """A top-level key that Accelerate does not know.
+
+    It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`.
+    """
+    known = known_fields("")
+    for key in subject.section(""):
+        if key not in known:
+            inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
+            hint = f" It belongs into {inside}." if inside else did_you_mean(key, known)
+            yield Finding(key, f"unknown key {key}.{hint}", "Accelerate refuses the file", f"correct or remove {key}")
+
+
+@rule("AF103")
+def unknown_section_key(subject: Subject) -> Iterator[Finding]:
+    """A key inside `fsdp_config`, `parallelism_config` or `deepspeed_config` that nothing reads.
+
+    Accelerate accepts any key there and drops it without a word, so a typo means the default. The rules for retired
+    keys (AF104) and for missing prefixes (AF105) say more where they apply.
+    """
+    for section in SECTIONS:
+        known = known_fields(section)
+        for key in subject.section(section):
+            prefixed = f"parallelism_config_{key}" in known
+            if key not in known and key not in RETIRED and not prefixed:
+                hint = did_you_mean(key, known)
+                nearest = hint.removeprefix(" Did you mean ").removesuffix("?")
+                fits = bool(hint) and nearest not in subject.section(section)
+                edits = (Edit(section, key, new_key=nearest),) if fits else ()
+                yield Finding(
+                    f"{section}.{key}",
+                    f"nothing reads {key}.{hint}",
+                    "Accelerate drops it without a word",
+                    f"rename it to {nearest}" if hint else f"remove {key}",
+                    edits,
+                )
+
+
+@rule("AF104")
+def retired_key(subject: Subject) -> Iterator[Finding]:
+    """A key of an older release, such as `fsdp_backward_prefetch_policy`.
+
+    Accelerate's own documentation still shows some of them. They are accepted and dropped; the setting is at its
+    default.
+    """
+    section = subject.section("fsdp_config")
+    for old, new in RETIRED.items():
+        if old in section:
+            twice = new in section
+            edits = (Edit("fsdp_config", old),) if twice else (Edit("fsdp_config", old, new_key=new),)
+            yield Finding(
+                f"fsdp_config.{old}",
+                f"{old} is read no longer; today's name is {new}",
+                "Accelerate drops it without a word",
+                f"rename it to {new}",
+                edits,
+            )
+
+
+@rule("AF105")
+def mesh_key_without_prefix(subject: Subject) -> Iterator[Finding]:
+    """A key in `parallelism_config` without the prefix `parallelism_config_`.
+
+    Accelerate adds the prefix for `fsdp_config` only; here the key is dropped and the size stays 1.
+    """
+    known = known_fields("parallelism_config")
+    for key in subject.section("parallelism_config"):
+        if f"parallelism_config_{key}" in known:
+            edit = Edit("parallelism_config", key, new_key=f"parallelism_config_{key}")
+            yield Finding(
+                f"parallelism_config.{key}",
+                f"{key} lacks its prefix",
+                "it is dropped and the size stays 1",
+                f"rename it to parallelism_config_{key}",
+                (edit,),
+            )
+
+
+@rule("AF106")
+def section_is_no_mapping(subject: Subject) -> Iterator[Finding]:
+    """A section such as `fsdp_config` that holds no keys but a value."""
+    for section in SECTIONS:
+        content = subject.values.get(section)
+        if content is not None and not isinstance(content, Mapping):
+            yield Finding(
+                section,
+                f"{section} is {content!r}, not a mapping of keys",
+                "its settings are not read",
+                f"indent its keys below {section}:",
+            )
+
+
+@rule("AF107", "warning")
+def key_without_effect(subject: Subject) -> Iterator[Finding]:
+    """A key that Accelerate takes from the command line only, or that its launcher forgets to hand on.
+
+    `rdzv_backend`, `same_network` and `enable_cpu_affinity` have defaults on the command line, and those win over the
+    file. The NVMe paths of `deepspeed_config` are not exported to the ranks.
+    """
+    for path, known, _ in _written(subject):
+        if not known.engines and known.kind is not Kind.SECTION:
+            yield Finding(
+                path,
+                f"{known.key} has no effect in the file",
+                known.help,
+                f"remove {known.key}",
+                (Edit(known.section, known.key),),
+            )
+
+
+@rule("AF201")
+def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
+    """`mixed_precision: no` without quotes.
+
+    YAML 1.1 reads a bare `no` as false, and Accelerate stops with "'bool' object has no attribute 'lower'".
+    """
+    if subject.values.get("mixed_precision") is False:
+        yield Finding(
+            "mixed_precision",
+            "mixed_precision: no without quotes is the boolean false",
+            "Accelerate stops: 'bool' object has no attribute 'lower'",
+            "mixed_precision: 'no'",
+            (Edit("", "mixed_precision", "no"),),
+        )
+
+
+@rule("AF202")
+def null_value(subject: Subject) -> Iterator[Finding]:
+    """A key with nothing behind it, under FSDP.
+
+    Accelerate turns the null into the text "None" and stops with "invalid truth value none", or looks for a layer class
+    of that name.
+    """
+    for path, known, value in _written(subject):
+        if value is None and known.section == "fsdp_config":
+            yield Finding(
+                path,
+                f"{known.key} has no value",
+                "Accelerate reads the text None",
+                f"give it a value, or remove {known.key}",
+                (Edit(known.section, known.key),),
+            )
+
+
+@rule("AF203")
+def not_a_choice(subject: Subject) -> Iterator[Finding]:
+    """A value that is not among those Accelerate knows for this key."""
+    for path, known, value in _written(subject):
+        if known.kind is not Kind.CHOICE or value is None or (known.key == "mixed_precision" and value is False):
+            continue
+        text = str(value) if known.key == "distributed_type" else str(value).lower()
+        choices = known.choices if known.key == "distributed_type" else tuple(c.lower() for c in known.choices)
+        if text in choices:
+            continue
+        hint = did_you_mean(text, known.choices)
+        yield Finding(
+            path,
+            f"{known.key}: {value} is unknown.{hint}",
+            "Accelerate stops, or takes something else",
+            "one of " + ", ".join(known.choices),
+        )
+
+
+@rule("AF204")
+def not_a_boolean(subject: Subject) -> Iterator[Finding]:
+    """A value that is neither true nor false where one is needed."""
+    for path, known, value in _written(subject):
+        if known.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
+            if known.key == "fsdp_reshard_after_forward" and subject.engine is Engine.FSDP1:
+                continue  # AF302
+            yield Finding(
+                path,
+                f"{known.key}: {value} is neither true nor false",
+                "Accelerate stops: invalid truth value",
+                f"{known.key}: true or false",
+            )
+
+
+@rule("AF205")
+def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
+    """A number that Accelerate can't read as one, such as `1e8`.
+
+    YAML 1.1 reads `1e8` as text and `1.0e+8` as a float; the value travels as text and `int("1e8")` fails.
+    """
+    for path, known, value in _written(subject):
+        if known.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            continue
+        if isinstance(value, str) and value.isdecimal():
+            continue
+        number = _as_number(value)
+        edits = (Edit(known.section, known.key, number),) if number is not None else ()
+        yield Finding(
+            path,
+            f"{known.key}: {value!r} is not a whole number",
+            "Accelerate stops: invalid literal for int()",
+            f"{known.key}: {number if number is not None else 'N'}",
+            edits,
+        )
+
+
+def _as_number(value: Any) -> int | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if number.is_integer() and not isinstance(value, bool) else None
+
+
+@rule("AF206")
+def names_in_a_list(subject: Subject) -> Iterator[Finding]:
+    """Layer classes as a YAML list, or with spaces after the commas.
+
+    The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
+    part of the name.
+    """
+    for path, known, value in _written(subject):
+        if known.kind is not Kind.NAMES or value is None:
+            continue
+        parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")
+        wanted = ",".join(part.strip() for part in parts if part.strip())
+        if value != wanted:
+            yield Finding(
+                path,
+                f"{known.key} is not one text of names joined by commas",
+                "Accelerate would look for a class with brackets or spaces in its name",
+                f"{known.key}: {wanted}",
+                (Edit(known.section, known.key, wanted),),
+            )
+
+
+@rule("AF207")
+def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
+    """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'"."""
+    value = subject.values.get("gpu_ids")
+    if value is None or isinstance(value, str):
+        return
+    numbers = value if isinstance(value, list) else [value]
+    whole = bool(numbers) and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    text = ",".join(str(number) for number in numbers) if whole else "0,1"
+    yield Finding(
+        "gpu_ids",
+        f"gpu_ids: {value} is not text",
+        "Accelerate stops: no attribute 'split'",
+        f"gpu_ids: '{text}'",
+        (Edit("", "gpu_ids", text),) if whole else (),
+    )

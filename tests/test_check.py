@@ -1,0 +1,295 @@
+"""`accel-fsdp check`: a file per rule that triggers it and one that doesn't, no false alarms, repairs, odd input."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import accel_fsdp, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_config import answers
+
+from accel_fsdp import config, lint
+from accel_fsdp.check import RULES, Subject
+from accel_fsdp.check import run as run_rules
+from accel_fsdp.errors import UsageError
+from accel_fsdp.inputs import parse_command_line, read_args
+from accel_fsdp.types import Answers, LayerClass, ModelFacts
+
+LLAMA = ModelFacts(
+    name="llama",
+    model_type="llama",
+    parameters=1000,
+    wrap_classes=(LayerClass("LlamaDecoderLayer", 4, 200),),
+    wrap_reason="",
+    classes=frozenset({"LlamaDecoderLayer", "Linear", "Embedding"}),
+    largest_layer_parameters=200,
+)
+TOP = "distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 2\n"
+WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+V1 = TOP + "fsdp_config:\n  fsdp_version: 1\n" + WRAP
+V2 = TOP + "fsdp_config:\n  fsdp_version: 2\n" + WRAP
+DDP = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 2\n"
+DS = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 2\ndeepspeed_config:\n"
+SIZE = TOP + "fsdp_config:\n  fsdp_version: 1\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
+MESH = "parallelism_config:\n  parallelism_config_dp_replicate_size: 1\n"
+SHARD = "  parallelism_config_dp_shard_size: {}\n"
+
+GOLDEN: dict[str, tuple[str, str]] = {
+    "AF101": ("num_processes: 2\nfsdp_config: {fsdp_version: 2}\n", V2),
+    "AF102": (V2 + "fdsp_config: {}\n", V2),
+    "AF103": (V2 + "  fsdp_ofload_params: true\n", V2 + "  offload_params: true\n"),
+    "AF104": (V1 + "  fsdp_backward_prefetch_policy: BACKWARD_PRE\n", V1 + "  fsdp_backward_prefetch: BACKWARD_PRE\n"),
+    "AF105": (V2 + "parallelism_config: {dp_shard_size: 2}\n", V2 + MESH),
+    "AF106": (TOP + "fsdp_config: FULL_SHARD\n", V2),
+    "AF107": (V2 + "rdzv_backend: c10d\n", V2 + "main_process_port: 29501\n"),
+    "AF201": (V2.replace("'no'", "no"), V2),
+    "AF202": (V2 + "  fsdp_offload_params:\n", V2 + "  fsdp_offload_params: false\n"),
+    "AF203": (V2 + "  fsdp_state_dict_type: SHARDED\n", V2 + "  fsdp_state_dict_type: sharded_state_dict\n"),
+    "AF204": (V2 + "  fsdp_offload_params: maybe\n", V2 + "  fsdp_offload_params: 'true'\n"),
+    "AF205": (SIZE + "  fsdp_min_num_params: 1e8\n", SIZE + "  fsdp_min_num_params: 100\n"),
+    "AF206": (V2.replace("LlamaDecoderLayer", "[LlamaDecoderLayer]"), V2.replace("Layer\n", "Layer,Linear\n")),
+    "AF207": (DDP + "gpu_ids: 0\n", DDP + "gpu_ids: '0,1'\n"),
+    "AF301": (TOP + "fsdp_config:\n" + WRAP, V1),
+    "AF302": (V1 + "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n", V1 + "  fsdp_sharding_strategy: 2\n"),
+    "AF303": (V2 + "  fsdp_sharding_strategy: 2\n", V2 + "  fsdp_reshard_after_forward: false\n"),
+    "AF304": (V2 + "  fsdp_reshard_after_forward: FULL_SHARD\n", V2 + "  fsdp_reshard_after_forward: true\n"),
+    "AF305": (V2 + "  fsdp_use_orig_params: true\n", V1 + "  fsdp_use_orig_params: true\n"),
+    "AF306": (TOP + "fsdp_config: {fsdp_version: 2}\n", V2),
+    "AF307": (SIZE.replace("version: 1", "version: 2"), SIZE),
+    "AF308": (SIZE + "  fsdp_min_num_params: 0\n", SIZE + "  fsdp_min_num_params: 100\n"),
+    "AF309": (V2 + "  fsdp_state_dict_type: LOCAL_STATE_DICT\n", V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n"),
+    "AF310": (V1 + "  fsdp_state_dict_type: LOCAL_STATE_DICT\n", V1 + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"),
+    "AF311": (V1 + "  fsdp_sync_module_states: false\n", V1 + "  fsdp_sync_module_states: true\n"),
+    "AF312": (
+        TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP, fsdp_activation_checkpointing: true}\n",
+        V2 + "  fsdp_activation_checkpointing: true\n",
+    ),
+    "AF313": (
+        V2 + "  fsdp_activation_checkpointing_offload: true\n",
+        V2 + "  fsdp_activation_checkpointing_offload: true\n  fsdp_activation_checkpointing: true\n",
+    ),
+    "AF314": (V2.replace("FSDP", "MULTI_GPU"), V2),
+    "AF315": (V1 + MESH, V2 + MESH),
+    "AF316": (V2 + MESH + SHARD.format(4), V2 + MESH + SHARD.format(2)),
+    "AF317": (V1 + "  fsdp_use_orig_params: false\n", V1 + "  fsdp_use_orig_params: true\n"),
+    "AF318": (V1.replace("'no'", "bf16"), V2.replace("'no'", "bf16")),
+    "AF319": (V2.replace("LlamaDecoderLayer", "LlamaDecoderLayer,Embedding"), V2),
+    "AF401": (V2.replace("num_processes: 2\n", ""), V2),
+    "AF402": (V2 + "num_machines: 3\nmain_process_ip: a\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
+    "AF403": (V2 + "num_machines: 2\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
+    "AF404": (V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 0\n", V2 + "num_machines: 1\nmachine_rank: 0\n"),
+    "AF405": (V2 + "use_cpu: true\n", V2 + "use_cpu: false\n"),
+    "AF406": (DS + "  zero_stage: 3\n", DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"),
+    "AF501": (V2.replace("LlamaDecoderLayer", "LlamaDecoderLyer"), V2),
+    "AF502": (TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n", V2),
+}  # fmt: skip
+
+AC1, AC2 = (version + "  fsdp_activation_checkpointing: true\n" for version in (V1, V2))
+GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
+    "AF601": (AC2, "--use_peft", V2, "--use_peft"),
+    "AF602": (V1, "--use_peft", V2, "--use_peft"),
+    "AF603": (AC1, "--gradient_checkpointing", AC1, "--gradient_checkpointing false"),
+    "AF604": (V2, "--optim adafactor", V1, "--optim adafactor"),
+    "AF605": (V2, "--optim paged_adamw_8bit", V2, "--optim adamw_torch"),
+    "AF606": (V2, "--bf16", V2.replace("'no'", "bf16"), "--bf16 true"),
+    "AF607": (V2, "--fsdp full_shard", V2, "--max_steps 3"),
+    "AF608": (V2, "--save_only_model", V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--save_only_model"),
+    "AF609": (V1, "--predict_with_generate", V2, "--predict_with_generate"),
+    "AF610": (V1, "--use_peft --use_dora", V2, "--use_peft --use_dora"),
+    "AF611": (V1, "--load_in_8bit", V1, "--load_in_8bit no"),
+    "AF612": (V2, "--load_in_4bit", V2, "--load_in_4bit --bnb_4bit_quant_storage float32"),
+    "AF613": (V2, "--dtype bfloat16", V2.replace("'no'", "bf16"), "--dtype bfloat16"),
+    "AF614": (
+        V1 + "  fsdp_offload_params: true\n",
+        "--gradient_accumulation_steps 4 --accelerator_config sync_each_batch",
+        V1 + "  fsdp_offload_params: true\n",
+        "--gradient_accumulation_steps 4",
+    ),
+    "AF615": (V1, "--torch_compile", V2, "--torch_compile"),
+}
+GOLDEN_WITH_VERSION: dict[str, tuple[str, str]] = {
+    "AF701": (V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--use_peft"),
+    "AF702": (AC2, ""),
+}
+
+
+def codes(text: str, args: str = "", accelerate: str = "1.15.0") -> set[str]:
+    """The codes found in a document, with a Llama as the model."""
+    given = parse_command_line(args.split()) if args else None
+    subject = Subject(yaml.safe_load(text), given, LLAMA, {"accelerate": accelerate})
+    return {found.code for found in run_rules(subject)}
+
+
+@pytest.mark.parametrize("code", sorted(GOLDEN))
+def test_rule_on_the_file_alone(code: str) -> None:
+    bad, good = GOLDEN[code]
+    assert code in codes(bad)
+    assert code not in codes(good)
+
+
+@pytest.mark.parametrize("code", sorted(GOLDEN_WITH_ARGS))
+def test_rule_on_file_and_arguments(code: str) -> None:
+    bad, bad_args, good, good_args = GOLDEN_WITH_ARGS[code]
+    assert code in codes(bad, bad_args)
+    assert code not in codes(good, good_args)
+    assert code not in codes(bad)
+
+
+@pytest.mark.parametrize("code", sorted(GOLDEN_WITH_VERSION))
+def test_rule_on_older_libraries(code: str) -> None:
+    text, args = GOLDEN_WITH_VERSION[code]
+    assert code in codes(text, args, accelerate="1.13.0")
+    assert code not in codes(text, args)
+
+
+def test_every_rule_has_a_golden_pair_and_a_docstring() -> None:
+    assert {*GOLDEN, *GOLDEN_WITH_ARGS, *GOLDEN_WITH_VERSION} == set(RULES)
+    assert all(rule.title.endswith((".", ":", '"')) for rule in RULES.values())
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=answers())
+def test_what_the_wizard_writes_is_clean(wanted: Answers, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(config.to_text(wanted))
+    severe = [f for f in lint.lint(path, lint.Options()) if f.severity != "note" and f.code != "AF319"]
+    assert severe == []
+    assert config.dump(config.load(path)) == path.read_text()
+
+
+@pytest.mark.parametrize("code", sorted(GOLDEN))
+def test_a_repair_leaves_no_fixable_finding_and_keeps_comments(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    text = "# first\n" + GOLDEN[code][0].replace("distributed_type", "# mine\ndistributed_type")
+    path.write_text(text)
+    before = {found.code for found in lint.lint(path, lint.Options()) if found.edits}
+    left = lint.lint(path, lint.Options(fix=True))
+    assert [found.code for found in left if found.edits] == []
+    assert path.read_text().startswith("# first\n")
+    if not before:
+        assert path.read_text() == text
+    assert not before & {found.code for found in left}
+
+
+DOCUMENTATION_EXAMPLE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_the_documentation_example_of_accelerate(tmp_path: Path) -> None:
+    """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(DOCUMENTATION_EXAMPLE)
+    found = {(one.code, one.line) for one in lint.lint(path, lint.Options()) if one.severity != "note"}
+    assert found == {("AF301", 5), ("AF104", 7), ("AF107", 21), ("AF107", 22)}
+    left = lint.lint(path, lint.Options(fix=True))
+    assert {one.code for one in left} == {"AF318"}
+    repaired = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert repaired.pop("fsdp_version") == 1
+    assert repaired.pop("fsdp_backward_prefetch") == "BACKWARD_PRE"
+    original = yaml.safe_load(DOCUMENTATION_EXAMPLE)["fsdp_config"]
+    del original["fsdp_backward_prefetch_policy"]
+    assert repaired == original
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.sampled_from(["no", "1e8", "FULL_SHARD", "FSDP", "2", "TRANSFORMER_BASED_WRAP", "²", "DEEPSPEED", "XLA"]),
+)  # fmt: skip
+KEYS = st.one_of(st.sampled_from([field.key for field in lint.rules_yaml.BY_NAME.values()]), st.text(max_size=8))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=12,
+)
+DOCUMENTS = st.one_of(st.dictionaries(KEYS, VALUES, max_size=8).map(yaml.safe_dump), st.text(max_size=60))
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=DOCUMENTS)
+def test_odd_documents_are_found_fault_with_and_left_alone(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(text, encoding="utf-8", errors="ignore", newline="")
+    before = path.read_bytes()
+    with contextlib.suppress(UsageError):  # exit code 2; anything else would be a traceback
+        lint.lint(path, lint.Options())
+    assert path.read_bytes() == before
+    with contextlib.suppress(UsageError):
+        assert not any(one.edits for one in lint.lint(path, lint.Options(fix=True)) if one.code != "AF301")
+
+
+def test_command(tmp_path: Path) -> None:
+    good, bad, args = tmp_path / "good.yaml", tmp_path / "bad.yaml", tmp_path / "args.sh"
+    good.write_text(V2)
+    bad.write_text(V2 + "  fsdp_use_orig_params: true\n")
+    args.write_text("accelerate launch train.py \\\n  --optim adafactor\n")
+    assert accel_fsdp("check", good).code == 0
+    assert accel_fsdp("check", good, bad).code == 0
+    assert accel_fsdp("check", good, bad, "--strict").code == 1
+    with_args = accel_fsdp("check", good, "--args", args)
+    assert with_args.code == 1
+    assert "AF604" in with_args.output
+    assert accel_fsdp("check", tmp_path / "none.yaml").code == 2
+    assert accel_fsdp("check").code == 2
+    listed = accel_fsdp("check", "--list-rules").output
+    assert all(code in listed for code in RULES)
+    assert "launcher always exports" in accel_fsdp("check", "--explain", "af302").output
+
+
+def test_json_is_for_programs(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(V2 + "  fsdp_ofload_params: true\n")
+    command = [sys.executable, "-m", "accel_fsdp", "check", str(bad), "--json"]
+    (found,) = json.loads(run(command).output)
+    assert (found["code"], found["line"], found["severity"], found["fixable"]) == ("AF103", 8, "error", True)
+
+
+def test_checking_imports_no_heavy_library(tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text(V2)
+    code = (
+        "import sys; from pathlib import Path; from accel_fsdp import lint\n"
+        f"lint.lint_all((Path({str(path)!r}),), lint.Options())\n"
+        "print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+    )
+    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
+
+
+def test_arguments_come_in_three_forms(tmp_path: Path) -> None:
+    texts = {
+        "args.yaml": "optim: adafactor\nbf16: true\n",
+        "args.json": '{"optim": "adafactor", "bf16": true}',
+        "args.sh": "python train.py --optim=adafactor --bf16\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        assert read_args(tmp_path / name) == {"optim": "adafactor", "bf16": True}
