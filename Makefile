@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test lint check clean
+.PHONY: demo test lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES:-0,1}")
@@ -28,6 +28,9 @@ lint: $(VENV)/.test
 	mypy
 
 check: lint test
+
+docs: $(VENV)/.base
+	python -m accel_fsdp.reference
 
 clean:
 	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,13 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import config, files, render, rules_fsdp, rules_job, rules_yaml
-from accel_fsdp.check import RULES, Finding, Severity, locate, repair, run
+from accel_fsdp import config, files, render, rules_fsdp, rules_job, rules_yaml  # noqa: F401 (rules register)
+from accel_fsdp.check import RULES, Finding, Rule, Severity, locate, repair, run
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.inputs import read_subject
-
-RULE_MODULES = (rules_yaml, rules_fsdp, rules_job)
-"""Importing them registers their rules."""
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 5
@@ -90,6 +87,11 @@ def _show(path: Path, findings: list[Finding]) -> None:
     render.say(f"{path}: " + (", ".join(counts) if findings else "clean"))
 
 
+def all_rules() -> list[Rule]:
+    """Every rule in the order of codes; importing their modules has registered them."""
+    return [RULES[code] for code in sorted(RULES)]
+
+
 def show_rules(code: str | None) -> int:
     """Lists all rules, or explains one.
 
@@ -97,7 +99,7 @@ def show_rules(code: str | None) -> int:
         UsageError: there is no rule of that code.
     """
     if code is None:
-        for one in sorted(RULES.values(), key=lambda one: one.code):
+        for one in all_rules():
             fixed = f" (fixed in {one.fixed_in})" if one.fixed_in else ""
             render.put(f"{one.code} {one.severity:7} {one.title}{fixed}")
         return 0

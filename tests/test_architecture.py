@@ -21,7 +21,7 @@ LAYERS = [
     {"wizard", "jobs", "arguments", "inputs"},
     {"lint"},
     {"training"},
-    {"cli"},
+    {"cli", "reference"},
     {"__main__"},
 ]
 

@@ -16,6 +16,7 @@ from accel_fsdp import config, lint
 from accel_fsdp.check import RULES, Subject
 from accel_fsdp.check import run as run_rules
 from accel_fsdp.errors import UsageError
+from accel_fsdp.fields import BY_NAME
 from accel_fsdp.inputs import parse_command_line, read_args
 from accel_fsdp.types import Answers, LayerClass, ModelFacts
 
@@ -225,7 +226,7 @@ SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from(["no", "1e8", "FULL_SHARD", "FSDP", "2", "TRANSFORMER_BASED_WRAP", "²", "DEEPSPEED", "XLA"]),
 )  # fmt: skip
-KEYS = st.one_of(st.sampled_from([field.key for field in lint.rules_yaml.BY_NAME.values()]), st.text(max_size=8))
+KEYS = st.one_of(st.sampled_from([field.key for field in BY_NAME.values()]), st.text(max_size=8))
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),

@@ -6,9 +6,15 @@ import sys
 from dataclasses import fields
 
 import pytest
+import yaml
 from conftest import ROOT, SFT, accel_fsdp, run
+from hypothesis import given, settings
+from jsonschema import Draft202012Validator
+from test_config import answers
 
+from accel_fsdp import config, reference
 from accel_fsdp.arguments import DataArguments, ModelArguments, SftArguments
+from accel_fsdp.types import Answers
 
 README = (ROOT / "README.md").read_text()
 BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
@@ -55,3 +61,34 @@ def test_script_help_lists_its_flags() -> None:
     assert finished.code == 0
     for flag in ("--model_name_or_path", "--dataset_name", "--use_peft", "--per_device_train_batch_size"):
         assert flag in finished.output
+
+
+@pytest.mark.parametrize("name", sorted(reference.pages()))
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    assert (ROOT / name).read_text() == reference.pages()[name], "run make docs"
+
+
+SCHEMA = Draft202012Validator(reference.schema())
+
+
+@given(wanted=answers())
+@settings(deadline=None)
+def test_the_schema_accepts_what_the_wizard_writes(wanted: Answers) -> None:
+    SCHEMA.validate(yaml.safe_load(config.to_text(wanted)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "num_processes: 2",
+        "distributed_type: FSPD",
+        "distributed_type: FSDP\nfdsp_config: {}",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_ofload_params: true}",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: [A]}",
+        "distributed_type: FSDP\nmixed_precision: no",
+    ],
+)
+def test_the_schema_refuses_what_accelerate_would_drop(text: str) -> None:
+    Draft202012Validator.check_schema(reference.schema())
+    assert not SCHEMA.is_valid(yaml.safe_load(text))

@@ -1,0 +1,109 @@
+"""Pages and schema made from the tables: `python -m accel_fsdp.reference` writes them, a test compares."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import files, lint
+from accel_fsdp.check import full_name
+from accel_fsdp.fields import BY_NAME, FIELDS, Engine, Field, Kind
+
+ROOT = Path(__file__).parent.parent
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema() -> dict[str, Any]:
+    """A JSON schema of an Accelerate YAML for editors: keys, choices and help of the field table.
+
+    Stricter than Accelerate, which accepts any key inside a section and drops it.
+    """
+    sections = {
+        name: {"type": "object", "properties": _properties(name), "additionalProperties": False}
+        for name in ("fsdp_config", "parallelism_config", "deepspeed_config")
+    }
+    top = {key: {**value, **sections.get(key, {})} for key, value in _properties("").items()}
+    return {
+        "$schema": SCHEMA_DIALECT,
+        "title": "Accelerate config (DDP, FSDP1, FSDP2, DeepSpeed, TPU)",
+        "type": "object",
+        "properties": top,
+        "required": ["distributed_type"],
+        "additionalProperties": False,
+    }
+
+
+def _properties(section: str) -> dict[str, Any]:
+    fields = [field for field in FIELDS if field.section == section]
+    named = {field.key: _property(field) for field in fields}
+    if section == "fsdp_config":  # Accelerate adds the prefix where it is missing
+        short = {key.removeprefix("fsdp_") for key in named}
+        named |= {key: named[full_name(section, key)] for key in sorted(short)}
+    return named
+
+
+def _property(field: Field) -> dict[str, Any]:
+    types: dict[Kind, dict[str, Any]] = {
+        Kind.BOOL: {"type": ["boolean", "string"]},
+        Kind.INT: {"type": "integer"},
+        Kind.SECTION: {"type": "object"},
+        Kind.NAMES: {"type": "string", "pattern": r"^\S+$"},
+    }
+    shape = types.get(field.kind, {})
+    if field.choices:
+        numbers = [int(choice) for choice in field.choices if choice.isdecimal()]
+        shape = {"enum": [*field.choices, *numbers]}
+    return {"description": f"{field.help} Read by {readers(field)}.", **shape}
+
+
+def readers(field: Field) -> str:
+    """The engines that read a key, in words."""
+    if field.engines == frozenset(Engine):
+        return "every engine"
+    return ", ".join(engine.value for engine in Engine if engine in field.engines) or "nothing"
+
+
+def rules_page() -> str:
+    """The manual of all rules, in Markdown."""
+    lines = [
+        "# Rules of `accel-fsdp check`",
+        "",
+        "Made by `python -m accel_fsdp.reference` from the rules' docstrings.",
+        "",
+    ]
+    for one in lint.all_rules():
+        fixed = f", fixed in {one.fixed_in}" if one.fixed_in else ""
+        lines += [f"## {one.code}", "", f"*{one.severity}{fixed}*", "", one.explanation, ""]
+    return "\n".join(lines)
+
+
+def keys_page() -> str:
+    """The manual of all keys, in Markdown."""
+    lines = [
+        "# Keys of an Accelerate YAML",
+        "",
+        "Made by `python -m accel_fsdp.reference` from the table in `fields.py`.",
+        "",
+    ]
+    for section in dict.fromkeys(section for section, _ in BY_NAME):
+        lines += [f"## {section or 'Top level'}", "", "| key | takes | if absent | read by | what it does |"]
+        lines += ["|---|---|---|---|---|"]
+        for field in (field for field in FIELDS if field.section == section):
+            takes = ", ".join(field.choices) or field.kind.value
+            default = "-" if field.default is None else str(field.default)
+            lines.append(f"| `{field.key}` | {takes} | {default} | {readers(field)} | {field.help} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """Every generated file by its path in the repository."""
+    return {
+        "accelerate_configs/schema.json": json.dumps(schema(), indent=2) + "\n",
+        "docs/rules.md": rules_page(),
+        "docs/keys.md": keys_page(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        files.write_text(ROOT / name, text)
