@@ -24,8 +24,10 @@ class Sharding:
         return f"{self.engine}: {self.units} units, each rank holds {millions}"
 
 
-def measure(model: "nn.Module") -> Sharding:
+def measure(model: "nn.Module", allow_unsharded: bool = False) -> Sharding:
     """Reads the sharding off a model after `Accelerator.prepare`.
+
+    `allow_unsharded`: the YAML's `fsdp_ignored_modules` keeps some parameters whole on purpose.
 
     Raises:
         UserError: it holds unsharded parameters although more than one rank shares it.
@@ -33,27 +35,28 @@ def measure(model: "nn.Module") -> Sharding:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(model, FSDPModule):
-        return _measure_fsdp2(model)
+        return _measure_fsdp2(model, allow_unsharded)
     if isinstance(model, FullyShardedDataParallel):
         return _measure_fsdp1(model)
     raise _unsharded(f"{type(model).__name__} was not wrapped at all")
 
 
-def _measure_fsdp2(model: Any) -> Sharding:
+def _measure_fsdp2(model: Any, allow_unsharded: bool) -> Sharding:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if not isinstance(parameter, DTensor) or not any(placement.is_shard() for placement in parameter.placements):
-            raise _unsharded(f"{name} is a {type(parameter).__name__}, not a sharded DTensor")
-    mesh = next(iter(parameters.values())).device_mesh
+    parameters = list(model.parameters())
+    sharded = [p for p in parameters if isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)]
+    if not sharded or (len(sharded) < len(parameters) and not allow_unsharded):
+        raise _unsharded(f"{len(parameters) - len(sharded)} of {len(parameters)} parameters are no sharded DTensors")
+    mesh = sharded[0].device_mesh
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return Sharding(
         engine="FSDP2",
         units=sum(isinstance(module, FSDPModule) for module in model.modules()),
         shard_ranks=mesh.size(mesh.ndim - 1),
-        local_elements=sum(parameter.to_local().numel() for parameter in parameters.values()),
-        total_elements=sum(parameter.numel() for parameter in parameters.values()),
+        local_elements=sum(parameter.numel() for parameter in local),
+        total_elements=sum(parameter.numel() for parameter in parameters),
     )
 
 

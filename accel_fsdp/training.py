@@ -111,7 +111,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if plugin is not None:
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
-            render.say("plain DDP, as the YAML says: each rank holds the whole model", style="yellow")
+            kind = self.accelerator.distributed_type.value
+            render.say(f"{kind}: no FSDP, as the YAML says; each rank may hold the whole model", style="yellow")
         self.expected = export.expected_tensors(model, master_weights=self.accelerator.mixed_precision != "no")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -139,11 +140,11 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model.config.use_cache = self.use_cache  # Trainer turned it off; the export is for inference
-        main = self.accelerator.is_main_process
-        place = files.replaced_folder(target) if main else contextlib.nullcontext(target)
+        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
+        place = files.replaced_folder(target) if writes else contextlib.nullcontext(target)
         with place as folder:
             self.save_model(str(folder))
-            return export.verify(folder, self.expected) if main else 0
+            return export.verify(folder, self.expected) if writes else 0
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None:
@@ -158,7 +159,8 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measures the wrapped model and says what each rank holds."""
-        report = sharding.measure(kwargs["model"])
+        ignores = bool(os.environ.get("FSDP_IGNORED_MODULES"))
+        report = sharding.measure(kwargs["model"], allow_unsharded=ignores)
         if state.is_world_process_zero:
             render.say(f"sharding: {report}", style="cyan")
 
