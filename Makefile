@@ -1,4 +1,4 @@
-# Each target installs what it needs into .venv; all that a machine has to have is Python 3.10 or newer.
+# Each target installs what it needs into .venv; all that a machine has to have is Python 3.11 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 .PHONY: demo test lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
-demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES:-0,1}")
+demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
 demo: $(VENV)/.demo
 	python train/demo.py unpack demo/model
 	python train/demo.py ask demo/model "What does FULL_SHARD shard?"

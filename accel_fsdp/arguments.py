@@ -81,7 +81,16 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
             raise UsageError(
                 f"unknown argument {flag}.{did_you_mean(flag, known)}", why="it has no effect", fix=SEE_HELP
             )
-    model, data, training = parser.parse_args_into_dataclasses()
+    try:
+        model, data, training = parser.parse_args_into_dataclasses()
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()[0], why="Trainer refuses these arguments", fix=SEE_HELP) from error
+    if data.max_length < 2:
+        raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise UsageError(
+            "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
+        )
     return model, data, training
 
 
@@ -108,13 +117,11 @@ def checkpoint_to_resume(training: SftArguments) -> str | None:
     Raises:
         UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
     """
-    from transformers.trainer_utils import get_last_checkpoint
-
     output = Path(training.output_dir)
-    newest = get_last_checkpoint(str(output)) if output.is_dir() else None
+    newest = _newest_complete(output)
     wanted = training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
-        if newest or (output / "final").exists():
+        if any(output.glob("checkpoint-*")) or (output / "final").exists():
             raise UserError(
                 f"{output} already holds a run",
                 why="its checkpoints and this run's would be mixed up",
@@ -124,15 +131,28 @@ def checkpoint_to_resume(training: SftArguments) -> str | None:
     if str(wanted).lower() == "true":
         if newest is None:
             raise UserError(
-                f"no checkpoint-N folder in {output}",
+                f"no complete checkpoint-N folder in {output}",
                 why="there is nothing to resume from",
                 fix="leave out --resume_from_checkpoint to start anew, or correct --output_dir",
             )
         return str(newest)
-    if not (Path(wanted) / "trainer_state.json").is_file():
+    if not _is_complete(Path(wanted)):
         raise UserError(
-            f"{wanted} is not a complete checkpoint: it has no trainer_state.json",
-            why="Trainer writes that file last, so the rest may be missing too",
+            f"{wanted} is not a complete checkpoint",
+            why="it lacks trainer_state.json, which Trainer writes last, or the .metadata of its shards",
             fix=f"--resume_from_checkpoint {newest or 'FOLDER/checkpoint-N'}",
         )
     return str(wanted)
+
+
+def _newest_complete(output: Path) -> str | None:
+    """The complete checkpoint-N with the highest number; Trainer itself would take a half-written one."""
+    numbered = [path for path in output.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    complete = [path for path in numbered if _is_complete(path)]
+    return str(max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if complete else None
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Trainer writes trainer_state.json last, and torch the .metadata of a sharded folder."""
+    sharded = [checkpoint / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (checkpoint / name).is_dir()]
+    return (checkpoint / "trainer_state.json").is_file() and all((path / ".metadata").is_file() for path in sharded)

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import tyro
 
 from accel_fsdp import __version__
+from accel_fsdp.asking import Question
 from accel_fsdp.errors import UserError, guard
-from accel_fsdp.questions import QUESTIONS, Question
+from accel_fsdp.questions import QUESTIONS
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ConfigOptions:
 
 @dataclass(frozen=True)
 class Launch:
-    """Check that Accelerate accepts the YAML, then run the script with `accelerate launch`."""
+    """Lint the YAML, then run the script with it: accel-fsdp launch [--dry-run] FILE SCRIPT [script arguments]."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     script: Annotated[
@@ -122,8 +123,10 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
-    from accel_fsdp import jobs, render
+    from accel_fsdp import jobs, lint, render
 
+    if lint.stops(command.file):
+        return 1
     args = jobs.launcher_args(command.file, command.script, script_args)
     if not command.dry_run:
         return jobs.launch(args)
@@ -138,19 +141,18 @@ def _config(command: Any) -> int:
 
     interactive = not command.yes and sys.stdin.isatty()
     flags = {q.field: getattr(command, q.field) for q in QUESTIONS if getattr(command, q.field) is not None}
-    if not (interactive or command.yes):
-        _require_all(flags)
     output = _output(command.output)
     if output and output.exists() and not (command.force or interactive):
         raise UserError(
             f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
         )
-    answers = wizard.interview(flags, interactive)
+    answers = wizard.interview(flags, "ask" if interactive else "defaults" if command.yes else "flags")
     text = config.to_text(answers)
     if output is None:
         render.put(text.rstrip())
         return 0
-    render.show_yaml(text, title=str(output))
+    if interactive:
+        render.show_yaml(text, title=str(output))
     if interactive and not _confirmed(output, command.force):
         render.say("nothing written")
         return 1
@@ -159,15 +161,6 @@ def _config(command: Any) -> int:
     render.say("train with:")
     render.put(config.launch_line(answers, str(output)))
     return 0
-
-
-def _require_all(flags: dict[str, Any]) -> None:
-    if missing := [q.flag for q in QUESTIONS if q.field not in flags and not q.field.startswith("main_process")]:
-        raise UserError(
-            "this is not a terminal, so nothing can be asked",
-            why="unanswered: " + " ".join(missing),
-            fix="add --yes to take the defaults, or give these flags",
-        )
 
 
 def _output(path: Path | None) -> Path | None:

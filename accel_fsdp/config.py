@@ -40,7 +40,7 @@ def _fsdp_config(answers: Answers) -> dict[str, Any]:
         "fsdp_offload_params": answers.cpu_offload,
         "fsdp_activation_checkpointing": answers.activation_checkpointing,
         "fsdp_state_dict_type": answers.state_dict_type,
-        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_cpu_ram_efficient_loading": answers.ram_efficient_loading,
     }
 
 

@@ -135,7 +135,9 @@ def _encode_chat(row: dict[str, Any], index: int, tokenizer: "PreTrainedTokenize
     )
     if not (messages and complete):
         raise _bad_row(
-            index, f"{MESSAGES} is not a list of turns with role and content", 'e.g. {"role": "user", "content": "Hi"}'
+            index,
+            f"{MESSAGES} is not a list of turns with role and content",
+            'role and content as text, e.g. {"role": "user", "content": "Hi"}; tool calls are not supported',
         )
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 

@@ -57,6 +57,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"\n{interrupted}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0

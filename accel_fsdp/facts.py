@@ -43,6 +43,7 @@ def read_model(name: str) -> ModelFacts:
         wrap_reason=reason,
         classes=class_names(model),
         largest_layer_parameters=max((layer.parameters for layer in found), default=0),
+        persistent_buffers=persistent_buffers(model),
     )
 
 
@@ -66,6 +67,11 @@ def check_local_path(name: str, what: str) -> None:
 def class_names(model: "nn.Module") -> frozenset[str]:
     """The class names of all modules in `model`."""
     return frozenset(type(module).__name__ for module in model.modules())
+
+
+def persistent_buffers(model: "nn.Module") -> int:
+    """Counts the buffers that are part of the state dict."""
+    return len(model.state_dict().keys() & {name for name, _ in model.named_buffers()})
 
 
 def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
@@ -97,7 +103,7 @@ def _parameters_of_one(model: "nn.Module", name: str) -> int:
     return max(sum(parameter.numel() for parameter in module.parameters()) for module in instances)
 
 
-def read_config(name: str) -> Any:
+def read_config(name: str, revision: str = "main") -> Any:
     """Reads a model's config from a hub id or a local folder.
 
     Raises:
@@ -113,7 +119,7 @@ def read_config(name: str) -> Any:
             fix="give the folder that save_pretrained wrote, or a hub id",
         )
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read the config of {name}: {first_line(error)}",
@@ -138,7 +144,7 @@ def _build_on_meta(name: str, config: Any) -> "nn.Module":
     return model
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from accel_fsdp.errors import UserError
 
 
@@ -68,6 +70,27 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def only_run(folder: Path) -> FileLock:
+    """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another.
+
+    The system drops the lock when the process ends, however it ends.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".run.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"another run is writing to {folder}",
+            why="the checkpoints of two runs would be mixed up",
+            fix="wait for it, or choose another --output_dir",
+        ) from error
+    return lock
 
 
 def sync_folder(folder: Path) -> None:

@@ -53,6 +53,14 @@ def lint(path: Path, options: Options) -> list[Finding]:
     return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
 
 
+def stops(path: Path) -> bool:
+    """Shows the errors of a file that is about to be launched; true when there are any."""
+    errors = [one for one in lint(path, Options()) if one.severity == "error"]
+    if errors:
+        _show(path, errors)
+    return bool(errors)
+
+
 def _repair(path: Path, options: Options) -> None:
     """Repairs until nothing more can be: one repair can make room for the next."""
     before = path.read_text(encoding="utf-8") if path.is_file() else ""

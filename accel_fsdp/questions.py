@@ -3,60 +3,13 @@
 Pure: no terminal, no files, no torch. `wizard.py` draws the questions; `complete` answers those that nobody was asked.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
+from accel_fsdp.asking import Context, Option, Question
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.types import STRATEGIES, Answers, MachineFacts, ModelFacts
-
-Given = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a question may look at: the answers so far, the machine, and the model once it is known."""
-
-    given: Given
-    machine: MachineFacts
-    model: ModelFacts | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        return self.given[name]
-
-
-@dataclass(frozen=True)
-class Option:
-    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be taken here."""
-
-    value: Any
-    label: str
-    disabled: str = ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
-
-    `default` returns the proposed value and the reason in one line. `metavar` shows in `--help` what a flag
-    takes; `names` are second spellings of its values. `applies` says whether to ask at all: where it is
-    false the default is taken. `check` returns the value as stored, or raises `UserError`.
-    """
-
-    field: str
-    prompt: str
-    default: Callable[[Context], tuple[Any, str]]
-    options: Callable[[Context], list[Option]] | None = None
-    applies: Callable[[Context], bool] = lambda context: True
-    check: Callable[[Context, Any], Any] = lambda context, value: value
-    metavar: str = "TEXT"
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def flag(self) -> str:
-        """The command-line flag that answers this question."""
-        return "--" + self.field.replace("_", "-")
+from accel_fsdp.types import STRATEGIES, Answers, MachineFacts
 
 
 def _always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
@@ -154,11 +107,13 @@ def _check_size(context: Context, value: Any) -> int:
     return _check_at_least(1, "--min-num-params", "0 wraps nothing, without a word from Accelerate")(context, value)
 
 
-def _check_at_least(least: int, flag: str, why: str) -> Callable[[Context, Any], int]:
+def _check_at_least(least: int, flag: str, why: str, most: int | None = None) -> Callable[[Context, Any], int]:
     def check(context: Context, value: Any) -> int:
-        number = int(value) if str(value).isdigit() else -1
-        if number < least:
-            raise UserError(f"{flag} {value} is not a whole number from {least} up", why=why, fix=f"{flag} {least}")
+        text = str(value)
+        number = int(text) if text.isascii() and text.isdigit() else -1
+        if number < least or (most is not None and number > most):
+            limits = f"from {least} up" if most is None else f"from {least} to {most}"
+            raise UserError(f"{flag} {value} is not a whole number {limits}", why=why, fix=f"{flag} {least}")
         return number
 
     return check
@@ -181,6 +136,12 @@ def _check_processes(context: Context, value: Any) -> int:
             why="it is the total over all machines; Accelerate would start fewer, without a word",
             fix=f"--num-processes {max(total // machines, 1) * machines}",
         )
+    if context["strategy"] in (4, 5) and total // machines < 2:
+        raise UserError(
+            f"hybrid sharding with {total // machines} process per machine",
+            why="it shards inside each machine, so nothing would be sharded",
+            fix=f"--num-processes {2 * machines} or more, or --strategy 1",
+        )
     return total
 
 
@@ -193,6 +154,12 @@ def _check_ip(context: Context, value: Any) -> str:
             fix="--main-process-ip ADDRESS_OF_THE_FIRST_MACHINE",
         )
     return text
+
+
+def _default_ram_loading(context: Context) -> tuple[bool, str]:
+    if context["fsdp_version"] == 2 and context.model is not None and context.model.persistent_buffers:
+        return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
+    return True, "one rank reads the weights, the others receive them"
 
 
 def _several_machines(context: Context) -> bool:
@@ -297,6 +264,14 @@ QUESTIONS: tuple[Question, ...] = (
         applies=_is_fsdp,
     ),
     Question(
+        "ram_efficient_loading",
+        "Fill the ranks from rank 0's weights (RAM-efficient loading)?",
+        metavar="true|false",
+        default=_default_ram_loading,
+        options=_YES_NO,
+        applies=_is_fsdp,
+    ),
+    Question(
         "mixed_precision",
         "Which precision?",
         metavar="bf16|fp16|no",
@@ -333,56 +308,9 @@ QUESTIONS: tuple[Question, ...] = (
         metavar="PORT",
         default=_always(29500, "Accelerate's default"),
         applies=_several_machines,
-        check=_check_at_least(1, "--main-process-port", "it must be a free TCP port"),
+        check=_check_at_least(1, "--main-process-port", "it must be a free TCP port", most=65535),
     ),
 )
-
-
-def settle(question: Question, context: Context, value: Any) -> Context:
-    """Returns the context with `value` checked and stored as the answer to `question`.
-
-    Raises:
-        UserError: the value can't be used.
-    """
-    if question.options is not None:
-        value = _one_of(question, question.options(context), value)
-    return _store(question, context, question.check(context, value))
-
-
-def skip(question: Question, context: Context, flags: Given) -> Context:
-    """Stores the default of a question that does not apply.
-
-    Raises:
-        UsageError: its flag was given, and would have no effect.
-    """
-    if question.field in flags:
-        raise UsageError(
-            f"{question.flag} has no effect with the other answers",
-            why="a setting that does nothing is usually a mistake somewhere else",
-            fix=f"leave out {question.flag}",
-        )
-    return _store(question, context, question.default(context)[0])
-
-
-def _store(question: Question, context: Context, value: Any) -> Context:
-    return replace(context, given={**context.given, question.field: value})
-
-
-def _one_of(question: Question, options: list[Option], value: Any) -> Any:
-    """The option whose value reads like `value`: flags arrive as text, in any case."""
-    by_text = {str(option.value).lower(): option for option in options}
-    by_text |= {name.lower(): by_text[text] for text, name in question.names.items()}
-    text = str(value).lower()
-    chosen = by_text.get(text)
-    if chosen is not None and not chosen.disabled:
-        return chosen.value
-    known = [str(option.value) for option in options if not option.disabled]
-    raise UsageError(
-        f"{question.flag} {value} can't be used."
-        + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
-        why=chosen.disabled if chosen else "it is not one of the listed values",
-        fix=f"{question.flag} with one of: " + ", ".join(known),
-    )
 
 
 def to_answers(context: Context) -> Answers:

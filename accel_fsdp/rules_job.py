@@ -19,6 +19,15 @@ def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("AF407")
+def too_few_processes(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` or `num_machines` below 1: nothing would run."""
+    for key in ("num_processes", "num_machines"):
+        value = subject.values.get(key)
+        if isinstance(value, int) and value < 1 and value != -1:
+            yield Finding(key, f"{key}: {value}", "nothing would run", f"{key}: 1 or more")
+
+
 @rule("AF402")
 def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
     """`num_processes` is the total over all machines; a remainder is dropped without a word.

@@ -38,7 +38,7 @@ def measure(model: "nn.Module", allow_unsharded: bool = False) -> Sharding:
         return _measure_fsdp2(model, allow_unsharded)
     if isinstance(model, FullyShardedDataParallel):
         return _measure_fsdp1(model)
-    raise _unsharded(f"{type(model).__name__} was not wrapped at all")
+    raise unsharded(f"{type(model).__name__} was not wrapped at all")
 
 
 def _measure_fsdp2(model: Any, allow_unsharded: bool) -> Sharding:
@@ -48,7 +48,7 @@ def _measure_fsdp2(model: Any, allow_unsharded: bool) -> Sharding:
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)]
     if not sharded or (len(sharded) < len(parameters) and not allow_unsharded):
-        raise _unsharded(f"{len(parameters) - len(sharded)} of {len(parameters)} parameters are no sharded DTensors")
+        raise unsharded(f"{len(parameters) - len(sharded)} of {len(parameters)} parameters are no sharded DTensors")
     mesh = sharded[0].device_mesh
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return Sharding(
@@ -64,21 +64,22 @@ def _measure_fsdp1(model: Any) -> Sharding:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
-    asked_for_no_shard = model.sharding_strategy == ShardingStrategy.NO_SHARD
+    no_shard = model.sharding_strategy == ShardingStrategy.NO_SHARD
     for handle in handles:
         total, local = handle.flat_param._unpadded_unsharded_size.numel(), handle.flat_param.numel()
-        if not asked_for_no_shard and local != -(-total // handle.world_size):
-            raise _unsharded(f"a flat parameter of {total} elements has {local} on this rank of {handle.world_size}")
+        if not no_shard and local != -(-total // handle.world_size):
+            raise unsharded(f"a flat parameter of {total} elements has {local} on this rank of {handle.world_size}")
     return Sharding(
         engine=f"FSDP1 {model.sharding_strategy.name}",
         units=len(handles),
-        shard_ranks=1 if asked_for_no_shard else handles[0].world_size,
+        shard_ranks=1 if no_shard else handles[0].world_size,
         local_elements=sum(handle.flat_param.numel() for handle in handles),
         total_elements=sum(handle.flat_param._unpadded_unsharded_size.numel() for handle in handles),
     )
 
 
-def _unsharded(what: str) -> UserError:
+def unsharded(what: str) -> UserError:
+    """The error for a model that is not sharded, or not enough."""
     return UserError(
         f"the model is not sharded: {what}",
         why="every rank would train, and pay for, the whole model",

@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,7 +21,7 @@ from transformers import (
 )
 
 from accel_fsdp import adapters, cpu, export, facts, files, render, sharding
-from accel_fsdp.arguments import ModelArguments
+from accel_fsdp.arguments import SEE_HELP, ModelArguments
 from accel_fsdp.errors import UserError
 from accel_fsdp.questions import check_layer_classes
 
@@ -32,7 +35,7 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the model or its tokenizer can't be read.
     """
-    facts.read_config(options.model_name_or_path)
+    facts.read_config(options.model_name_or_path, options.model_revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path, revision=options.model_revision)
     except (OSError, ValueError) as error:
@@ -53,18 +56,25 @@ def load_model(options: ModelArguments) -> "nn.Module":
         UserError: the weights can't be read, or no module matches `lora_target_modules`.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             options.model_name_or_path,
             revision=options.model_revision,
             dtype=_dtype(options),
             attn_implementation=options.attn_implementation,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"cannot load the weights of {options.model_name_or_path}: {facts.first_line(error)}",
             why="there is nothing to train",
             fix="check the name, or give a folder that save_pretrained wrote",
         ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"{options.model_name_or_path} lacks {len(missing)} weights of its model, first {missing[0]}",
+            why="they would be trained from random values",
+            fix="download or export the model again",
+        )
     return _with_adapter(model, options) if options.use_peft else model
 
 
@@ -104,16 +114,25 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
-        self.use_cache = model.config.use_cache
+        self.use_cache = getattr(model.config, "use_cache", None)
         _check_wrap_classes(model)
-        super().__init__(*args, **kwargs)
+        _check_buffers(model)
+        if kwargs["args"].process_index == 0:
+            self.lock = files.only_run(Path(kwargs["args"].output_dir))
+        try:
+            super().__init__(*args, **kwargs)
+        except (ValueError, ImportError) as error:
+            raise UserError(
+                f"Trainer refuses this combination: {facts.first_line(error)}", why="training can't start", fix=SEE_HELP
+            ) from error
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             render.say(f"{kind}: no FSDP, as the YAML says; each rank may hold the whole model", style="yellow")
-        self.expected = export.expected_tensors(model, master_weights=self.accelerator.mixed_precision != "no")
+        master_weights = plugin is not None and self.accelerator.mixed_precision != "no"
+        self.expected = export.expected_tensors(model, master_weights)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Creates FSDP1's optimizer state before loading into it.
@@ -126,7 +145,12 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             from torch.distributed.checkpoint.state_dict import _init_optim_state
 
             _init_optim_state(self.optimizer.optimizer)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with _unreadable_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with _unreadable_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
 
     def export(self, target: Path) -> int:
         """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
@@ -139,7 +163,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        self.model.config.use_cache = self.use_cache  # Trainer turned it off; the export is for inference
+        if self.use_cache is not None:  # Trainer turned it off; the export is for inference
+            self.model.config.use_cache = self.use_cache
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         place = files.replaced_folder(target) if writes else contextlib.nullcontext(target)
         with place as folder:
@@ -159,8 +184,14 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measures the wrapped model and says what each rank holds."""
+        no_shard = os.environ.get("FSDP_VERSION") == "1" and os.environ.get("FSDP_SHARDING_STRATEGY") in (
+            "3",
+            "NO_SHARD",
+        )
         ignores = bool(os.environ.get("FSDP_IGNORED_MODULES"))
         report = sharding.measure(kwargs["model"], allow_unsharded=ignores)
+        if report.shard_ranks == 1 and args.world_size > 1 and not no_shard:
+            raise sharding.unsharded("its shards are shared by one rank only")
         if state.is_world_process_zero:
             render.say(f"sharding: {report}", style="cyan")
 
@@ -185,15 +216,46 @@ def _check_wrap_classes(model: "nn.Module") -> None:
     check_layer_classes(tuple(names), facts.class_names(model))
 
 
+def _check_buffers(model: "nn.Module") -> None:
+    """Stops before accelerate 1.15 would: its FSDP2 loading takes every entry of the state dict for a DTensor."""
+    loading = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    stored = facts.persistent_buffers(model)
+    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "2" and loading and stored:
+        raise UserError(
+            f"the model stores {stored} buffers, and the YAML asks FSDP2 for RAM-efficient loading",
+            why="accelerate 1.15 stops at prepare: 'Tensor' object has no attribute 'device_mesh'",
+            fix="fsdp_cpu_ram_efficient_loading: false in the YAML",
+        )
+
+
+@contextlib.contextmanager
+def _unreadable_checkpoint(folder: str | None) -> Iterator[None]:
+    """Turns the ways in which a checkpoint fails to load into one message."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        raise UserError(
+            f"cannot resume from {folder}: {facts.first_line(error)}",
+            why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",
+            fix="resume with the flags and the YAML of that run, or from an older checkpoint-N",
+        ) from error
+
+
 def finish(exit_code: int) -> None:
-    """Ends the process group, and on CPU the process (see `cpu.finish`)."""
+    """Ends the process group, and on CPU the process (see `cpu.finish`).
+
+    After a failure the other ranks may be inside a collective, and ending the group would wait for them.
+    """
     cpu.finish(exit_code)
-    if torch.distributed.is_initialized():
+    if exit_code == 0 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def quiet_other_ranks(process_index: int) -> None:
-    """Progress bars of one rank are enough; those of the others would be drawn over them."""
+def quiet(process_index: int) -> None:
+    """Progress bars of one rank are enough; and torch's advice about FSDP1's API is not for the user of this script."""
+    warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
     if process_index != 0:
         import datasets
         from transformers.utils import logging

@@ -32,7 +32,8 @@ class ModelFacts:
     """What was read from a model built on the meta device (no weights are loaded).
 
     `wrap_classes` are the transformer layer classes to give FSDP; empty when none was found. `classes` are all module
-    classes that exist in the built model, so that a name can be checked.
+    classes that exist in the built model, so that a name can be checked. `persistent_buffers` counts the buffers that
+    checkpoints store, such as router biases: FSDP2's RAM-efficient loading can't handle them in accelerate 1.15.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelFacts:
     wrap_reason: str
     classes: frozenset[str]
     largest_layer_parameters: int
+    persistent_buffers: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Answers:
     cpu_offload: bool
     activation_checkpointing: bool
     state_dict_type: StateDictType
+    ram_efficient_loading: bool
     mixed_precision: Precision
     num_processes: int
     num_machines: int

@@ -2,35 +2,48 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import questionary
 
 from accel_fsdp import facts, render
+from accel_fsdp.asking import Context, Question, settle, skip
 from accel_fsdp.errors import UserError
-from accel_fsdp.questions import QUESTIONS, Context, Question, settle, skip, to_answers
+from accel_fsdp.questions import QUESTIONS, to_answers
 from accel_fsdp.types import Answers
 
+Mode = Literal["ask", "defaults", "flags"]
 
-def interview(flags: Mapping[str, str], interactive: bool) -> Answers:
-    """Settles every question: by its flag, else by asking (`interactive`), else by its default.
+
+def interview(flags: Mapping[str, str], mode: Mode) -> Answers:
+    """Settles every question by its flag; those without one by asking, or by their default.
+
+    In mode "flags" nothing is left to defaults.
 
     Raises:
         UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
     """
     with render.waiting("Looking at this machine"):
         context = Context(given={}, machine=facts.read_machine())
+    unanswered: list[str] = []
     for question in QUESTIONS:
         if not question.applies(context):
             context = skip(question, context, flags)
         elif question.field in flags:
             context = settle(question, context, flags[question.field])
-        elif interactive:
+        elif mode == "ask":
             context = ask(question, context)
         else:
+            unanswered.append(question.flag)
             context = settle(question, context, question.default(context)[0])
         if question.field == "model":
-            context = _with_model(question, context, "layer_class" in flags, interactive)
+            context = _with_model(question, context, "layer_class" in flags, mode == "ask")
+    if mode == "flags" and unanswered:
+        raise UserError(
+            "this is not a terminal, so nothing can be asked",
+            why="unanswered: " + " ".join(unanswered),
+            fix="add --yes to take the defaults, or give these flags",
+        )
     return to_answers(context)
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LEARNING_RATE = 1e-3
+SGD_LEARNING_RATE = 0.5
 GRADIENT_NORM = 1.0
 
 
@@ -23,21 +24,29 @@ class Reference:
     weights: dict[str, torch.Tensor]
 
 
-def train(model_folder: Path, data: Path, *, steps: int, global_batch: int) -> Reference:
-    """AdamW without decay over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch."""
+def train(model_folder: Path, data: Path, *, steps: int, global_batch: int, sgd: bool = False) -> Reference:
+    """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
+
+    AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     model.train()
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    if sgd:
+        optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
     losses = []
     for step in range(steps):
         batch = rows[step * global_batch : (step + 1) * global_batch]
         total = sum(_summed_loss(model, row) for row in batch) / sum(len(row) - 1 for row in batch)
         optimizer.zero_grad()
         total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        if not sgd:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         optimizer.step()
         losses.append(total.item())
     return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})

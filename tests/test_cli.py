@@ -1,13 +1,17 @@
 """The command line: fast help, exit codes, and one clear message for each kind of bad input."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import SFT, accel_fsdp, accelerate_launch, run
+from safetensors.torch import load_file, save_file
 
+from accel_fsdp import files
 from accel_fsdp.config import to_text
+from accel_fsdp.errors import UserError
 from accel_fsdp.wizard import interview
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft")
@@ -41,6 +45,9 @@ def test_help_imports_no_heavy_library() -> None:
         (["--model", "{model}", "--num-machines", "2"], 1, "--main-process-ip is missing"),
         (["--model", "{model}", "--num-machines", "2", "--num-processes", "9"], 1, "not a multiple"),
         (["--model", "{model}", "--num-processes", "two"], 1, "not a whole number"),
+        (["--model", "{model}", "--num-processes", "\u00b2"], 1, "not a whole number"),
+        (["--model", "{model}", "--strategy", "4", "--num-processes", "1"], 1, "nothing would be sharded"),
+        (["--model", "{model}", "--cpu-offload", "yes"], 2, "one of: false, true"),
         (["--modle", "x"], 2, "--model"),
     ],
 )
@@ -65,9 +72,51 @@ def test_unwritable_output_is_refused(tiny_model: Path) -> None:
     assert "cannot write /proc/none/new.yaml" in finished.output
 
 
+def test_flags_alone_are_enough_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    """What does not apply need not be given."""
+    flags = ["--method", "full", "--fsdp-version", "2", "--strategy", "3", "--mixed-precision", "no"]
+    words = [*flags, "--num-machines", "1", "--num-processes", "2", "-o", tmp_path / "new.yaml"]
+    finished = accel_fsdp("config", "--model", tiny_model, *words)
+    assert finished.code == 0, finished.output
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("num_processes: 2", "num_processes: 0"),
+        ("num_processes: 2", "num_processes: two"),
+        ("mixed_precision: 'no'", "mixed_precision: no"),
+        ("mixed_precision: 'no'", "mixed_precision: bf17"),
+        ("num_machines: 1", "num_machines: 1\nmain_process_port: abc"),
+        ("fsdp_version: 2", "fsdp_version: 3"),
+        ("SHARDED_STATE_DICT", "SHARDED"),
+        ("TRANSFORMER_BASED_WRAP", "LAYER_WRAP"),
+        ("forward: true", "forward: maybe"),
+        ("distributed_type: FSDP", "distributed_type: 'NO'"),
+    ],
+)
+def test_launch_lints_first(right: str, wrong: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    text = to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults"))
+    assert right in text
+    config.write_text(text.replace(right, wrong))
+    finished = accel_fsdp("launch", "--dry-run", config, SFT)
+    assert finished.code == 1
+    assert ": error AF" in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path: Path) -> None:
+    lock = files.only_run(tmp_path)
+    with pytest.raises(UserError, match="another run is writing"):
+        files.only_run(tmp_path)
+    lock.release()
+    files.only_run(tmp_path).release()
+
+
 def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
-    path.write_text(to_text(interview({"model": str(tiny_model)}, False)))
+    path.write_text(to_text(interview({"model": str(tiny_model)}, "defaults")))
     finished = accel_fsdp("launch", "--dry-run", path, SFT, "--max_steps", "1")
     assert finished.code == 0
     assert "FSDP_VERSION=2\n" in finished.output
@@ -86,15 +135,27 @@ BAD_RUNS = [
     pytest.param("", {"--output_dir": "/proc/none"}, "cannot write /proc/none", id="unwritable"),
     pytest.param("", {"--datset_name": "x"}, "Did you mean --dataset_name?", id="unknown-flag"),
     pytest.param("", {"--max_steps": "many"}, "argument --max_steps", id="bad-value"),
-    pytest.param("", {"--resume_from_checkpoint": "true"}, "no checkpoint-N folder", id="nothing-to-resume"),
+    pytest.param("", {"--max_length": "1"}, "--max_length 1 is too short", id="too-short"),
+    pytest.param("", {"--eval_on_start": "true"}, "--eval_on_start without evaluation", id="eval-on-start"),
+    pytest.param("", {"--attn_implementation": "flash_attention_2"}, "cannot load the weights", id="no-flash"),
+    pytest.param("", {"--model_name_or_path": "{folder}/gaps"}, "lacks 1 weights of its model", id="missing-weight"),
+    pytest.param("", {"--model_name_or_path": "{folder}/cut"}, "cannot load the weights", id="cut-weights"),
+    pytest.param("", {"--resume_from_checkpoint": "true"}, "no complete checkpoint-N folder", id="nothing-to-resume"),
     pytest.param("LlamaDecoderLyer", {}, "Did you mean LlamaDecoderLayer?", id="layer-class"),
 ]
 
 
 @pytest.fixture(scope="module")
-def bad_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bad_data(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("bad")
     good = {"messages": [{"role": "user", "content": "Hi"}]}
+    for name in ("gaps", "cut"):
+        shutil.copytree(tiny_model, folder / name)
+    weights = load_file(tiny_model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "gaps" / "model.safetensors", metadata={"format": "pt"})
+    whole = (tiny_model / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (folder / "empty.jsonl").touch()
     (folder / "no_rows.csv").write_text("text\n")
     (folder / "columns.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
@@ -114,7 +175,7 @@ def test_bad_runs_end_with_one_message(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "fsdp.yaml"
-    text = to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, False))
+    text = to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults"))
     config.write_text(text.replace("LlamaDecoderLayer", layer_class) if layer_class else text)
     flags = {
         "--model_name_or_path": str(tiny_model),
@@ -133,7 +194,7 @@ def test_bad_runs_end_with_one_message(
 def test_an_unwritten_run_is_not_mixed_with_another(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
     config = tmp_path / "fsdp.yaml"
-    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, False)))
+    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults")))
     words = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
     finished = accel_fsdp("launch", config, SFT, *words)
     assert finished.code == 1
@@ -163,7 +224,7 @@ print(f"HELD {held} {type(model).__name__} {accelerator.distributed_type}", flus
 def test_accelerate_alone_would_train_unsharded(ask_for_cpu: str, tiny_model: Path, tmp_path: Path) -> None:
     """The reason for cpu.py: if this fails, Accelerate has learned FSDP on CPU and the patches can go."""
     config, script = tmp_path / "fsdp.yaml", tmp_path / "plain.py"
-    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, False)))
+    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults")))
     script.write_text(PLAIN_SCRIPT)
     finished = accelerate_launch(config, script, ASK_FOR_CPU=ask_for_cpu)
     assert finished.code == 0, finished.output

@@ -38,6 +38,7 @@ def answers(draw: st.DrawFn) -> Answers:
         cpu_offload=draw(st.booleans()),
         activation_checkpointing=policy != "NO_WRAP" and draw(st.booleans()),
         state_dict_type=draw(st.sampled_from(["SHARDED_STATE_DICT", "FULL_STATE_DICT"])),
+        ram_efficient_loading=draw(st.booleans()),
         mixed_precision=draw(st.sampled_from(["bf16", "fp16", "no"])),
         num_processes=machines * draw(st.integers(2, 8)),
         num_machines=machines,
@@ -106,7 +107,7 @@ def assert_plugin(plugin: Any, wanted: Answers) -> None:
         assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == wanted.cpu_offload
     assert plugin.activation_checkpointing == wanted.activation_checkpointing
     assert plugin.state_dict_type.name == wanted.state_dict_type
-    assert plugin.cpu_ram_efficient_loading
+    assert plugin.cpu_ram_efficient_loading == wanted.ram_efficient_loading
     policy = plugin.auto_wrap_policy
     assert not isinstance(policy, functools.partial)
     if wanted.wrap_policy == "TRANSFORMER_BASED_WRAP":

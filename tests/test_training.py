@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SFT, Finished, accelerate_launch
+from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch
 from peft import PeftModel
-from reference import LEARNING_RATE, Reference, train
+from reference import LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from accel_fsdp.config import to_text
 from accel_fsdp.wizard import interview
@@ -30,7 +30,9 @@ ENGINES = [
 def make_config(folder: Path, model: Path, **flags: str) -> Path:
     """A YAML from the wizard's answers, as `accel-fsdp config --yes` writes it."""
     path = folder / "fsdp.yaml"
-    answers = interview({"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", **flags}, False)
+    answers = interview(
+        {"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", **flags}, "defaults"
+    )
     path.write_text(to_text(answers))
     return path
 
@@ -96,6 +98,20 @@ def test_matches_plain_pytorch(
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
+def test_gradients_have_the_scale_of_plain_pytorch(
+    version: str, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """AdamW and clipping would hide gradients that are off by the number of ranks; plain SGD doesn't."""
+    expected = train(tiny_model, text_data, steps=STEPS, global_batch=PER_RANK * RANKS, sgd=True)
+    config = make_config(tmp_path, tiny_model, fsdp_version=version)
+    flags = ("--optim", "sgd", "--max_grad_norm", "0", "--learning_rate", str(SGD_LEARNING_RATE))
+    finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, tmp_path / "run", *flags))
+    assert finished.code == 0, finished.output
+    assert expected.losses[0] - expected.losses[-1] > 0.1
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_resume_continues_exactly(version: str, kind: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, tiny_model, fsdp_version=version, state_dict_type=kind)
@@ -140,7 +156,7 @@ def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_
         ({"fsdp_version": "2", "wrap_policy": "NO_WRAP", "cpu_offload": "true"}, "CPU offload has no meaning here"),
         ({"fsdp_version": "2", "mixed_precision": "bf16", "activation_checkpointing": "true"}, "FSDP2: "),
         ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 5 units"),
-        ({"fsdp_version": "2", "strategy": "3"}, "MULTI_CPU: no FSDP, as the YAML says"),
+        ({"fsdp_version": "2", "strategy": "3", "mixed_precision": "bf16"}, "MULTI_CPU: no FSDP, as the YAML says"),
     ],
     ids=["size-ac", "nowrap-offload1", "nowrap-offload2", "bf16-ac", "bf16-fsdp1", "ddp"],
 )
@@ -174,6 +190,39 @@ def test_lora_on_a_16_bit_base(version: str, tiny_model: Path, text_data: Path, 
     adapter = load_file(out / "final" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
     assert logged_losses(out)[-1] < logged_losses(out)[0]
+
+
+def tiny_deepseek(folder: Path, tokenizer_of: Path) -> Path:
+    """A mixture-of-experts model whose router stores a buffer in the checkpoint."""
+    path = folder / "tiny-deepseek"
+    sizes = {"vocab_size": 509, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latent, **experts)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(path)
+    return path
+
+
+def test_a_model_with_stored_buffers(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """FSDP2's RAM-efficient loading fails on them in accelerate 1.15, so the wizard turns it off, or the run stops."""
+    model = tiny_deepseek(tmp_path, tiny_model)
+    config = make_config(tmp_path, model)
+    assert "fsdp_cpu_ram_efficient_loading: false" in config.read_text()
+    finished = accelerate_launch(config, SFT, *sft_args(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
+    exported = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert any("e_score_correction_bias" in name for name in exported)
+    config.write_text(config.read_text().replace("efficient_loading: false", "efficient_loading: true"))
+    refused = accel_fsdp("launch", config, SFT, *sft_args(model, text_data, tmp_path / "other"))
+    assert refused.code == 1
+    assert "fsdp_cpu_ram_efficient_loading: false in the YAML" in refused.output
 
 
 def test_hybrid_mesh_holds_a_replica_per_pair(
@@ -217,3 +266,20 @@ def assert_resumes_exactly(config: Path, model: Path, data: Path, folder: Path, 
     assert again.keys() == weights.keys()
     for name, tensor in again.items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=0)
+
+
+def test_what_cannot_be_resumed_is_said(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Half-written checkpoints are passed over, and one that doesn't fit the run ends in one message."""
+    config, out = make_config(tmp_path, tiny_model), tmp_path / "run"
+    args = sft_args(tiny_model, text_data, out)
+    assert accelerate_launch(config, SFT, *args).code == 0
+    (out / f"checkpoint-{STEPS}" / "trainer_state.json").unlink()
+    other = accel_fsdp("launch", config, SFT, *args, "--resume_from_checkpoint", "true", "--use_peft")
+    assert other.code == 1
+    assert "cannot resume from" in other.output
+    assert "checkpoint-3" in other.output
+    assert "Traceback" not in other.output
+    (out / "checkpoint-3" / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    none = accel_fsdp("launch", config, SFT, *args, "--resume_from_checkpoint", "true")
+    assert none.code == 1
+    assert "no complete checkpoint-N folder" in none.output

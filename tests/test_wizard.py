@@ -59,6 +59,7 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     terminal.answer("CPU offload")
     terminal.answer("activation checkpointing", DOWN)  # no -> yes
     terminal.answer("How are checkpoints written?")
+    terminal.answer("RAM-efficient loading")
     terminal.answer("Which precision?", DOWN + DOWN)  # bf16 -> no
     terminal.answer("How many machines?")
     terminal.answer("How many processes")

@@ -21,7 +21,7 @@ def main() -> None:
     output = Path(training_args.output_dir)
     checkpoint = arguments.checkpoint_to_resume(training_args)
     files.check_writable(output)
-    training.quiet_other_ranks(training_args.process_index)
+    training.quiet(training_args.process_index)
     set_seed(training_args.seed)
 
     # Data: one rank per node tokenizes, the others read its cache
