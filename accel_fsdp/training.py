@@ -184,10 +184,8 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measures the wrapped model and says what each rank holds."""
-        no_shard = os.environ.get("FSDP_VERSION") == "1" and os.environ.get("FSDP_SHARDING_STRATEGY") in (
-            "3",
-            "NO_SHARD",
-        )
+        strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "").upper()
+        no_shard = os.environ.get("FSDP_VERSION") == "1" and strategy in ("3", "NO_SHARD")
         ignores = bool(os.environ.get("FSDP_IGNORED_MODULES"))
         report = sharding.measure(kwargs["model"], allow_unsharded=ignores)
         if report.shard_ranks == 1 and args.world_size > 1 and not no_shard:
