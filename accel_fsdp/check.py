@@ -12,6 +12,9 @@ from typing import Any, Literal
 from accel_fsdp.fields import BY_NAME, Engine, Field
 from accel_fsdp.types import STRATEGIES, ModelFacts
 
+TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
+"""What Accelerate's `str_to_bool` takes for true."""
+
 Severity = Literal["error", "warning", "note"]
 DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}
 
@@ -76,7 +79,7 @@ class Subject:
 
     def on(self, key: str) -> bool:
         """A boolean FSDP key as Accelerate's environment variables carry it."""
-        return str(self.fsdp(key)).lower() in ("true", "1", "yes", "y", "t", "on")
+        return str(self.fsdp(key)).lower() in TRUE_WORDS
 
     def top(self, key: str) -> Any:
         """The value of a top-level key, or its default."""

@@ -17,18 +17,15 @@ if TYPE_CHECKING:
 
 def to_mapping(answers: Answers) -> dict[str, Any]:
     """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others."""
-    engine: dict[str, Any] = {"distributed_type": "MULTI_GPU"}
-    if not is_ddp(answers.fsdp_version, answers.strategy):
-        engine = {"distributed_type": "FSDP", "fsdp_config": _fsdp_config(answers), **_mesh(answers)}
-    distributed_type = engine.pop("distributed_type")
+    ddp = is_ddp(answers.fsdp_version, answers.strategy)
     return {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": distributed_type,
+        "distributed_type": "MULTI_GPU" if ddp else "FSDP",
         "mixed_precision": answers.mixed_precision,
         "num_machines": answers.num_machines,
         "num_processes": answers.num_processes,
         **_rendezvous(answers),
-        **engine,
+        **({} if ddp else {"fsdp_config": _fsdp_config(answers), **_mesh(answers)}),
     }
 
 

@@ -7,14 +7,11 @@ the version it was needed for; this module and `adapters.py` are the only ones t
 """
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 _patched = False
 

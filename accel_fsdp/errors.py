@@ -36,9 +36,15 @@ class UsageError(UserError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean X?' for the nearest known name, else the empty string."""
+    near = nearest(name, known)
+    return f" Did you mean {near}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the known name that `name` was probably meant to be, else the empty string."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f" Did you mean {by_lower[near[0]]}?" if near else ""
+    return by_lower[near[0]] if near else ""
 
 
 def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,9 @@ def _indent(text: str) -> int:
 
 
 def _as_json(one: Finding) -> dict[str, Any]:
-    return {name: value for name, value in asdict(replace(one, edits=())).items() if name != "edits"} | {
-        "fixable": bool(one.edits)
-    }
+    shown = asdict(one)
+    fixable = bool(shown.pop("edits"))
+    return {**shown, "fixable": fixable}
 
 
 def _show(path: Path, findings: list[Finding]) -> None:

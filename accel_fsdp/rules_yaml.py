@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_fsdp.check import Edit, Finding, Subject, full_name, known_fields, rule
-from accel_fsdp.errors import did_you_mean
+from accel_fsdp.check import TRUE_WORDS, Edit, Finding, Subject, full_name, known_fields, rule
+from accel_fsdp.errors import did_you_mean, nearest
 from accel_fsdp.fields import BY_NAME, RETIRED, Engine, Field, Kind
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config")
-TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
 
@@ -63,15 +62,14 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
         for key in subject.section(section):
             prefixed = f"parallelism_config_{key}" in known
             if key not in known and key not in RETIRED and not prefixed:
-                hint = did_you_mean(key, known)
-                nearest = hint.removeprefix(" Did you mean ").removesuffix("?")
-                fits = bool(hint) and nearest not in subject.section(section)
-                edits = (Edit(section, key, new_key=nearest),) if fits else ()
+                meant = nearest(key, known)
+                fits = bool(meant) and meant not in subject.section(section)
+                edits = (Edit(section, key, new_key=meant),) if fits else ()
                 yield Finding(
                     f"{section}.{key}",
-                    f"nothing reads {key}.{hint}",
+                    f"nothing reads {key}.{did_you_mean(key, known)}",
                     "Accelerate drops it without a word",
-                    f"rename it to {nearest}" if hint else f"remove {key}",
+                    f"rename it to {meant}" if meant else f"remove {key}",
                     edits,
                 )
 

@@ -74,7 +74,7 @@ SCHEMA = Draft202012Validator(reference.schema())
 @given(wanted=answers())
 @settings(deadline=None)
 def test_the_schema_accepts_what_the_wizard_writes(wanted: Answers) -> None:
-    SCHEMA.validate(yaml.safe_load(config.to_text(wanted)))
+    assert list(SCHEMA.iter_errors(yaml.safe_load(config.to_text(wanted)))) == []
 
 
 @pytest.mark.parametrize(
