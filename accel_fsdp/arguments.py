@@ -4,11 +4,11 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import cpu
+from accel_fsdp import config, cpu
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 SEE_HELP = "see all arguments: python train/sft.py --help"
@@ -32,6 +32,17 @@ class ModelArguments:
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapter: alpha / r."})
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "QLoRA: quantise the frozen base to 4 bits (bitsandbytes). Needs --use_peft."}
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = field(default="nf4", metadata={"help": "4-bit data type."})
+    bnb_4bit_quant_storage: Literal["bfloat16", "float16", "float32", "uint8"] = field(
+        default="bfloat16",
+        metadata={
+            "help": "Dtype that the 4-bit weights are packed in: FSDP shards floating ones only, and casts those "
+            "that differ from mixed_precision."
+        },
+    )
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
@@ -54,17 +65,46 @@ class DataArguments:
 class SftArguments(TrainingArguments):  # type: ignore[misc]
     """Everything of `TrainingArguments`. On a machine without accelerator, gloo on CPU is set up first."""
 
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={"help": "The Accelerate YAML once more: on TPU its fsdp_xla keys reach Trainer on no other way."},
+    )
+
     def __post_init__(self) -> None:
-        if self.fsdp:
+        if cpu.deepspeed_requested():  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
+            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            self.bf16, self.fp16 = precision == "bf16", precision == "fp16"
+        if self.fsdp:  # type: ignore[has-type]
             raise UsageError(
                 "--fsdp is set besides the YAML",
                 why="Trainer would then ignore most of the YAML's FSDP settings, silently",
                 fix="leave out --fsdp and --fsdp_config; the YAML decides",
             )
+        if self.accelerate_config is not None and (settings := xla_settings(Path(self.accelerate_config))):
+            self.fsdp = True
+            self.fsdp_config = settings
         if cpu.enable():
             self.use_cpu = True
             cpu.init_process_group(self.ddp_timeout)
         super().__post_init__()
+
+
+def xla_settings(path: Path) -> dict[str, Any]:
+    """What `TrainingArguments.fsdp_config` needs of a TPU YAML; empty for every other engine.
+
+    Accelerate's launcher takes these keys and hands them to nobody (1.15).
+
+    Raises:
+        UserError: the file can't be read.
+    """
+    content = config.load(path)
+    if content.get("distributed_type") != "XLA":
+        return {}
+    section = content.get("fsdp_config") or {}
+    settings = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
+    if isinstance(names := settings.get("transformer_layer_cls_to_wrap"), str):
+        settings["transformer_layer_cls_to_wrap"] = names.split(",")
+    return settings
 
 
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
@@ -87,6 +127,10 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(str(error).splitlines()[0], why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
+    if model.load_in_4bit and not model.use_peft:
+        raise UsageError(
+            "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
+        )
     if training.eval_on_start and training.eval_strategy == "no":
         raise UsageError(
             "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
@@ -102,7 +146,8 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]
 
 def _require_launcher() -> None:
     """Stops a start without `accelerate launch`: no YAML would be read and every rank would train unsharded."""
-    if {"-h", "--help"} & set(sys.argv) or "ACCELERATE_MIXED_PRECISION" in os.environ:
+    on_tpu = any(word.startswith("--accelerate_config") for word in sys.argv)  # its launcher sets no variable
+    if {"-h", "--help"} & set(sys.argv) or "ACCELERATE_MIXED_PRECISION" in os.environ or on_tpu:
         return
     raise UserError(
         "not started by accelerate launch",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accel_fsdp import machines
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.types import MachineFacts, ModelFacts
 
@@ -13,11 +14,16 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Context:
-    """What a question may look at: the answers so far, the machine, and the model once it is known."""
+    """What a question may look at: the answers so far, the model, and the machine that was found."""
 
     given: Given
-    machine: MachineFacts
+    found: MachineFacts = machines.CPU
     model: ModelFacts | None = None
+
+    @property
+    def machine(self) -> MachineFacts:
+        """One of the machines that will train, as answered; before that, the one that was found."""
+        return machines.parse(self.given["gpus"])[0] if "gpus" in self.given else self.found
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]
@@ -37,8 +43,9 @@ class Question:
     """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
 
     `default` returns the proposed value and the reason in one line. `metavar` shows in `--help` what a flag
-    takes; `names` are second spellings of its values. `applies` says whether to ask at all: where it is
-    false the default is taken. `check` returns the value as stored, or raises `UserError`.
+    takes; `names` are second spellings of its values, `aliases` of the flag. `applies` says whether to ask at all:
+    where it is false the default is taken. `check` returns the value as stored, or raises `UserError`. `key` is the
+    section and key of the YAML that takes the answer, if it is one.
     """
 
     field: str
@@ -49,6 +56,8 @@ class Question:
     check: Callable[[Context, Any], Any] = lambda context, value: value
     metavar: str = "TEXT"
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    key: tuple[str, str] | None = None
 
     @property
     def flag(self) -> str:

@@ -11,7 +11,8 @@ import tyro
 
 from accel_fsdp import __version__
 from accel_fsdp.asking import Question
-from accel_fsdp.errors import UserError, guard
+from accel_fsdp.errors import guard
+from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
 
 
@@ -32,6 +33,19 @@ class ConfigOptions:
         bool, tyro.conf.arg(aliases=["-y"], help="Ask nothing: defaults for every question without a flag.")
     ] = False
     force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing file.")] = False
+    from_file: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            name="from",
+            metavar="FILE",
+            help="Re-edit this YAML: its answers, comments and other keys are kept, and a diff is shown. "
+            "Without -o it is written in place.",
+        ),
+    ] = None
+    preset: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="NAME", help="Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + "."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +86,17 @@ class Check:
 
 
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
-    help_text = tyro.conf.arg(metavar=question.metavar, help=question.prompt, help_behavior_hint="(asked)")
+    help_text = tyro.conf.arg(
+        metavar=question.metavar,
+        help=question.prompt,
+        help_behavior_hint="(asked)",
+        aliases=list(question.aliases) or None,
+    )
     return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
 
 
 Config = dataclasses.make_dataclass("Config", [_flag_field(q) for q in QUESTIONS], bases=(ConfigOptions,), frozen=True)
-Config.__doc__ = "Ask, then write an Accelerate FSDP YAML. Every question has a flag."
+Config.__doc__ = "Ask, then write an Accelerate YAML. Every question has a flag; Escape goes back to the one before."
 
 
 def main() -> None:
@@ -137,45 +156,8 @@ def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
 
 
 def _config(command: Any) -> int:
-    from accel_fsdp import config, files, render, wizard
+    from accel_fsdp import configure
 
-    interactive = not command.yes and sys.stdin.isatty()
     flags = {q.field: getattr(command, q.field) for q in QUESTIONS if getattr(command, q.field) is not None}
-    output = _output(command.output)
-    if output and output.exists() and not (command.force or interactive):
-        raise UserError(
-            f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
-        )
-    answers = wizard.interview(flags, "ask" if interactive else "defaults" if command.yes else "flags")
-    text = config.to_text(answers)
-    if output is None:
-        render.put(text.rstrip())
-        return 0
-    if interactive:
-        render.show_yaml(text, title=str(output))
-    if interactive and not _confirmed(output, command.force):
-        render.say("nothing written")
-        return 1
-    files.write_text(output, text)
-    render.say(f"written: {output}", style="green")
-    render.say("train with:")
-    render.put(config.launch_line(answers, str(output)))
-    return 0
-
-
-def _output(path: Path | None) -> Path | None:
-    if str(path) == "-":
-        return None
-    if path is not None:
-        return path
-    from accelerate.commands.config.config_args import default_yaml_config_file
-
-    return Path(default_yaml_config_file)
-
-
-def _confirmed(output: Path, force: bool) -> bool:
-    from accel_fsdp import wizard
-
-    if output.exists() and not force:
-        return wizard.confirm(f"{output} exists. Overwrite it?", default=False)
-    return wizard.confirm(f"Write {output}?", default=True)
+    options = configure.Options(command.output, command.yes, command.force, command.from_file, command.preset)
+    return configure.configure(options, flags)

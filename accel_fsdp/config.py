@@ -1,115 +1,155 @@
 """The Accelerate YAML: from answers to text, and back from a file with its comments and unknown keys."""
 
+import difflib
 import io
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import __version__
 from accel_fsdp.check import as_scalar
 from accel_fsdp.errors import UsageError
-from accel_fsdp.questions import applying, is_ddp
+from accel_fsdp.fields import BY_NAME, Engine
+from accel_fsdp.questions import applying
 from accel_fsdp.types import STRATEGIES, Answers
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
 
 
+COMMAND = "accel-fsdp config --yes"
+ENGINES: dict[str, tuple[str, Engine]] = {
+    "ddp": ("MULTI_GPU", Engine.DDP),
+    "deepspeed": ("DEEPSPEED", Engine.DEEPSPEED),
+    "tpu": ("XLA", Engine.TPU),
+}
+"""The wizard's names of the engines other than FSDP: Accelerate's `distributed_type`, and the field table's engine."""
+
+RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def engine_of(answers: Answers) -> Engine:
+    """What these answers train with. FSDP2 has no NO_SHARD: the same thing is plain DDP there."""
+    if answers.engine != "fsdp":
+        return ENGINES[answers.engine][1]
+    if answers.fsdp_version == 2 and STRATEGIES[answers.strategy] == "NO_SHARD":
+        return Engine.DDP
+    return Engine.FSDP2 if answers.fsdp_version == 2 else Engine.FSDP1
+
+
 def to_mapping(answers: Answers) -> dict[str, Any]:
-    """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others."""
-    ddp = is_ddp(answers.fsdp_version, answers.strategy)
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if ddp else "FSDP",
-        "mixed_precision": answers.mixed_precision,
-        "num_machines": answers.num_machines,
-        "num_processes": answers.num_processes,
-        **_rendezvous(answers),
-        **({} if ddp else {"fsdp_config": _fsdp_config(answers), **_mesh(answers)}),
+    """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others, in the table's order."""
+    engine = engine_of(answers)
+    kinds = {one: name for name, one in ENGINES.values()}
+    values: dict[tuple[str, str], Any] = {
+        ("", "compute_environment"): "LOCAL_MACHINE",
+        ("", "distributed_type"): kinds.get(engine, "FSDP"),
     }
+    for question in applying(answers):
+        if question.key and engine in BY_NAME[question.key].engines:
+            value = getattr(answers, question.field)
+            values[question.key] = ",".join(value) if isinstance(value, tuple) else value
+    values |= _DERIVED[engine](answers)
+    content: dict[str, Any] = {}
+    for (section, key), field in BY_NAME.items():
+        if (section, key) in values:
+            place = content.setdefault(section, {}) if field.section else content
+            place[key] = values[section, key]
+    return content
 
 
-def _fsdp_config(answers: Answers) -> dict[str, Any]:
-    return {
-        "fsdp_version": answers.fsdp_version,
-        **(_fsdp1_only(answers) if answers.fsdp_version == 1 else _fsdp2_only(answers)),
-        **_wrapping(answers),
-        "fsdp_offload_params": answers.cpu_offload,
-        "fsdp_activation_checkpointing": answers.activation_checkpointing,
-        "fsdp_state_dict_type": answers.state_dict_type,
-        "fsdp_cpu_ram_efficient_loading": answers.ram_efficient_loading,
-    }
+def _nothing(answers: Answers) -> dict[tuple[str, str], Any]:
+    return {}
 
 
-def _fsdp1_only(answers: Answers) -> dict[str, Any]:
-    return {
-        "fsdp_sharding_strategy": answers.strategy,
+def _fsdp1(answers: Answers) -> dict[tuple[str, str], Any]:
+    settings = {
         "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_forward_prefetch": False,
         "fsdp_use_orig_params": True,
         "fsdp_sync_module_states": True,
     }
+    return {("fsdp_config", key): value for key, value in settings.items()}
 
 
-def _fsdp2_only(answers: Answers) -> dict[str, Any]:
-    return {"fsdp_reshard_after_forward": STRATEGIES[answers.strategy] in ("FULL_SHARD", "HYBRID_SHARD")}
-
-
-def _wrapping(answers: Answers) -> dict[str, Any]:
-    policy: dict[str, Any] = {"fsdp_auto_wrap_policy": answers.wrap_policy}
-    if answers.wrap_policy == "TRANSFORMER_BASED_WRAP":
-        policy["fsdp_transformer_layer_cls_to_wrap"] = ",".join(answers.layer_class)
-    if answers.wrap_policy == "SIZE_BASED_WRAP":
-        policy["fsdp_min_num_params"] = answers.min_num_params
-    return policy
-
-
-def _mesh(answers: Answers) -> dict[str, Any]:
+def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
     """FSDP2 spells hybrid sharding as a device mesh: one replica per machine, shards inside each."""
-    if answers.fsdp_version == 1 or not STRATEGIES[answers.strategy].startswith("HYBRID"):
-        return {}
-    shard = answers.num_processes // answers.num_machines
-    return {
-        "parallelism_config": {
-            "parallelism_config_dp_replicate_size": answers.num_machines,
-            "parallelism_config_dp_shard_size": shard,
-        }
-    }
+    strategy = STRATEGIES[answers.strategy]
+    values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): strategy in RESHARDS}
+    if strategy.startswith("HYBRID"):
+        sizes = {"replicate": answers.num_machines, "shard": answers.num_processes // answers.num_machines}
+        values |= {("parallelism_config", f"parallelism_config_dp_{name}_size"): n for name, n in sizes.items()}
+    return values
 
 
-def _rendezvous(answers: Answers) -> dict[str, Any]:
-    if answers.num_machines == 1:
-        return {}
-    return {"main_process_ip": answers.main_process_ip, "main_process_port": answers.main_process_port}
+def _deepspeed(answers: Answers) -> dict[tuple[str, str], Any]:
+    """`auto` lets Trainer fill in its own arguments; without the stage-3 flags no model would be saved."""
+    device = "cpu" if answers.cpu_offload else "none"
+    settings: dict[str, Any] = {"offload_optimizer_device": device} if answers.zero_stage else {}
+    if answers.zero_stage == 3:
+        settings |= {"offload_param_device": device, "zero3_init_flag": True, "zero3_save_16bit_model": True}
+    settings |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    if answers.num_machines > 1:
+        settings["deepspeed_multinode_launcher"] = "standard"
+    return {("deepspeed_config", key): value for key, value in settings.items()}
+
+
+def _tpu(answers: Answers) -> dict[tuple[str, str], Any]:
+    xla = {"fsdp_xla": True, "fsdp_xla_fsdp_v2": True, "fsdp_xla_fsdp_grad_ckpt": answers.activation_checkpointing}
+    return {("", "main_training_function"): "main"} | {("fsdp_config", key): value for key, value in xla.items()}
+
+
+_DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
+    Engine.DDP: _nothing,
+    Engine.FSDP1: _fsdp1,
+    Engine.FSDP2: _fsdp2,
+    Engine.DEEPSPEED: _deepspeed,
+    Engine.TPU: _tpu,
+}
 
 
 def to_text(answers: Answers) -> str:
     """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic."""
-    return "\n".join([*_header(answers), dump({key: as_scalar(value) for key, value in to_mapping(answers).items()})])
+    return "\n".join([*header(answers), dump({key: as_scalar(value) for key, value in to_mapping(answers).items()})])
 
 
-def _header(answers: Answers) -> list[str]:
-    strategy = f"{answers.strategy} ({STRATEGIES[answers.strategy]})"
-    engine = "plain DDP" if is_ddp(answers.fsdp_version, answers.strategy) else f"FSDP{answers.fsdp_version}"
+def header(answers: Answers) -> list[str]:
+    """Comment lines: what the file is, the command that made it, and the one that uses it."""
     return [
-        f"# {answers.model}, {answers.method} training, {engine}, strategy {strategy}.",
+        f"# {answers.model}, {answers.method} training, {_engine_in_words(answers)}.",
         f"# Made by accel-fsdp {__version__}:",
         f"#   {command_line(answers)}",
+        "# Launch:",
+        f"#   {launch_line(answers, 'THIS_FILE')}",
     ]
+
+
+def _engine_in_words(answers: Answers) -> str:
+    engine = engine_of(answers)
+    if engine in (Engine.FSDP1, Engine.FSDP2):
+        return f"{engine.value}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
+    if engine is Engine.DEEPSPEED:
+        return f"DeepSpeed ZeRO-{answers.zero_stage}"
+    return {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)"}[engine]
 
 
 def command_line(answers: Answers) -> str:
     """The non-interactive command that writes the same YAML."""
-    words = ["accel-fsdp", "config", "--yes"]
+    words = COMMAND.split()
     for question in applying(answers):
-        words += [question.flag, _flag_text(getattr(answers, question.field))]
+        words += [question.flag, flag_text(getattr(answers, question.field))]
     return shlex.join(words)
 
 
-def _flag_text(value: Any) -> str:
+def flag_text(value: Any) -> str:
+    """An answer as its flag takes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+STORAGE = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def launch_line(answers: Answers, path: str) -> str:
@@ -119,11 +159,43 @@ def launch_line(answers: Answers, path: str) -> str:
         words += ["--machine_rank", "0"]
     words += ["train/sft.py", "--model_name_or_path", answers.model]
     words += ["--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first"]
-    return shlex.join(words + (["--use_peft"] if answers.method == "lora" else []))
+    if answers.method != "full":
+        words.append("--use_peft")
+    if answers.method == "qlora":
+        words += ["--load_in_4bit", "--bnb_4bit_quant_storage", STORAGE[answers.mixed_precision]]
+    if answers.engine == "tpu":
+        words += ["--accelerate_config", path]
+    return shlex.join(words)
 
 
-def dump(document: Any, indent: int = 2) -> str:
-    """The YAML text of a mapping, or of what `load` returned with its comments, order and quotes."""
+def dump(document: Any) -> str:
+    """The YAML text of a mapping, or of what `load` returned: lines that were not edited come back byte for byte."""
+    source = getattr(document, "source", None)
+    if source is None:
+        return _ruamel_text(document, indent=2)
+    indent = _indent(source)
+    pristine, edited = (_ruamel_text(one, indent) for one in (_round_trip().load(source), document))
+    return source if pristine == edited else _merge(source, pristine, edited)
+
+
+def _merge(source: str, pristine: str, edited: str) -> str:
+    """ruamel.yaml normalises spacing; where it keeps the number of lines, only the lines that were edited change."""
+    theirs, before, after = (text.splitlines(keepends=True) for text in (source, pristine, edited))
+    if len(theirs) != len(before):
+        return edited
+    lines: list[str] = []
+    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
+        lines += theirs[start:end] if kind == "equal" else after[new_start:new_end]
+    return "".join(lines)
+
+
+def _indent(text: str) -> int:
+    """The indentation of the first nested key."""
+    nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
+    return nested[0] if nested else 2
+
+
+def _ruamel_text(document: Any, indent: int) -> str:
     stream = io.StringIO()
     round_trip = _round_trip()
     round_trip.indent(mapping=indent)
@@ -140,8 +212,8 @@ def _round_trip() -> "YAML":
     return round_trip
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Reads an Accelerate YAML with ruamel.yaml, so that comments, order and unknown keys survive a later dump.
+def load(path: Path) -> Any:
+    """Reads an Accelerate YAML with ruamel.yaml: a mapping whose comments, order and spelling survive a later dump.
 
     Raises:
         UsageError: no such file, not YAML (with the line), or not a mapping.
@@ -149,7 +221,8 @@ def load(path: Path) -> dict[str, Any]:
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        content = _round_trip().load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = _round_trip().load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
@@ -172,4 +245,5 @@ def load(path: Path) -> dict[str, Any]:
             why="an Accelerate YAML is a mapping such as distributed_type: FSDP",
             fix="make one: accel-fsdp config -o FILE",
         )
+    content.source = text  # type: ignore[attr-defined]  # dump gives untouched lines back as they were
     return content

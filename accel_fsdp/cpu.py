@@ -1,4 +1,4 @@
-"""CPU as an FSDP device: what Accelerate lacks to run real FSDP1 and FSDP2 with gloo on machines without accelerator.
+"""CPU as a device: what Accelerate lacks to run real FSDP and DeepSpeed with gloo on machines without accelerator.
 
 Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
 closes that gap for tests, rehearsals and laptops. It acts only when torch sees no device that Accelerate can shard on,
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 _patched = False
 
 
@@ -31,6 +32,11 @@ def fsdp_requested() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
+def deepspeed_requested() -> bool:
+    """True under `accelerate launch` with a DeepSpeed YAML."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
 def is_distributed_launch() -> bool:
     """True in a process that torchrun or `accelerate launch` started as one rank of a job."""
     return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
@@ -45,16 +51,19 @@ def enable() -> bool:
     if not is_needed():
         return False
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    if _patched or not (fsdp_requested() and is_distributed_launch()):
+    if _patched or not is_distributed_launch() or not (fsdp_requested() or deepspeed_requested()):
         return True
     _announce()
     _patch_backend_choice()
+    _patched = True
+    if deepspeed_requested():
+        _prepare_deepspeed()
+        return True
     _patch_plugin()
     _patch_hybrid_groups()
     _patch_sync_module_states()
     _patch_full_state_dict()
     _patch_full_optimizer_state()
-    _patched = True
     return True
 
 
@@ -90,10 +99,19 @@ def _announce() -> None:
     if os.environ.get("LOCAL_RANK") != "0":
         return
     world = os.environ.get("WORLD_SIZE", "?")
-    offload = "; CPU offload has no meaning here and is off" if _flag("FSDP_OFFLOAD_PARAMS") else ""
+    engine = "DeepSpeed" if deepspeed_requested() else "FSDP"
+    asked = _flag("FSDP_OFFLOAD_PARAMS") or any(os.environ.get(name, "none") != "none" for name in OFFLOAD_DEVICES)
+    offload = "; CPU offload has no meaning here and is off" if asked else ""
     print(
-        f"accel-fsdp: no accelerator found, running real FSDP on {world} CPU processes (gloo){offload}", file=sys.stderr
+        f"accel-fsdp: no accelerator found, running real {engine} on {world} CPU processes (gloo){offload}",
+        file=sys.stderr,
     )
+
+
+def _prepare_deepspeed() -> None:
+    """DeepSpeed picks its device when it is imported; its offloaded Adam would be compiled, and move CPU to CPU."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))
 
 
 def _flag(name: str) -> bool:

@@ -29,10 +29,10 @@ class Expected:
     ties: tuple[tuple[str, ...], ...]
 
 
-def expected_tensors(model: "nn.Module", master_weights: bool) -> Expected:
+def expected_tensors(model: "nn.Module", trained_as: "torch.dtype | None") -> Expected:
     """Lists what `save_model` must write, read off the model before FSDP touches it.
 
-    `master_weights`: mixed precision is on, so Accelerate trains and saves trainable parameters in float32.
+    `trained_as`: the dtype to which the engine casts trainable parameters and in which it saves them, None for none.
     """
     import torch
     from peft import PeftModel, get_peft_model_state_dict
@@ -40,8 +40,8 @@ def expected_tensors(model: "nn.Module", master_weights: bool) -> Expected:
     trainable = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     blueprint = {}
     for name, tensor in model.state_dict().items():
-        upcast = master_weights and name in trainable and tensor.is_floating_point()
-        blueprint[name] = torch.empty_like(tensor, device="meta", dtype=torch.float32 if upcast else tensor.dtype)
+        cast = trained_as is not None and name in trainable and tensor.is_floating_point()
+        blueprint[name] = torch.empty_like(tensor, device="meta", dtype=trained_as if cast else tensor.dtype)
     if isinstance(model, PeftModel):
         saved = get_peft_model_state_dict(model, state_dict=blueprint)
         return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=())

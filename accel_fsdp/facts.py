@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import catalogue
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
 
@@ -24,12 +25,23 @@ def read_machine() -> MachineFacts:
 
 
 def read_model(name: str) -> ModelFacts:
-    """Builds the model on the meta device from its config alone: a hub id or a local folder.
+    """What the model is made of: from the bundled catalogue, else built on the meta device from its config alone.
+
+    `name` is a hub id or a local folder; a folder wins over a catalogue entry of the same name.
 
     Raises:
         UserError: there is no such folder or repository, or its config is not a causal language model's.
     """
-    config = read_config(name)
+    known = None if Path(name).exists() else catalogue.find(name)
+    return known or model_facts(name, read_config(name))
+
+
+def model_facts(name: str, config: Any) -> ModelFacts:
+    """Builds the model of a Transformers config on the meta device and looks at it.
+
+    Raises:
+        UserError: the config is not a causal language model's.
+    """
     model = _build_on_meta(name, config)
     found = wrap_classes(model)
     reason = "found in the built model"
@@ -122,9 +134,10 @@ def read_config(name: str, revision: str = "main") -> Any:
         return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read the config of {name}: {first_line(error)}",
+            f"cannot read the config of {name}: {first_line(error)}{did_you_mean(name, catalogue.entries())}",
             why="the layer classes and sizes come from it",
-            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
+            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model, "
+            "or --layer-class NAME",
         ) from error
 
 

@@ -1,9 +1,11 @@
 """Every key that Accelerate 1.15 reads from a YAML for DDP, FSDP1, FSDP2, DeepSpeed and TPU: the one list of them.
 
-Pure data. Checks, documentation and the tests against Accelerate's parser all read this table. What "reads" means was
-taken from `accelerate launch` (commands/launch.py, utils/launch.py) and the plugins it feeds (utils/dataclasses.py).
+Pure data. Questions, flags, checks, documentation and the tests against Accelerate's parser all read this table. What
+"reads" means was taken from `accelerate launch` (commands/launch.py, utils/launch.py) and the plugins it feeds
+(utils/dataclasses.py).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -46,8 +48,9 @@ ALL = frozenset(Engine)
 class Field:
     """One key. `section` is the mapping it stands in, empty for the top level; `default` what holds when it is absent.
 
-    `variable` is the environment variable by which the launcher hands the value to the ranks, empty where it goes to
-    torchrun or nowhere. A key with no `engines` is accepted and then used by nothing.
+    `meanings` are the values to choose from, each with its consequence. `variable` is the environment variable by which
+    the launcher hands the value to the ranks, empty where it goes to torchrun or nowhere. A key with no `engines` is
+    accepted and then used by nothing. `question` is how the wizard asks for it, empty where it doesn't.
     """
 
     key: str
@@ -56,8 +59,19 @@ class Field:
     engines: frozenset[Engine]
     help: str
     section: str = ""
-    choices: tuple[str, ...] = ()
+    meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variable: str = ""
+    question: str = ""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values to choose from, empty where any value of the kind will do."""
+        return tuple(self.meanings)
+
+
+def _any_of(*choices: str) -> Mapping[str, str]:
+    """Choices that speak for themselves."""
+    return dict.fromkeys(choices, "")
 
 
 def _fsdp(
@@ -66,45 +80,62 @@ def _fsdp(
     default: Any,
     engines: frozenset[Engine],
     help: str,
-    choices: tuple[str, ...] = (),
+    meanings: Mapping[str, str] = _any_of(),
     variable: str = "",
+    question: str = "",
 ) -> Field:
     name = variable or "FSDP_" + key.removeprefix("fsdp_").upper()
-    return Field(key, kind, default, engines, help, "fsdp_config", choices, name)
+    return Field(key, kind, default, engines, help, "fsdp_config", meanings, name, question)
 
 
-def _mesh(name: str, kind: Kind, default: Any, help: str, choices: tuple[str, ...] = ()) -> Field:
+def _mesh(name: str, kind: Kind, default: Any, help: str, *choices: str) -> Field:
     variable = f"PARALLELISM_CONFIG_{name.upper()}"
-    return Field(f"parallelism_config_{name}", kind, default, ONLY2, help, "parallelism_config", choices, variable)
+    return Field(
+        f"parallelism_config_{name}", kind, default, ONLY2, help, "parallelism_config", _any_of(*choices), variable
+    )
 
 
-def _deepspeed(key: str, kind: Kind, help: str, choices: tuple[str, ...] = (), variable: str = "") -> Field:
-    return Field(key, kind, None, DS, help, "deepspeed_config", choices, variable)
+def _deepspeed(
+    key: str, kind: Kind, help: str, meanings: Mapping[str, str] = _any_of(), variable: str = "", question: str = ""
+) -> Field:
+    return Field(key, kind, None, DS, help, "deepspeed_config", meanings, variable, question)
 
 
-STRATEGY_CHOICES = (*STRATEGIES.values(), *(str(number) for number in STRATEGIES))
-DEVICES = ("none", "cpu", "nvme")
+def _xla(name: str, kind: Kind, help: str) -> Field:
+    """Nothing in Accelerate reads these: `TrainingArguments.fsdp_config` does, under the same names."""
+    help += " Accelerate hands it to nobody; train/sft.py --accelerate_config FILE gives it to Trainer."
+    return Field(f"fsdp_{name}", kind, False, XLA, help, "fsdp_config")
+
+
+STRATEGY_CHOICES = _any_of(*STRATEGIES.values(), *(str(number) for number in STRATEGIES))
+DEVICES = _any_of("none", "cpu", "nvme")
 
 TOP: tuple[Field, ...] = (
     Field("compute_environment", Kind.CHOICE, "LOCAL_MACHINE", ALL, "Where it runs.", "",
-          ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
+          _any_of("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
     Field("distributed_type", Kind.CHOICE, None, ALL, "The engine. FSDP covers both versions, DDP is MULTI_GPU.", "",
-          ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
-           "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
+          _any_of("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
+                  "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
     Field("mixed_precision", Kind.CHOICE, "no", ALL, "Compute precision over float32 master weights. bf16 halves the "
           "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.", "",
-          ("no", "bf16", "fp16", "fp8"), "ACCELERATE_MIXED_PRECISION"),
-    Field("num_processes", Kind.INT, -1, ALL, "Ranks in total, over all machines: one per GPU."),
-    Field("num_machines", Kind.INT, 1, ALL, "Machines that take part; num_processes is divided by it."),
+          {"bf16": "Ampere and newer, TPU", "fp16": "older GPUs, with loss scaling", "no": "fp32 throughout",
+           "fp8": "Hopper and newer, with an fp8_config"},
+          "ACCELERATE_MIXED_PRECISION", "Which precision?"),
+    Field("num_processes", Kind.INT, -1, ALL, "Ranks in total, over all machines: one per GPU.",
+          question="How many processes in total (one per GPU, over all machines)?"),
+    Field("num_machines", Kind.INT, 1, ALL, "Machines that take part; num_processes is divided by it.",
+          question="How many machines?"),
     Field("machine_rank", Kind.INT, 0, ALL, "This machine's number, 0 to num_machines - 1. Differs per machine, so it "
           "belongs on the command line: --machine_rank."),
-    Field("main_process_ip", Kind.TEXT, None, GPU, "Address of machine 0, for several machines."),
-    Field("main_process_port", Kind.INT, None, GPU, "Port of machine 0 (29500 if absent; 0 picks a free one)."),
+    Field("main_process_ip", Kind.TEXT, None, GPU, "Address of machine 0, for several machines.",
+          question="Address of the first machine?"),
+    Field("main_process_port", Kind.INT, None, GPU, "Port of machine 0 (29500 if absent; 0 picks a free one).",
+          question="Port of the first machine?"),
     Field("gpu_ids", Kind.TEXT, "all", GPU, "GPUs to use as text such as '0,1'; replaces CUDA_VISIBLE_DEVICES."),
     Field("main_training_function", Kind.TEXT, "main", XLA, "The script's function that a TPU process calls."),
     Field("use_cpu", Kind.BOOL, False, ALL, "Trains on the CPU; not handed to FSDP ranks."),
-    Field("debug", Kind.BOOL, False, ALL, "Checks shapes before each collective; slow.", "", (),
-          "ACCELERATE_DEBUG_MODE"),
+    Field("debug", Kind.BOOL, False, ALL, "Checks shapes before each collective; slow.",
+          variable="ACCELERATE_DEBUG_MODE"),
     Field("downcast_bf16", Kind.TEXT, False, XLA, "On TPU, double tensors become bf16 too."),
     Field("fsdp_config", Kind.SECTION, {}, FSDP, "The FSDP keys."),
     Field("deepspeed_config", Kind.SECTION, {}, DS, "The DeepSpeed keys."),
@@ -129,36 +160,53 @@ TOP: tuple[Field, ...] = (
 
 FSDP_FIELDS: tuple[Field, ...] = (
     _fsdp("fsdp_version", Kind.CHOICE, 1, FSDP, "1: FullyShardedDataParallel, 2: fully_shard. Absent means 1.",
-          ("1", "2")),
+          {"2": "fully_shard, per-parameter sharding (recommended)", "1": "FullyShardedDataParallel"},
+          question="Which FSDP?"),
     _fsdp("fsdp_sharding_strategy", Kind.CHOICE, "FULL_SHARD", ONLY1, "What is sharded: 1 FULL_SHARD everything, 2 "
           "SHARD_GRAD_OP not the parameters between forward and backward, 3 NO_SHARD nothing, 4 and 5 as 1 and 2 "
-          "inside each machine.", STRATEGY_CHOICES),
+          "inside each machine.", STRATEGY_CHOICES, question="Which sharding strategy?"),
     _fsdp("fsdp_reshard_after_forward", Kind.BOOL, True, ONLY2, "true frees gathered parameters after forward and "
           "gathers them again in backward (FULL_SHARD); false keeps them: a third less traffic, a whole model more "
           "memory (SHARD_GRAD_OP)."),
     _fsdp("fsdp_auto_wrap_policy", Kind.CHOICE, "NO_WRAP", FSDP, "How units are made. Absent means NO_WRAP: one unit, "
-          "gathered whole.", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
-    _fsdp("fsdp_transformer_layer_cls_to_wrap", Kind.NAMES, None, FSDP, "Layer classes that become units under "
+          "gathered whole.",
+          {"TRANSFORMER_BASED_WRAP": "one unit per transformer layer",
+           "SIZE_BASED_WRAP": "a unit per module above a size",
+           "NO_WRAP": "one unit for the whole model; saves little memory"},
+          question="How are FSDP units made?"),
+    _fsdp("fsdp_transformer_layer_cls_to_wrap", Kind.NAMES, None, FSDP | XLA, "Layer classes that become units under "
           "TRANSFORMER_BASED_WRAP, joined by commas without spaces. Absent: the model's _no_split_modules.",
-          variable="FSDP_TRANSFORMER_CLS_TO_WRAP"),
+          variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+          question="Which transformer layer class? (several: comma-separated)"),
     _fsdp("fsdp_min_num_params", Kind.INT, 100_000_000, ONLY1, "Parameters from which on a module becomes a unit under "
-          "SIZE_BASED_WRAP."),
+          "SIZE_BASED_WRAP.", question="From how many parameters on does a module become a unit?"),
     _fsdp("fsdp_offload_params", Kind.BOOL, False, FSDP, "Keeps parameters, gradients and optimizer state in host "
-          "memory: 16 bytes per parameter less on the GPUs together, steps several times slower."),
+          "memory: 16 bytes per parameter less on the GPUs together, steps several times slower.",
+          question="Keep weights, gradients and optimizer state in host memory (CPU offload)?"),
     _fsdp("fsdp_state_dict_type", Kind.CHOICE, None, FSDP, "How checkpoints are written. Absent: FULL under FSDP1, "
-          "SHARDED under FSDP2.", ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
+          "SHARDED under FSDP2.",
+          {"SHARDED_STATE_DICT": "in parallel, a part per rank; train/sft.py still exports one model",
+           "FULL_STATE_DICT": "gathered on rank 0 at every checkpoint",
+           "LOCAL_STATE_DICT": "as FSDP1 holds it; loads on the same number of ranks only"},
+          question="How are checkpoints written?"),
     _fsdp("fsdp_backward_prefetch", Kind.CHOICE, None, ONLY1, "When backward gathers the next unit: BACKWARD_PRE "
-          "overlaps best and holds two units, BACKWARD_POST one.", ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
+          "overlaps best and holds two units, BACKWARD_POST one.",
+          _any_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
     _fsdp("fsdp_forward_prefetch", Kind.BOOL, False, ONLY1, "Gathers the next unit during forward; helps only where "
           "the CPU is the bottleneck."),
     _fsdp("fsdp_use_orig_params", Kind.BOOL, True, ONLY1, "Keeps original parameters visible: needed for frozen parts "
           "and for weight decay groups."),
     _fsdp("fsdp_sync_module_states", Kind.BOOL, True, ONLY1, "Broadcasts rank 0's weights when wrapping."),
-    _fsdp("fsdp_cpu_ram_efficient_loading", Kind.BOOL, True, FSDP, "Ranks other than 0 start from empty weights."),
+    _fsdp("fsdp_cpu_ram_efficient_loading", Kind.BOOL, True, FSDP, "Ranks other than 0 start from empty weights "
+          "and receive rank 0's.", question="Fill the ranks from rank 0's weights (RAM-efficient loading)?"),
     _fsdp("fsdp_activation_checkpointing", Kind.BOOL, False, FSDP, "Recomputes each unit's activations in backward: "
-          "about a third more compute, activations shrink to one input per layer."),
+          "about a third more compute, activations shrink to one input per layer.",
+          question="Recompute activations in backward to save memory (activation checkpointing)?"),
     _fsdp("fsdp_activation_checkpointing_offload", Kind.BOOL, False, ONLY2, "Moves the kept inputs to host memory."),
     _fsdp("fsdp_ignored_modules", Kind.TEXT, None, FSDP, "Regular expression of module names that stay unsharded."),
+    _xla("xla", Kind.BOOL, "Shards with torch_xla's FSDP."),
+    _xla("xla_fsdp_v2", Kind.BOOL, "Uses its SPMD version."),
+    _xla("xla_fsdp_grad_ckpt", Kind.BOOL, "Recomputes each unit's activations in backward."),
 )  # fmt: skip
 
 MESH_FIELDS: tuple[Field, ...] = (
@@ -166,11 +214,11 @@ MESH_FIELDS: tuple[Field, ...] = (
     _mesh("dp_shard_size", Kind.INT, 1, "Ranks that share one replica."),
     _mesh("tp_size", Kind.INT, 1, "Tensor parallel ranks."),
     _mesh("cp_size", Kind.INT, 1, "Context parallel ranks."),
-    _mesh("cp_backend", Kind.CHOICE, "torch", "Backend of context parallelism.", ("torch",)),
-    _mesh("cp_comm_strategy", Kind.CHOICE, "allgather", "How context parallel ranks exchange.",
-          ("allgather", "alltoall")),
+    _mesh("cp_backend", Kind.CHOICE, "torch", "Backend of context parallelism.", "torch"),
+    _mesh("cp_comm_strategy", Kind.CHOICE, "allgather", "How context parallel ranks exchange.", "allgather",
+          "alltoall"),
     _mesh("sp_size", Kind.INT, 1, "Sequence parallel ranks (DeepSpeed)."),
-    _mesh("sp_backend", Kind.CHOICE, "deepspeed", "Backend of sequence parallelism.", ("deepspeed",)),
+    _mesh("sp_backend", Kind.CHOICE, "deepspeed", "Backend of sequence parallelism.", "deepspeed"),
     _mesh("sp_seq_length", Kind.INT, None, "Sequence length, where it is the same for all batches."),
     _mesh("sp_seq_length_is_variable", Kind.BOOL, True, "Whether batches differ in length."),
     _mesh("sp_attn_implementation", Kind.TEXT, None, "Attention for sequence parallelism."),
@@ -179,8 +227,11 @@ MESH_FIELDS: tuple[Field, ...] = (
 DEEPSPEED_FIELDS: tuple[Field, ...] = (
     _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent.",
                variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-    _deepspeed("zero_stage", Kind.CHOICE, "0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters sharded.",
-               ("0", "1", "2", "3"), "ACCELERATE_DEEPSPEED_ZERO_STAGE"),
+    _deepspeed("zero_stage", Kind.CHOICE, "What DeepSpeed shards; each stage saves memory and adds traffic.",
+               {"3": "parameters, gradients and optimizer state sharded (FULL_SHARD)",
+                "2": "gradients and optimizer state sharded (SHARD_GRAD_OP)",
+                "1": "optimizer state sharded", "0": "nothing sharded: plain data parallel"},
+               "ACCELERATE_DEEPSPEED_ZERO_STAGE", "Which ZeRO stage?"),
     _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES,
                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
     _deepspeed("offload_param_device", Kind.CHOICE, "Where parameters live (stage 3).", DEVICES,
@@ -201,7 +252,7 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
     _deepspeed("deepspeed_exclusion_filter", Kind.TEXT, "Hosts and GPUs to leave out."),
     _deepspeed("deepspeed_inclusion_filter", Kind.TEXT, "Hosts and GPUs to use."),
     _deepspeed("deepspeed_multinode_launcher", Kind.CHOICE, "How processes start on other machines.",
-               ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")),
+               _any_of("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")),
     _deepspeed("deepspeed_moe_layer_cls_names", Kind.NAMES, "Mixture-of-experts layer classes.",
                variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
 )  # fmt: skip

@@ -35,6 +35,8 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
             why="no process was started",
             fix="correct the file, or make a new one: accel-fsdp config",
         ) from error
+    if not hasattr(args, "deepspeed_fields_from_accelerate_config"):  # launch_command sets it, after this check
+        args.deepspeed_fields_from_accelerate_config = ""
     if args.main_process_port is None and args.num_machines == 1:
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
     return args
@@ -42,9 +44,15 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
 
 def environment(args: Any) -> dict[str, str]:
     """The variables that Accelerate's launcher would set for the ranks, without those that are set already."""
-    from accelerate.utils import prepare_multi_gpu_env
+    from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_tpu
 
-    return {name: value for name, value in prepare_multi_gpu_env(args).items() if os.environ.get(name) != value}
+    if args.tpu:
+        prepared = prepare_tpu(args, {})[1]
+    elif args.use_deepspeed:
+        prepared = prepare_deepspeed_cmd_env(args)[1]
+    else:
+        prepared = prepare_multi_gpu_env(args)
+    return {name: value for name, value in prepared.items() if os.environ.get(name) != value}
 
 
 def command(config_file: Path, script: Path, script_args: tuple[str, ...]) -> list[str]:

@@ -1,12 +1,15 @@
 """Pages and schema made from the tables: `python -m accel_fsdp.reference` writes them, a test compares."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import files, lint
+from accel_fsdp import catalogue, config, files, lint, wizard
 from accel_fsdp.check import full_name
+from accel_fsdp.facts import model_facts
 from accel_fsdp.fields import BY_NAME, FIELDS, Engine, Field, Kind
+from accel_fsdp.presets import MODEL, PRESETS
 
 ROOT = Path(__file__).parent.parent
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -95,15 +98,40 @@ def keys_page() -> str:
     return "\n".join(lines)
 
 
+def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The facts of one catalogue entry, built anew from its configuration."""
+    from transformers import AutoConfig
+
+    facts = model_facts(name, AutoConfig.for_model(**settings))
+    shown = {key: value for key, value in asdict(facts).items() if key not in ("name", "wrap_reason", "origin")}
+    return {**shown, "wrap_classes": list(shown["wrap_classes"]), "classes": sorted(facts.classes)}
+
+
+def catalogue_text() -> str:
+    """The bundled catalogue with its facts renewed."""
+    models = {
+        name: {"config": entry["config"], "facts": catalogue_facts(name, entry["config"])}
+        for name, entry in catalogue.entries().items()
+    }
+    return json.dumps(models, indent=1) + "\n"
+
+
+def shipped() -> dict[str, str]:
+    """The ready-made YAMLs by file name, one per preset."""
+    talks = {name: wizard.Interview({}, {"model": MODEL, **given}) for name, given in PRESETS.items()}
+    return {f"{name}.yaml": config.to_text(wizard.answers(talk)) for name, talk in talks.items()}
+
+
 def pages() -> dict[str, str]:
     """Every generated file by its path in the repository."""
     return {
         "accelerate_configs/schema.json": json.dumps(schema(), indent=2) + "\n",
         "docs/rules.md": rules_page(),
         "docs/keys.md": keys_page(),
+        **{f"accelerate_configs/{name}": text for name, text in shipped().items()},
     }
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
+    for name, text in {**pages(), "accel_fsdp/catalogue.json": catalogue_text()}.items():
         files.write_text(ROOT / name, text)

@@ -23,7 +23,7 @@ from transformers import (
 from accel_fsdp import adapters, cpu, export, facts, files, render, sharding
 from accel_fsdp.arguments import SEE_HELP, ModelArguments
 from accel_fsdp.errors import UserError
-from accel_fsdp.questions import check_layer_classes
+from accel_fsdp.refusals import check_layer_classes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +61,7 @@ def load_model(options: ModelArguments) -> "nn.Module":
             revision=options.model_revision,
             dtype=_dtype(options),
             attn_implementation=options.attn_implementation,
+            quantization_config=_quantization(options),
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
@@ -84,6 +85,21 @@ def _dtype(options: ModelArguments) -> str | torch.dtype:
         return "auto" if options.use_peft else torch.float32
     dtype: torch.dtype = getattr(torch, options.dtype)
     return dtype
+
+
+def _quantization(options: ModelArguments) -> Any:
+    """4-bit weights packed in a floating dtype, the only kind that FSDP can shard; computed in that same dtype."""
+    if not options.load_in_4bit:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    storage = getattr(torch, options.bnb_4bit_quant_storage)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=storage if storage.is_floating_point else torch.bfloat16,
+    )
 
 
 def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
@@ -131,8 +147,15 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             render.say(f"{kind}: no FSDP, as the YAML says; each rank may hold the whole model", style="yellow")
-        master_weights = plugin is not None and self.accelerator.mixed_precision != "no"
-        self.expected = export.expected_tensors(model, master_weights)
+        self.expected = export.expected_tensors(model, self._trained_as())
+
+    def _trained_as(self) -> torch.dtype | None:
+        """Under mixed precision FSDP trains float32 master weights; DeepSpeed's are its own, and the model is 16-bit."""
+        precision = self.accelerator.mixed_precision
+        if getattr(self.accelerator.state, "deepspeed_plugin", None) is not None:
+            return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+        return torch.float32 if fsdp and precision != "no" else None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Creates FSDP1's optimizer state before loading into it.

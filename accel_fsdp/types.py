@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["full", "lora"]
+Method = Literal["full", "lora", "qlora"]
+EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -34,6 +35,7 @@ class ModelFacts:
     `wrap_classes` are the transformer layer classes to give FSDP; empty when none was found. `classes` are all module
     classes that exist in the built model, so that a name can be checked. `persistent_buffers` counts the buffers that
     checkpoints store, such as router biases: FSDP2's RAM-efficient loading can't handle them in accelerate 1.15.
+    `origin` says where the facts come from when the model was not built here.
     """
 
     name: str
@@ -44,24 +46,33 @@ class ModelFacts:
     classes: frozenset[str]
     largest_layer_parameters: int
     persistent_buffers: int = 0
+    origin: str = ""
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What was found on this machine; `accelerator` is None where torch sees none."""
+    """One machine that will train, found here or described; `accelerator` is None for a machine without any.
+
+    `memory_gib` is the memory of one accelerator, None where it is not known.
+    """
 
     accelerator: str | None
     count: int
+    memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
 class Answers:
-    """One complete set of answers: everything that decides the YAML. Built by `questions.complete`."""
+    """One complete set of answers, in the order of the questions: everything that decides the YAML."""
 
     model: str
     method: Method
+    gpus: str
+    num_machines: int
+    engine: EngineName
     fsdp_version: int
     strategy: int
+    zero_stage: int
     wrap_policy: WrapPolicy
     layer_class: tuple[str, ...]
     min_num_params: int
@@ -71,6 +82,5 @@ class Answers:
     ram_efficient_loading: bool
     mixed_precision: Precision
     num_processes: int
-    num_machines: int
     main_process_ip: str
     main_process_port: int

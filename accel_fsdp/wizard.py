@@ -1,96 +1,157 @@
-"""Asks the questions of `questions.py` in a terminal. The only import of questionary."""
+"""Settles the questions of `questions.py`: by flags, by defaults, or by asking in a terminal."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
-import questionary
-
-from accel_fsdp import facts, render
+from accel_fsdp import facts, prompts, render
 from accel_fsdp.asking import Context, Question, settle, skip
 from accel_fsdp.errors import UserError
 from accel_fsdp.questions import QUESTIONS, to_answers
-from accel_fsdp.types import Answers
+from accel_fsdp.types import Answers, MachineFacts, ModelFacts
 
 Mode = Literal["ask", "defaults", "flags"]
 
 
-def interview(flags: Mapping[str, str], mode: Mode) -> Answers:
-    """Settles every question by its flag; those without one by asking, or by their default.
+@dataclass
+class Interview:
+    """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file."""
+
+    flags: Mapping[str, str]
+    given: dict[str, Any]
+
+    def settled(self, until: str | None = None) -> Context:
+        """All answers, or those before the question `until`; what is not given gets its default.
+
+        Raises:
+            UserError: a flag's value is refused or has no effect, the model can't be read, or a default can't be found.
+        """
+        context = Context(given={})
+        for question in QUESTIONS:
+            if question.field == until:
+                break
+            context = self._settle(question, context)
+        return context
+
+    def unanswered(self) -> list[Question]:
+        """The questions that matter and have no given answer."""
+        context = self.settled()
+        return [q for q in QUESTIONS if q.applies(context) and q.field not in self.given]
+
+    def _settle(self, question: Question, context: Context) -> Context:
+        if question.field == "gpus" and "gpus" not in self.given:
+            context = replace(context, found=_machine())
+        if not question.applies(context):
+            return skip(question, context, self.flags)
+        context = self._settle_given(question, context)
+        return self._with_model(context) if question.field == "model" else context
+
+    def _settle_given(self, question: Question, context: Context) -> Context:
+        if question.field in self.given:
+            try:
+                return settle(question, context, self.given[question.field])
+            except UserError as error:
+                if question.field in self.flags:
+                    raise
+                del self.given[question.field]
+                render.say(f"note: {error.what}; {error.why}", style="yellow")
+        return settle(question, context, question.default(context)[0])
+
+    def _with_model(self, context: Context) -> Context:
+        try:
+            return replace(context, model=_model(context["model"]))
+        except UserError as error:
+            if "layer_class" not in self.given:
+                raise
+            render.say(f"note: {error.what}; going on with the given layer class, unchecked", style="yellow")
+            return context
+
+
+def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) -> Interview:
+    """Settles every question: by flag, by what a preset or file gave, else by asking or by its default.
 
     In mode "flags" nothing is left to defaults.
 
     Raises:
         UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
     """
-    with render.waiting("Looking at this machine"):
-        context = Context(given={}, machine=facts.read_machine())
-    unanswered: list[str] = []
-    for question in QUESTIONS:
-        if not question.applies(context):
-            context = skip(question, context, flags)
-        elif question.field in flags:
-            context = settle(question, context, flags[question.field])
-        elif mode == "ask":
-            context = ask(question, context)
-        else:
-            unanswered.append(question.flag)
-            context = settle(question, context, question.default(context)[0])
-        if question.field == "model":
-            context = _with_model(question, context, "layer_class" in flags, mode == "ask")
-    if mode == "flags" and unanswered:
+    talk = Interview(flags, {**given, **flags})
+    if mode == "ask":
+        _ask_each(talk)
+    if mode == "flags" and (unanswered := talk.unanswered()):
         raise UserError(
             "this is not a terminal, so nothing can be asked",
-            why="unanswered: " + " ".join(unanswered),
+            why="unanswered: " + " ".join(question.flag for question in unanswered),
             fix="add --yes to take the defaults, or give these flags",
         )
-    return to_answers(context)
+    talk.settled()
+    return talk
 
 
-def _with_model(question: Question, context: Context, class_given: bool, interactive: bool) -> Context:
-    """Reads the model; asks again for one that can't be read, or goes on without facts when the class was given."""
-    while True:
-        try:
-            with render.waiting(f"Building {context['model']} on the meta device"):
-                model = facts.read_model(context["model"])
-        except UserError as error:
-            if class_given:
-                render.say(f"note: {error.what}; going on with the given layer class, unchecked", style="yellow")
-                return context
-            if not interactive:
-                raise
-            render.say(str(error), style="red")
-            context = ask(question, context)
+def answers(talk: Interview) -> Answers:
+    """The complete answers of a finished interview."""
+    return to_answers(talk.settled())
+
+
+def change(talk: Interview, field: str) -> None:
+    """Asks one question again; answers that no longer fit fall back to their defaults, and it says so."""
+    question = next(question for question in QUESTIONS if question.field == field)
+    answer = _ask(question, talk.settled(until=field), talk.settled()[field])
+    if answer is not prompts.BACK:
+        talk.flags, talk.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
+
+
+def _ask_each(talk: Interview) -> None:
+    """Asks what nobody has answered, in order; Escape goes back to the question before."""
+    asked: list[int] = []
+    position = 0
+    fixed = set(talk.given)
+    while position < len(QUESTIONS):
+        question = QUESTIONS[position]
+        context = talk.settled(until=question.field)
+        if question.field in fixed or not question.applies(context):
+            position += 1
             continue
-        layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
-        render.say(
-            f"{model.name}: {model.model_type}, {model.parameters / 1e6:,.1f} M parameters, {layers}", style="cyan"
-        )
-        return replace(context, model=model)
+        if question.field == "gpus":
+            context = replace(context, found=_machine())
+        answer = _ask(question, context, talk.given.get(question.field))
+        if answer is prompts.BACK:
+            position = asked.pop() if asked else position
+            continue
+        talk.given[question.field] = answer
+        asked.append(position)
+        position += 1
 
 
-def ask(question: Question, context: Context) -> Context:
-    """Asks until the answer passes the question's own check; Ctrl-C raises KeyboardInterrupt."""
+def _ask(question: Question, context: Context, before: Any) -> Any:
+    """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK."""
     while True:
+        answer = prompts.ask(question, context, before)
+        if answer is prompts.BACK:
+            return answer
         try:
-            return settle(question, context, _answer(question, context))
+            settle(question, context, answer)
+            if question.field == "model":
+                _model(answer)
+            return answer
         except UserError as error:
             render.say(str(error), style="red")
 
 
-def confirm(text: str, default: bool) -> bool:
-    """A yes-or-no question; Ctrl-C raises KeyboardInterrupt."""
-    return bool(questionary.confirm(text, default=default).unsafe_ask())
+@cache
+def _machine() -> MachineFacts:
+    with render.waiting("Looking at this machine"):
+        return facts.read_machine()
 
 
-def _answer(question: Question, context: Context) -> Any:
-    value, reason = question.default(context)
-    if question.options is None:
-        shown = ",".join(value) if isinstance(value, tuple) else str(value)
-        return questionary.text(question.prompt, default=shown, instruction=f"({reason}) ").unsafe_ask()
-    choices = [
-        questionary.Choice(option.label, value=option.value, disabled=option.disabled or None)
-        for option in question.options(context)
-    ]
-    default = next(choice for choice in choices if choice.value == value)
-    return questionary.select(question.prompt, choices, default=default, instruction=f"({reason})").unsafe_ask()
+@cache
+def _model(name: str) -> ModelFacts:
+    with render.waiting(f"Building {name} on the meta device"):
+        model = facts.read_model(name)
+    layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
+    origin = f" ({model.origin})" if model.origin else ""
+    render.say(
+        f"{model.name}: {model.model_type}, {model.parameters / 1e6:,.1f} M parameters, {layers}{origin}", style="cyan"
+    )
+    return model

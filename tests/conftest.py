@@ -53,15 +53,24 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
     return Finished(process.returncode, output.replace("\r", "\n"))
 
 
-def accelerate_launch(config: Path, script: Path, *args: str | Path, **environment: str) -> Finished:
-    """`accelerate launch` as a user types it, on a free port."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    return run([*launcher, "--config_file", config, script, *args], **environment)
+def accelerate_launch(
+    config: Path, script: Path, *args: str | Path, launcher: Sequence[str] = (), **environment: str
+) -> Finished:
+    """`accelerate launch` as a user types it, on a free port; `launcher` are flags for the launcher itself."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *launcher]
+    return run([*command, "--config_file", config, script, *args], **environment)
 
 
 def accel_fsdp(*args: str | Path) -> Finished:
     """The console command."""
     return run([sys.executable, "-m", "accel_fsdp", *args])
+
+
+def made_yaml(**flags: str) -> str:
+    """The YAML that `accel-fsdp config --yes` writes with these flags."""
+    from accel_fsdp import config, wizard
+
+    return config.to_text(wizard.answers(wizard.interview(flags, {}, "defaults")))
 
 
 @pytest.fixture(scope="session")

@@ -8,19 +8,22 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "accel_fsdp"
 MODULES = sorted(PACKAGE.glob("*.py"))
-PURE = {"errors", "types", "asking", "questions", "config", "fields", "check", "rules_yaml", "rules_fsdp", "rules_job"}
+PURE = {
+    *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
+    *("check", "config", "reedit", "rules_yaml", "rules_fsdp", "rules_job"),
+}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
-    {"asking"},
-    {"questions", "files", "render", "facts", "fields"},
-    {"check"},
-    {"rules_yaml", "rules_fsdp", "rules_job"},
-    {"config", "cpu", "adapters", "sharding", "data", "export"},
-    {"wizard", "jobs", "arguments", "inputs"},
-    {"lint"},
+    {"machines", "catalogue", "fields", "presets", "files", "render"},
+    {"asking", "facts", "check"},
+    {"defaults", "refusals", "rules_yaml", "rules_fsdp", "rules_job"},
+    {"questions"},
+    {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
+    {"wizard", "jobs", "arguments", "inputs", "reedit"},
+    {"lint", "configure"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},
@@ -53,7 +56,7 @@ def test_imports_go_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_libraries_stay_in_their_places(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
-    assert ("questionary" in roots) == (path.stem == "wizard")
+    assert ("questionary" in roots) == (path.stem == "prompts")
     if path.stem in PURE:
         assert not roots & HEAVY
 

@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SFT, accel_fsdp, accelerate_launch, run
+from conftest import SFT, accel_fsdp, accelerate_launch, made_yaml, run
 from safetensors.torch import load_file, save_file
 
 from accel_fsdp import files
-from accel_fsdp.config import to_text
 from accel_fsdp.errors import UserError
-from accel_fsdp.wizard import interview
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft")
 
@@ -39,7 +37,7 @@ def test_help_imports_no_heavy_library() -> None:
         ([], 2, "--model is missing"),
         (["--model", "{model}", "--layer-class", "LlamaDecoderLyer"], 1, "Did you mean LlamaDecoderLayer?"),
         (["--model", "{model}", "--strategy", "FULL_SHRAD"], 2, "Did you mean FULL_SHARD?"),
-        (["--model", "{model}", "--wrap-policy", "SIZE_BASED_WRAP"], 2, "tries to shard ModuleList"),
+        (["--model", "{model}", "--wrap-policy", "SIZE_BASED_WRAP"], 2, "would shard ModuleList"),
         (["--model", "{model}", "--wrap-policy", "NO_WRAP", "--activation-checkpointing", "true"], 2, "names nothing"),
         (["--model", "{model}", "--strategy", "3", "--cpu-offload", "true"], 2, "has no effect"),
         (["--model", "{model}", "--num-machines", "2"], 1, "--main-process-ip is missing"),
@@ -63,7 +61,7 @@ def test_refused_answers(flags: list[str], code: int, message: str, tiny_model: 
 def test_without_a_terminal_the_missing_flags_are_named(tiny_model: Path) -> None:
     finished = accel_fsdp("config", "--model", tiny_model, "--method", "lora")
     assert finished.code == 1
-    assert "unanswered: --fsdp-version --strategy" in finished.output
+    assert "unanswered: --gpus --num-machines --engine --fsdp-version --strategy" in finished.output
 
 
 def test_unwritable_output_is_refused(tiny_model: Path) -> None:
@@ -74,8 +72,18 @@ def test_unwritable_output_is_refused(tiny_model: Path) -> None:
 
 def test_flags_alone_are_enough_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
     """What does not apply need not be given."""
-    flags = ["--method", "full", "--fsdp-version", "2", "--strategy", "3", "--mixed-precision", "no"]
-    words = [*flags, "--num-machines", "1", "--num-processes", "2", "-o", tmp_path / "new.yaml"]
+    flags = ["--method", "full", "--gpus", "cpu", "--engine", "fsdp", "--fsdp-version", "2", "--strategy", "3"]
+    words = [
+        *flags,
+        "--mixed-precision",
+        "no",
+        "--num-machines",
+        "1",
+        "--num-processes",
+        "2",
+        "-o",
+        tmp_path / "new.yaml",
+    ]
     finished = accel_fsdp("config", "--model", tiny_model, *words)
     assert finished.code == 0, finished.output
 
@@ -97,7 +105,7 @@ def test_flags_alone_are_enough_without_a_terminal(tiny_model: Path, tmp_path: P
 )
 def test_launch_lints_first(right: str, wrong: str, tiny_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "fsdp.yaml"
-    text = to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults"))
+    text = made_yaml(model=str(tiny_model), mixed_precision="no")
     assert right in text
     config.write_text(text.replace(right, wrong))
     finished = accel_fsdp("launch", "--dry-run", config, SFT)
@@ -116,7 +124,7 @@ def test_two_runs_cannot_share_a_folder(tmp_path: Path) -> None:
 
 def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
-    path.write_text(to_text(interview({"model": str(tiny_model)}, "defaults")))
+    path.write_text(made_yaml(model=str(tiny_model)))
     finished = accel_fsdp("launch", "--dry-run", path, SFT, "--max_steps", "1")
     assert finished.code == 0
     assert "FSDP_VERSION=2\n" in finished.output
@@ -175,7 +183,7 @@ def test_bad_runs_end_with_one_message(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "fsdp.yaml"
-    text = to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults"))
+    text = made_yaml(model=str(tiny_model), mixed_precision="no")
     config.write_text(text.replace("LlamaDecoderLayer", layer_class) if layer_class else text)
     flags = {
         "--model_name_or_path": str(tiny_model),
@@ -194,7 +202,7 @@ def test_bad_runs_end_with_one_message(
 def test_an_unwritten_run_is_not_mixed_with_another(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
     config = tmp_path / "fsdp.yaml"
-    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults")))
+    config.write_text(made_yaml(model=str(tiny_model), mixed_precision="no"))
     words = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
     finished = accel_fsdp("launch", config, SFT, *words)
     assert finished.code == 1
@@ -224,7 +232,7 @@ print(f"HELD {held} {type(model).__name__} {accelerator.distributed_type}", flus
 def test_accelerate_alone_would_train_unsharded(ask_for_cpu: str, tiny_model: Path, tmp_path: Path) -> None:
     """The reason for cpu.py: if this fails, Accelerate has learned FSDP on CPU and the patches can go."""
     config, script = tmp_path / "fsdp.yaml", tmp_path / "plain.py"
-    config.write_text(to_text(interview({"model": str(tiny_model), "mixed_precision": "no"}, "defaults")))
+    config.write_text(made_yaml(model=str(tiny_model), mixed_precision="no"))
     script.write_text(PLAIN_SCRIPT)
     finished = accelerate_launch(config, script, ASK_FOR_CPU=ask_for_cpu)
     assert finished.code == 0, finished.output

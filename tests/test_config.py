@@ -8,40 +8,50 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+import yaml
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_fsdp import config, jobs
+from accel_fsdp import config, jobs, reedit
 from accel_fsdp.errors import UserError
+from accel_fsdp.fields import Engine
+from accel_fsdp.inputs import read_subject
+from accel_fsdp.questions import applying
 from accel_fsdp.types import Answers
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> Answers:
     """Any answers that the wizard would accept."""
-    version = draw(st.sampled_from([1, 2]))
+    engine = draw(st.sampled_from(["fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu"]))
+    method = draw(st.sampled_from(["full", "lora", "qlora"] if engine in ("fsdp", "ddp") else ["full", "lora"]))
+    version = draw(st.sampled_from([1, 2] if method == "full" else [2]))
     policies = ["TRANSFORMER_BASED_WRAP", "NO_WRAP"] + (["SIZE_BASED_WRAP"] if version == 1 else [])
     policy = draw(st.sampled_from(policies))
-    machines = draw(st.integers(1, 4))
+    checkpointing = engine == "tpu" or (policy != "NO_WRAP" and method == "full")
+    machines = 1 if engine == "tpu" else draw(st.integers(1, 4))
+    names = st.lists(st.from_regex(r"[A-Z][A-Za-z0-9_]{0,20}", fullmatch=True), min_size=1, max_size=3)
+    precisions = ["bf16"] + (["fp16"] if engine != "tpu" else []) + (["no"] if method != "qlora" else [])
     return Answers(
         model="some/model",
-        method=draw(st.sampled_from(["full", "lora"])),
+        method=method,
+        gpus=draw(st.sampled_from(["cpu", "8xH100-80GB"])),
+        num_machines=machines,
+        engine=engine,
         fsdp_version=version,
-        strategy=draw(st.integers(1, 5)),
+        strategy=draw(st.integers(1, 5)) if engine == "fsdp" else 1,
+        zero_stage=draw(st.integers(0, 3)),
         wrap_policy=policy,
-        layer_class=tuple(
-            draw(st.lists(st.from_regex(r"[A-Z][A-Za-z0-9_]{0,20}", fullmatch=True), min_size=1, max_size=3))
-        ),
+        layer_class=tuple(draw(names)),
         min_num_params=draw(st.integers(1, 10**10)),
         cpu_offload=draw(st.booleans()),
-        activation_checkpointing=policy != "NO_WRAP" and draw(st.booleans()),
+        activation_checkpointing=checkpointing and draw(st.booleans()),
         state_dict_type=draw(st.sampled_from(["SHARDED_STATE_DICT", "FULL_STATE_DICT"])),
         ram_efficient_loading=draw(st.booleans()),
-        mixed_precision=draw(st.sampled_from(["bf16", "fp16", "no"])),
+        mixed_precision=draw(st.sampled_from(precisions)),
         num_processes=machines * draw(st.integers(2, 8)),
-        num_machines=machines,
         main_process_ip="10.0.0.1" if machines > 1 else "",
         main_process_port=29501,
     )
@@ -68,31 +78,44 @@ def seen_by_accelerate(yaml_file: Path) -> tuple[Any, dict[str, str]]:
     return args, jobs.environment(args)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wanted=answers())
 def test_accelerate_reads_what_was_answered(wanted: Answers, yaml_file: Path) -> None:
     yaml_file.write_text(config.to_text(wanted))
     args, environment = seen_by_accelerate(yaml_file)
     assert args.num_processes == wanted.num_processes
     assert args.num_machines == wanted.num_machines
+    engine = config.engine_of(wanted)
+    if engine is Engine.TPU:
+        assert args.tpu
+        return
     assert environment["ACCELERATE_MIXED_PRECISION"] == wanted.mixed_precision
     if wanted.num_machines > 1:
         assert args.rdzv_endpoint == "10.0.0.1:29501"
-    if wanted.fsdp_version == 2 and wanted.strategy == 3:
+    if engine is Engine.DDP:
         assert args.multi_gpu
-        assert "ACCELERATE_USE_FSDP" not in environment
-        return
-    assert environment["ACCELERATE_USE_FSDP"] == "true"
+    assert ("ACCELERATE_USE_FSDP" in environment) == (engine in (Engine.FSDP1, Engine.FSDP2))
     with mock.patch.dict(os.environ, environment):
-        plugin = FullyShardedDataParallelPlugin()
+        if engine is Engine.DEEPSPEED:
+            assert_deepspeed(DeepSpeedPlugin(), wanted)
+        if engine in (Engine.FSDP1, Engine.FSDP2):
+            assert_plugin(FullyShardedDataParallelPlugin(), wanted)
         mesh = ParallelismConfig() if "PARALLELISM_CONFIG_DP_SHARD_SIZE" in environment else None
-    assert_plugin(plugin, wanted)
-    if wanted.fsdp_version == 2 and wanted.strategy in (4, 5):
+    if engine is Engine.FSDP2 and wanted.strategy in (4, 5):
         assert mesh is not None
         assert mesh.dp_replicate_size == wanted.num_machines
         assert mesh.dp_shard_size * mesh.dp_replicate_size == wanted.num_processes
     else:
         assert mesh is None
+
+
+def assert_deepspeed(plugin: Any, wanted: Answers) -> None:
+    device = "cpu" if wanted.cpu_offload else "none"
+    assert plugin.zero_stage == wanted.zero_stage
+    assert plugin.offload_optimizer_device == (device if wanted.zero_stage else "none")
+    assert plugin.offload_param_device == (device if wanted.zero_stage == 3 else "none")
+    assert plugin.zero3_save_16bit_model == (wanted.zero_stage == 3)
+    assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping) == ("auto", "auto")
 
 
 def assert_plugin(plugin: Any, wanted: Answers) -> None:
@@ -143,3 +166,38 @@ def test_unusable_yaml_is_one_clear_error(text: str, message: str, yaml_file: Pa
 def test_comments_and_unknown_keys_survive_loading(yaml_file: Path) -> None:
     yaml_file.write_text("distributed_type: FSDP  # why\nmine: 1\n")
     assert list(config.load(yaml_file)) == ["distributed_type", "mine"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=answers(), other=answers())
+def test_a_file_is_re_edited_in_place(wanted: Answers, other: Answers, yaml_file: Path) -> None:
+    """Its answers are read back, the new ones are in it afterwards, and what is not ours stays."""
+    yaml_file.write_text(
+        config.to_text(wanted).replace("num_machines", "# mine\ndebug: true  # mine too\nnum_machines")
+    )
+    subject, _ = read_subject(yaml_file, None, None)
+    flags = reedit.to_flags(subject, yaml_file.read_text())
+    for question in applying(wanted):
+        if question.field not in ("engine", "fsdp_version", "strategy"):  # NO_SHARD under FSDP2 is plain DDP
+            assert flags[question.field].lower() == config.flag_text(getattr(wanted, question.field)).lower()
+    text = reedit.update(config.load(yaml_file), wanted, other)
+    content = yaml.safe_load(text)
+    assert content.pop("debug") is True
+    assert content == config.to_mapping(other)
+    assert "# mine\n" in text
+    assert "debug: true  # mine too\n" in text
+    assert config.command_line(other) in text
+    assert config.command_line(wanted) not in text or wanted == other or applying(wanted) == applying(other)
+
+
+ODD_SPACING = "# top\ndistributed_type:   FSDP   # why\n\nfsdp_config: {  fsdp_version:  2 }\nmine:\n- 1\n-   b\n"
+
+
+def test_lines_that_were_not_edited_come_back_byte_for_byte(yaml_file: Path) -> None:
+    yaml_file.write_text(ODD_SPACING)
+    document = config.load(yaml_file)
+    assert config.dump(document) == ODD_SPACING
+    document["distributed_type"] = "MULTI_GPU"
+    changed = config.dump(document).splitlines()
+    assert changed[2:] == ODD_SPACING.splitlines()[2:]
+    assert "MULTI_GPU" in changed[1]

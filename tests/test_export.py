@@ -24,13 +24,13 @@ def saved(model: LlamaForCausalLM, folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_right_export_passes(model: LlamaForCausalLM, tmp_path: Path) -> None:
     tensors = saved(model, tmp_path)
-    assert export.verify(tmp_path, export.expected_tensors(model, master_weights=False)) == len(tensors)
+    assert export.verify(tmp_path, export.expected_tensors(model, None)) == len(tensors)
 
 
 def test_sharded_files_are_read_together(model: LlamaForCausalLM, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert export.verify(tmp_path, export.expected_tensors(model, master_weights=False)) == 39
+    assert export.verify(tmp_path, export.expected_tensors(model, None)) == 39
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_a_damaged_export_is_refused(damage: object, message: str, model: LlamaF
     damage(tensors)  # type: ignore[operator]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        export.verify(tmp_path, export.expected_tensors(model, master_weights=False))
+        export.verify(tmp_path, export.expected_tensors(model, None))
 
 
 def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None:
     low = model.to(torch.bfloat16)
-    assert {spec.dtype for spec in export.expected_tensors(low, master_weights=True).tensors.values()} == {"F32"}
-    assert {spec.dtype for spec in export.expected_tensors(low, master_weights=False).tensors.values()} == {"BF16"}
+    assert {spec.dtype for spec in export.expected_tensors(low, torch.float32).tensors.values()} == {"F32"}
+    assert {spec.dtype for spec in export.expected_tensors(low, None).tensors.values()} == {"BF16"}
 
 
 def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_path: Path) -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    expected = export.expected_tensors(adapted, master_weights=False)
+    expected = export.expected_tensors(adapted, None)
     adapted.save_pretrained(tmp_path)
     assert export.verify(tmp_path, expected) == 8  # 4 layers, A and B
     save_file({}, tmp_path / "adapter_model.safetensors")  # what PEFT writes when no name matches
@@ -78,7 +78,7 @@ def test_tied_weights_are_expected_once(tmp_path: Path) -> None:
     )
     tied = LlamaForCausalLM(config)
     tied.save_pretrained(tmp_path)
-    expected = export.expected_tensors(tied, master_weights=False)
+    expected = export.expected_tensors(tied, None)
     assert "lm_head.weight" not in expected.tensors
     export.verify(tmp_path, expected)
 
@@ -91,7 +91,7 @@ def test_layouts_that_transformers_rewrites_on_saving_are_known(tmp_path: Path) 
     mixtral = MixtralForCausalLM(config)
     tensors = saved(mixtral, tmp_path)
     assert tensors.keys() != mixtral.state_dict().keys()
-    assert export.verify(tmp_path, export.expected_tensors(mixtral, master_weights=False)) == len(tensors)
+    assert export.verify(tmp_path, export.expected_tensors(mixtral, None)) == len(tensors)
 
 
 def test_a_failed_export_leaves_the_old_folder(tmp_path: Path) -> None:

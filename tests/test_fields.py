@@ -35,7 +35,10 @@ def test_top_level_keys_are_accelerates_own() -> None:
     assert {field.key for field in TOP} == {field.name for field in dataclasses.fields(ClusterConfig)}
 
 
-@pytest.mark.parametrize("field", FSDP_FIELDS, ids=lambda field: field.key)
+FOR_LAUNCHER = [field for field in FSDP_FIELDS if field.engines != {Engine.TPU}]
+
+
+@pytest.mark.parametrize("field", FOR_LAUNCHER, ids=lambda field: field.key)
 def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path: Path) -> None:
     absent = environment(tmp_path, fsdp_config={"fsdp_version": 1})
     if field.default is None or field.key == "fsdp_auto_wrap_policy":  # the plugin's own default, NO_WRAP
@@ -45,6 +48,13 @@ def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path:
     value = other_value(field)
     settings = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": False, field.key: value}
     assert environment(tmp_path, fsdp_config=settings)[field.variable].lower() == str(value).lower()
+
+
+@pytest.mark.parametrize("field", [field for field in FSDP_FIELDS if field.engines == {Engine.TPU}])
+def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
+    """Red when Accelerate starts to hand them on: then train/sft.py need not read the YAML itself."""
+    plain = environment(tmp_path, fsdp_config={"fsdp_version": 1})
+    assert environment(tmp_path, fsdp_config={"fsdp_version": 1, field.key: True}) == plain
 
 
 def test_a_missing_version_means_1(tmp_path: Path) -> None:

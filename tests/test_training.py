@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch
+from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch, made_yaml
 from peft import PeftModel
 from reference import LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
-
-from accel_fsdp.config import to_text
-from accel_fsdp.wizard import interview
 
 PROBE = ROOT / "tests" / "probe.py"
 STEPS = 6
@@ -30,10 +27,7 @@ ENGINES = [
 def make_config(folder: Path, model: Path, **flags: str) -> Path:
     """A YAML from the wizard's answers, as `accel-fsdp config --yes` writes it."""
     path = folder / "fsdp.yaml"
-    answers = interview(
-        {"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", **flags}, "defaults"
-    )
-    path.write_text(to_text(answers))
+    path.write_text(made_yaml(**{"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", **flags}))
     return path
 
 
@@ -130,7 +124,7 @@ def test_resume_continues_exactly(version: str, kind: str, tiny_model: Path, tex
 )
 def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """PEFT 0.21 alone writes adapters without a single tensor here, into exports and checkpoints alike."""
-    config = make_config(tmp_path, tiny_model, method="lora", **flags)
+    config = make_config(tmp_path, tiny_model, **flags)
     out = tmp_path / "run"
     lora = ("--use_peft", "--lora_dropout", "0.0")
     finished = accelerate_launch(config, PROBE, *sft_args(tiny_model, text_data, out, *lora), PROBE_OUT=str(tmp_path))
@@ -183,7 +177,7 @@ def test_lora_on_a_16_bit_base(version: str, tiny_model: Path, text_data: Path, 
     base = tmp_path / "bf16"
     shutil.copytree(tiny_model, base)
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(base)
-    config = make_config(tmp_path, base, method="lora", fsdp_version=version, mixed_precision="bf16")
+    config = make_config(tmp_path, base, fsdp_version=version, mixed_precision="bf16")
     out = tmp_path / "run"
     finished = accelerate_launch(config, SFT, *sft_args(base, text_data, out, "--use_peft"))
     assert finished.code == 0, finished.output

@@ -1,0 +1,40 @@
+"""Facts of widely used models, bundled: no network, no token and no torch are needed for these.
+
+`catalogue.json` holds, per hub id, the configuration that was used and the facts of the model built from it on the meta
+device; `make docs` renews the facts, and a test builds the models again.
+"""
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from accel_fsdp.types import LayerClass, ModelFacts
+
+
+@cache
+def entries() -> dict[str, dict[str, Any]]:
+    """The file's content by hub id: `config` and `facts`."""
+    text = files("accel_fsdp").joinpath("catalogue.json").read_text(encoding="utf-8")
+    content: dict[str, dict[str, Any]] = json.loads(text)
+    return content
+
+
+def find(name: str) -> ModelFacts | None:
+    """The facts of a hub id, in any case, or None."""
+    by_name = {known.lower(): known for known in entries()}
+    known = by_name.get(name.lower())
+    return None if known is None else _facts(known, entries()[known]["facts"])
+
+
+def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
+    layers = tuple(LayerClass(**layer) for layer in facts["wrap_classes"])
+    rest = {key: value for key, value in facts.items() if key not in ("wrap_classes", "classes")}
+    return ModelFacts(
+        name=name,
+        wrap_classes=layers,
+        classes=frozenset(facts["classes"]),
+        wrap_reason="from the bundled catalogue",
+        origin="bundled catalogue",
+        **rest,
+    )

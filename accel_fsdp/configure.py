@@ -1,0 +1,165 @@
+"""The command `accel-fsdp config`: interview, review, write."""
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_fsdp import config, files, prompts, reedit, render, wizard
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.presets import PRESETS
+from accel_fsdp.questions import applying
+from accel_fsdp.types import Answers
+
+WRITE, SHOW, QUIT = "write", "show", "quit"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
+
+    output: Path | None = None
+    yes: bool = False
+    force: bool = False
+    from_file: Path | None = None
+    preset: str | None = None
+
+
+@dataclass(frozen=True)
+class Original:
+    """The file that is re-edited: its parsed document and the answers that it stands for."""
+
+    path: Path
+    text: str
+    answers: Answers
+
+
+def configure(options: Options, flags: Mapping[str, str]) -> int:
+    """Runs the interview and writes the YAML; returns the exit code.
+
+    Raises:
+        UserError: an answer is refused, a file exists or can't be read. KeyboardInterrupt: Ctrl-C, nothing is written.
+    """
+    interactive = not options.yes and sys.stdin.isatty()
+    if not interactive:
+        _refuse_existing(options)
+    written = _flags_of(options.from_file) if options.from_file else {}
+    mode: wizard.Mode = "ask" if interactive else "defaults" if options.yes else "flags"
+    talk = wizard.interview(flags, {**_preset(options.preset), **written}, mode)
+    original = _original(options.from_file, written, talk) if options.from_file else None
+    if interactive:
+        return _review(talk, options, original)
+    return _write(talk, options, original)
+
+
+def _preset(name: str | None) -> Mapping[str, str]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise UsageError(
+            f"there is no preset {name}.{did_you_mean(name, PRESETS)}",
+            why="its answers are not known",
+            fix="one of: " + ", ".join(PRESETS),
+        )
+    return PRESETS[name]
+
+
+def _flags_of(path: Path) -> dict[str, str]:
+    from accel_fsdp.inputs import read_subject
+
+    subject, _ = read_subject(path, None, None)
+    return reedit.to_flags(subject, path.read_text(encoding="utf-8"))
+
+
+def _original(path: Path, written: Mapping[str, str], talk: wizard.Interview) -> Original:
+    """What the file says today, completed where a YAML says nothing: with the model of the interview, and defaults."""
+    unwritten = ("model", "method", "gpus")
+    before = {name: value for name, value in talk.given.items() if name in unwritten}
+    answers = wizard.answers(wizard.Interview({}, {**before, **written}))
+    return Original(path, path.read_text(encoding="utf-8"), answers)
+
+
+def _text(answers: Answers, original: Original | None) -> str:
+    if original is None:
+        return config.to_text(answers)
+    return reedit.update(config.load(original.path), original.answers, answers)
+
+
+def _review(talk: wizard.Interview, options: Options, original: Original | None) -> int:
+    """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
+    output = _output(options)
+    place = "stdout" if output is None else str(output)
+    while True:
+        answers = wizard.answers(talk)
+        chosen = prompts.pick(
+            f"Write {place}?",
+            [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
+        )
+        if chosen == WRITE and _may_write(output, options, original, _text(answers, original)):
+            return _write(talk, options, original)
+        if chosen == SHOW:
+            _show(_text(answers, original), original, place)
+        elif chosen == QUIT:
+            render.say("nothing written")
+            return 1
+        elif chosen not in (WRITE, prompts.BACK):
+            wizard.change(talk, chosen)
+
+
+def _rows(answers: Answers) -> list[tuple[str, str]]:
+    shown = [(question.field, config.flag_text(getattr(answers, question.field))) for question in applying(answers)]
+    return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in shown]
+
+
+def _show(text: str, original: Original | None, title: str) -> None:
+    render.show_yaml(text, title)
+    if original is not None:
+        render.show_diff(_diff(original, text))
+
+
+def _diff(original: Original, text: str) -> list[str]:
+    name = str(original.path)
+    return list(difflib.unified_diff(original.text.splitlines(), text.splitlines(), name, name, lineterm=""))
+
+
+def _may_write(output: Path | None, options: Options, original: Original | None, text: str) -> bool:
+    """Asks before a file is overwritten; of one that is re-edited the diff is shown first."""
+    if output is None or not output.exists() or options.force:
+        return True
+    if original is not None:
+        render.show_diff(_diff(original, text))
+    return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
+
+
+def _write(talk: wizard.Interview, options: Options, original: Original | None) -> int:
+    answers = wizard.answers(talk)
+    output, text = _output(options), _text(answers, original)
+    if output is None:
+        render.put(text.rstrip())
+        return 0
+    if original is not None and not sys.stdin.isatty():
+        render.show_diff(_diff(original, text))
+    files.write_text(output, text)
+    render.say(f"written: {output}", style="green")
+    render.say("train with:")
+    render.put(config.launch_line(answers, str(output)))
+    return 0
+
+
+def _output(options: Options) -> Path | None:
+    if str(options.output) == "-":
+        return None
+    if options.output or options.from_file:
+        return options.output or options.from_file
+    from accelerate.commands.config.config_args import default_yaml_config_file
+
+    return Path(default_yaml_config_file)
+
+
+def _refuse_existing(options: Options) -> None:
+    output = _output(options)
+    if output and output.exists() and not options.force:
+        raise UserError(
+            f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
+        )

@@ -1,0 +1,101 @@
+"""From an existing YAML back to the answers that would make it, and new answers into the same file. Pure."""
+
+import shlex
+from itertools import pairwise
+from typing import Any
+
+from accel_fsdp.check import Subject, as_scalar, full_name
+from accel_fsdp.config import COMMAND, ENGINES, dump, header, to_mapping
+from accel_fsdp.fields import BY_NAME, Engine
+from accel_fsdp.questions import QUESTIONS
+from accel_fsdp.types import Answers
+
+MADE_HERE = f"#   {COMMAND}"
+
+
+def to_flags(subject: Subject, text: str) -> dict[str, str]:
+    """The flags that would make this YAML: the inverse of `config.to_mapping`, as far as the wizard has questions.
+
+    Model, method and machine don't stand in a YAML; they are read from the command in our own header, if there is one.
+    """
+    engine = subject.engine
+    names = {one: name for name, (_, one) in ENGINES.items()}
+    flags = {**_header_flags(text), "engine": names.get(engine, "fsdp")}
+    for question in QUESTIONS:
+        if question.key and engine in BY_NAME[question.key].engines:
+            section, key = question.key
+            value = subject.section(section).get(key, BY_NAME[question.key].default if section else None)
+            if value is not None:
+                flags[question.field] = str(value)
+    if engine is Engine.FSDP2:
+        number = 1 if subject.on("fsdp_reshard_after_forward") else 2
+        flags["strategy"] = str(number + 3 if subject.section("parallelism_config") else number)
+    if engine is Engine.DEEPSPEED:
+        flags["cpu_offload"] = str(subject.section("deepspeed_config").get("offload_optimizer_device") == "cpu")
+    if engine is Engine.TPU:
+        flags["activation_checkpointing"] = str(subject.on("fsdp_xla_fsdp_grad_ckpt"))
+    return flags
+
+
+def _header_flags(text: str) -> dict[str, str]:
+    line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
+    words = shlex.split(line.removeprefix("#"))
+    wanted = {question.flag: question.field for question in QUESTIONS if question.key is None}
+    return {wanted[flag]: value for flag, value in pairwise(words) if flag in wanted}
+
+
+def update(document: Any, old: Answers, new: Answers) -> str:
+    """The text of `document` with the differences between two sets of answers; everything else stays as it is.
+
+    `document` is what `config.load` returned, `old` the answers it stands for. Our own header is renewed.
+    """
+    before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
+    for place, key in before.keys() - after.keys():
+        _drop(document, place, key)
+    for (place, key), value in after.items():
+        if before.get((place, key)) != value or _written(document, place, key) is None:
+            _put(document, place, key, value)
+    return _with_header(dump(document), header(new))
+
+
+def _flat(mapping: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    flat: dict[tuple[str, str], Any] = {}
+    for key, value in mapping.items():
+        flat |= {(key, inner): v for inner, v in value.items()} if isinstance(value, dict) else {("", key): value}
+    return flat
+
+
+def _written(document: Any, section: str, key: str) -> str | None:
+    """The spelling of a key in the file: the prefix may be missing."""
+    inside = document.get(section) if section else document
+    if not isinstance(inside, dict):
+        return None
+    return next((str(name) for name in inside if full_name(section, str(name)) == key), None)
+
+
+def _drop(document: Any, section: str, key: str) -> None:
+    written = _written(document, section, key)
+    if written is None:
+        return
+    place = document[section] if section else document
+    del place[written]
+    if section and not place:
+        del document[section]
+
+
+def _put(document: Any, section: str, key: str, value: Any) -> None:
+    if section and not isinstance(document.get(section), dict):
+        document[section] = {}
+    place = document[section] if section else document
+    place[_written(document, section, key) or key] = as_scalar(value)
+
+
+def _with_header(text: str, lines: list[str]) -> str:
+    """Replaces the header of a file that was made here; another file keeps its own first lines."""
+    old = text.splitlines(keepends=True)
+    found = next((number for number, line in enumerate(old) if line.startswith(MADE_HERE)), None)
+    if found is None:
+        return text
+    says_launch = old[found + 1 : found + 2] == ["# Launch:\n"]
+    end = found + 3 if says_launch else found + 1
+    return "".join([*old[: max(found - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
