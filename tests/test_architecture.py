@@ -8,14 +8,26 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "accel_fsdp"
 MODULES = sorted(PACKAGE.glob("*.py"))
-PURE = {"errors", "types", "asking", "questions", "config", "fields", "check", "rules_yaml", "rules_fsdp", "rules_job"}
+PURE = {
+    "errors",
+    "types",
+    "asking",
+    "questions",
+    "config",
+    "fields",
+    "editing",
+    "check",
+    "rules_yaml",
+    "rules_fsdp",
+    "rules_job",
+}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
     {"asking"},
-    {"questions", "files", "render", "facts", "fields"},
+    {"questions", "files", "render", "facts", "fields", "editing"},
     {"check"},
     {"rules_yaml", "rules_fsdp", "rules_job"},
     {"config", "cpu", "adapters", "sharding", "data", "export"},
