@@ -15,6 +15,7 @@ from accel_fsdp.types import STRATEGIES, ModelFacts
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
+FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
 Severity = Literal["error", "warning", "note"]
 DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}

@@ -43,6 +43,9 @@ def put(document: Any, section: str, key: str, value: Any) -> None:
     if section and not document.get(section):
         _append(document, section, CommentedMap({key: value}), nested=False)
     elif key in (place := document[section] if section else document):
+        token = _token(place, key)
+        if token and token.start_mark.column:  # the comment on the line stays as far from the value as it was
+            token.start_mark.column += len(str(value)) - len(str(place[key]))
         place[key] = value
     else:
         _append(place, key, value, nested=bool(section))

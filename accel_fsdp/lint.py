@@ -68,13 +68,13 @@ def _repair(path: Path, options: Options) -> None:
         subject, document = read_subject(path, options.model, options.args)
         if not repair(document, run(subject)):
             break
-        files.write_text(path, config.dump(document, _indent(before)))
+        files.write_text(path, config.dump(document, indent_of(before)))
     after = path.read_text(encoding="utf-8")
     diff = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(path), lineterm="")
     render.show_diff(list(diff))
 
 
-def _indent(text: str) -> int:
+def indent_of(text: str) -> int:
     """The indentation of the first nested key, so that untouched lines stay as they are."""
     nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
     return nested[0] if nested else 2
