@@ -14,6 +14,9 @@ from accel_fsdp.types import STRATEGIES, Answers
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
 
+HEADER = "# Made by accel-fsdp"
+"""How a comment of this tool begins."""
+
 
 def to_mapping(answers: Answers) -> dict[str, Any]:
     """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others."""
@@ -93,7 +96,7 @@ def _header(answers: Answers) -> list[str]:
     engine = "plain DDP" if is_ddp(answers.fsdp_version, answers.strategy) else f"FSDP{answers.fsdp_version}"
     return [
         f"# {answers.model}, {answers.method} training, {engine}, strategy {strategy}.",
-        f"# Made by accel-fsdp {__version__}:",
+        f"{HEADER} {__version__}:",
         f"#   {command_line(answers)}",
     ]
 

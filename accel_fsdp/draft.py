@@ -75,7 +75,9 @@ class Draft:
             return
         if self.place in self.subject.values:
             self.first.append(Edit("", self.place))
-            self.top(self.place, "lost", f"{self.subject.engine.value} did not read it")
+            self.told.add(self.place)
+            why = f"had no effect: {self.subject.engine.value} does not read it"
+            self.changes.append(Change(self.place, "lost", show(self.subject.values[self.place]), why=why))
         if self.section in self.subject.values:
             self.first.append(Edit("", self.section, new_key=self.place))
             self.told.add(self.section)

@@ -12,9 +12,15 @@ from ruamel.yaml.tokens import CommentToken
 
 
 def drop(document: Any, section: str, key: str) -> None:
-    """Takes `key` out of a section, or out of the top level if `section` is empty; a missing key is no error."""
-    place = document[section] if section else document
+    """Takes `key` out of a section, or out of the top level if `section` is empty; an emptied section goes too.
+
+    A missing key is no error.
+    """
+    place: Any = (document.get(section) or {}) if section else document
     if key not in place:
+        return
+    if section and len(place) == 1:
+        drop(document, "", section)
         return
     lines = _lines_of(place, key)
     if isinstance(place[key], CommentedMap):
@@ -85,8 +91,10 @@ def _lines_after(place: Any, key: Any) -> str:
 
 
 def _lines_of(place: Any, key: Any) -> str:
-    """All whole comment lines in and behind the value of `key`."""
-    value, lines = place[key], _lines_after(place, key)
+    """All whole comment lines that would go with `key`: in and behind its value, and before it where it holds them."""
+    value, held = place[key], place.ca.items.get(key) or [None, None]
+    before = held[1] if isinstance(place, CommentedMap) and held[1] else []  # so it is behind a flow collection
+    lines = "".join(token.value for token in before) + _lines_after(place, key)
     if isinstance(value, CommentedMap):
         first = (value.ca.comment or [None, None])[1] or []
         inside = [_lines_of(value, name) for name in value if name in value.ca.items or _is_node(value[name])]

@@ -56,6 +56,8 @@ def _strategy_to_stage(draft: Draft, stage: int) -> None:
     else:
         key, strategy = "fsdp_sharding_strategy", draft.fsdp1_strategy()
         draft.lose_mesh("FSDP1 has no mesh")
+    if as_int(draft.subject.top("num_machines")) == 1:  # the group is the machine, and there is one
+        strategy = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}.get(strategy, strategy)
     same = STAGES[strategy] == stage
     why = f"{strategy} is ZeRO-{stage}" if same else f"{strategy} is ZeRO-{STAGES[strategy]}; another was asked for"
     hybrid = strategy.startswith("HYBRID")

@@ -98,3 +98,5 @@ def _write(path: Path, before: str, after: str, options: Options) -> None:
         lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(output), lineterm="")
         render.show_diff(list(lines))
         render.say(f"written: {output}", style="green")
+    if before != after and config.HEADER in before:
+        render.say("comments stay as they are: those at the top still tell how the old file was made")
