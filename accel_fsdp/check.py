@@ -4,16 +4,18 @@ Pure: no torch, no files, no printing. Values are those that Accelerate sees, wh
 bare `no` is false and `1e8` is text); lines and edits go through ruamel.yaml, which keeps comments.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from accel_fsdp import editing
 from accel_fsdp.fields import BY_NAME, Engine, Field
 from accel_fsdp.types import STRATEGIES, ModelFacts
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
+FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
 Severity = Literal["error", "warning", "note"]
 DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}
@@ -21,7 +23,10 @@ DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA"
 
 @dataclass(frozen=True)
 class Edit:
-    """One repair: `key` of `section` gets `value`, is renamed to `new_key`, or is dropped when neither is given."""
+    """One repair: `key` of `section` is renamed to `new_key` and gets `value`; dropped when neither is given.
+
+    The section is empty for the top level, and made if it is missing.
+    """
 
     section: str
     key: str
@@ -195,10 +200,15 @@ def _line(document: Any, dotted: str) -> int | None:
 
 def repair(document: Any, findings: list[Finding]) -> int:
     """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns how many."""
-    edits = dict.fromkeys(edit for found in findings for edit in found.edits)
+    edits = tuple(dict.fromkeys(edit for found in findings for edit in found.edits))
+    apply(document, edits)
+    return len(edits)
+
+
+def apply(document: Any, edits: Iterable[Edit]) -> None:
+    """Applies edits to a ruamel.yaml document in place and in order; comments stay (see `editing`)."""
     for edit in edits:
         _apply(document, edit)
-    return len(edits)
 
 
 def as_scalar(value: Any) -> Any:
@@ -210,16 +220,12 @@ def as_scalar(value: Any) -> Any:
 
 
 def _apply(document: Any, edit: Edit) -> None:
-    place = document
-    if edit.section:
-        if not document.get(edit.section):
-            document[edit.section] = {}
-        place = document[edit.section]
+    place = (document.get(edit.section) or {}) if edit.section else document
     key = edit.key if edit.key in place else edit.key.removeprefix("fsdp_")
     if edit.new_key and key in place:
-        position = list(place).index(key)
-        place.insert(position, edit.new_key, place.pop(key))
-    elif edit.value is not None:
-        place[key if key in place else edit.key] = as_scalar(edit.value)
-    else:
-        place.pop(key, None)
+        editing.rename(place, key, edit.new_key)
+        key = edit.new_key
+    if edit.value is not None:
+        editing.put(document, edit.section, key if key in place else edit.new_key or edit.key, as_scalar(edit.value))
+    elif not edit.new_key and key in place:
+        editing.drop(document, edit.section, key)

@@ -5,7 +5,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -85,6 +85,25 @@ class Check:
     explain: Annotated[str | None, tyro.conf.arg(metavar="CODE", help="Show what a rule is about.")] = None
 
 
+@dataclass(frozen=True)
+class Migrate:
+    """Rewrite an Accelerate YAML for another engine, in place or with -o, and say what becomes of each key."""
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
+    to: Annotated[
+        Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"], tyro.conf.arg(help="The engine to rewrite it for.")
+    ]
+    output: Annotated[
+        Path | None, tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
+    ] = None
+    force: Annotated[bool, tyro.conf.arg(help="Write although a meaning is lost, or over an existing OUT.")] = False
+    json: Annotated[bool, tyro.conf.arg(help="The changes and the new YAML as JSON.")] = False
+    dry_run: Annotated[bool, tyro.conf.arg(help="Write nothing; print the new YAML.")] = False
+    layer_class: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help="The layer class to wrap, where FILE names none.")
+    ] = ""
+
+
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = tyro.conf.arg(
         metavar=question.metavar,
@@ -103,7 +122,7 @@ def main() -> None:
     """Entry point of `accel-fsdp`."""
     words, script_args = _split_script_args(sys.argv[1:])
     command = tyro.extras.subcommand_cli_from_dict(
-        {"config": Config, "check": Check, "launch": Launch},
+        {"config": Config, "check": Check, "migrate": Migrate, "launch": Launch},
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
         args=words,
@@ -129,6 +148,11 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
             return lint.show_rules(command.explain)
         options = lint.Options(command.model, command.args, command.strict, command.fix, command.json)
         return lint.lint_all(command.files, options)
+    if isinstance(command, Migrate):
+        from accel_fsdp import rewrite
+
+        given = (command.output, command.force, command.json, command.dry_run, command.layer_class)
+        return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
     return _config(command)
 
 

@@ -17,6 +17,9 @@ from accel_fsdp.types import STRATEGIES, Answers
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
 
+HEADER = "# Made by accel-fsdp"
+"""How a comment of this tool begins."""
+
 
 COMMAND = "accel-fsdp config --yes"
 ENGINES: dict[str, tuple[str, Engine]] = {
@@ -118,7 +121,7 @@ def header(answers: Answers) -> list[str]:
     """Comment lines: what the file is, the command that made it, and the one that uses it."""
     return [
         f"# {answers.model}, {answers.method} training, {_engine_in_words(answers)}.",
-        f"# Made by accel-fsdp {__version__}:",
+        f"{HEADER} {__version__}:",
         f"#   {command_line(answers)}",
         "# Launch:",
         f"#   {launch_line(answers, 'THIS_FILE')}",

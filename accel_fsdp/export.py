@@ -1,5 +1,6 @@
 """The exported folder: what it must contain, and the check that it does."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,17 +38,23 @@ def expected_tensors(model: "nn.Module", trained_as: "torch.dtype | None") -> Ex
     import torch
     from peft import PeftModel, get_peft_model_state_dict
 
-    trainable = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad}
+    shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
     blueprint = {}
     for name, tensor in model.state_dict().items():
         cast = trained_as is not None and name in trainable and tensor.is_floating_point()
-        blueprint[name] = torch.empty_like(tensor, device="meta", dtype=trained_as if cast else tensor.dtype)
+        shape = shapes.get(name) or tensor.shape  # under ZeRO-3 the parameter itself is empty
+        blueprint[name] = torch.empty(shape, device="meta", dtype=trained_as if cast else tensor.dtype)
     if isinstance(model, PeftModel):
         saved = get_peft_model_state_dict(model, state_dict=blueprint)
         return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=())
     ties = _ties(model)
     saved = _as_saved(model, without_tied_copies(blueprint, ties))
     return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties)
+
+
+def _all_parameters(model: "nn.Module") -> "Iterator[tuple[str, nn.Parameter]]":
+    return model.named_parameters(remove_duplicate=False)
 
 
 def without_tied_copies(

@@ -1,14 +1,17 @@
 """Tables, previews and progress. The only module of the package that prints: data to stdout, talk to stderr."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
 
 talk = Console(stderr=True, highlight=False)
 data = Console(highlight=False)
+WIDEST_KEY = 38
 
 
 def say(text: str, style: str = "") -> None:
@@ -31,6 +34,18 @@ def show_diff(lines: list[str]) -> None:
     colours = {"+": "green", "-": "red", "@": "cyan"}
     for line in lines:
         say(line, style=colours.get(line[:1], ""))
+
+
+def show_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], to_stderr: bool = False
+) -> None:
+    """One row per entry, folded to the width of the terminal; to stderr where stdout carries something else."""
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold", min_width=WIDEST_KEY if title == "key" else None)
+    for row, style in zip(rows, styles, strict=True):
+        table.add_row(*map(Text, row), style=style)
+    (talk if to_stderr else data).print(table)
 
 
 @contextmanager

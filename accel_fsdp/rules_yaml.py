@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_fsdp.check import TRUE_WORDS, Edit, Finding, Subject, full_name, known_fields, rule
+from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, full_name, known_fields, rule
 from accel_fsdp.errors import did_you_mean, nearest
 from accel_fsdp.fields import BY_NAME, RETIRED, Engine, Field, Kind
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config")
-FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
 
 def _written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:

@@ -11,19 +11,22 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
     *("check", "config", "reedit", "rules_yaml", "rules_fsdp", "rules_job"),
+    *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
-    {"machines", "catalogue", "fields", "presets", "files", "render"},
+    {"machines", "catalogue", "fields", "presets", "files", "render", "editing"},
     {"asking", "facts", "check"},
-    {"defaults", "refusals", "rules_yaml", "rules_fsdp", "rules_job"},
-    {"questions"},
+    {"defaults", "refusals", "rules_yaml", "rules_fsdp", "rules_job", "draft"},
+    {"questions", "migrate_fsdp"},
+    {"migrate_zero"},
+    {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
-    {"lint", "configure"},
+    {"lint", "configure", "rewrite"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},

@@ -1,0 +1,102 @@
+"""The command `accel-fsdp migrate`: read, draw up, report, write."""
+
+import difflib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import check, config, files, render
+from accel_fsdp.draft import Change, Migration
+from accel_fsdp.errors import UserError
+from accel_fsdp.inputs import read_subject, unreadable
+from accel_fsdp.lint import indent_of
+from accel_fsdp.migrate import SECTIONS, plan
+
+STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written."""
+
+    output: Path | None = None
+    force: bool = False
+    json: bool = False
+    dry_run: bool = False
+    layer_class: str = ""
+
+
+def migrate(path: Path, target: str, options: Options) -> int:
+    """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
+
+    Raises:
+        UserError: a meaning can't be kept, or the output exists, and `options.force` is not given; nothing is written.
+        UsageError: the file can't be read, or its engine can't be migrated.
+    """
+    subject, document = read_subject(path, None, None)
+    before = path.read_text(encoding="utf-8")
+    migration = plan(subject, target, options.layer_class)
+    _refuse_merge_keys(path, document)
+    check.apply(document, migration.edits)
+    after = config.dump(document) if migration.edits else before
+    _report(path, migration, after, options)
+    if migration.broken and not options.force:
+        raise _broken(path, migration)
+    if options.dry_run:
+        if not options.json:
+            render.put(after.removesuffix("\n"))
+    else:
+        _write(path, before, after, options)
+    return 0
+
+
+def _refuse_merge_keys(path: Path, document: Any) -> None:
+    for place in (document, *(document.get(section) for section in SECTIONS.values())):
+        if getattr(place, "merge", None):
+            raise unreadable(path, "it takes keys from elsewhere (<<)")
+
+
+def _report(path: Path, migration: Migration, after: str, options: Options) -> None:
+    render.say(f"{path}: {migration.note or f'{migration.source} -> {migration.target}'}")
+    if options.json:
+        shown = {"source": migration.source, "target": migration.target, "note": migration.note}
+        changes = [asdict(change) for change in migration.changes]
+        render.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2))
+        return
+    rows = [((one.kind + "!" * one.breaks), _becomes(one), one.why) for one in migration.changes]
+    if rows:
+        styles = ["red" if one.breaks else STYLES[one.kind] for one in migration.changes]
+        render.show_table(("", "key", "why"), rows, styles, to_stderr=options.dry_run)
+
+
+def _becomes(one: Change) -> str:
+    """A key as it was and as it will be; an arrow only where something changes."""
+    key = one.key.rpartition(".")[2]
+    before = f"{key}: {one.old}" if one.old else key
+    after = f"{one.new_key}: {one.new}" if one.new_key else one.new
+    return f"{before} → {after}" if after and after != one.old else before
+
+
+def _broken(path: Path, migration: Migration) -> UserError:
+    named = ", ".join(one.key.rpartition(".")[2] for one in migration.broken)
+    return UserError(
+        f"{path}: {migration.target} can't keep the meaning of {named}",
+        why="; ".join(one.why for one in migration.broken),
+        fix="change those keys first, or accept the loss: --force. Nothing was written",
+    )
+
+
+def _write(path: Path, before: str, after: str, options: Options) -> None:
+    output = options.output or path
+    if options.output and output.exists() and not options.force:
+        raise UserError(
+            f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
+        )
+    if output != path or after != before:
+        files.write_text(output, after)
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(output), lineterm="")
+        render.show_diff(list(lines))
+        render.say(f"written: {output}", style="green")
+    if before != after and config.HEADER in before:
+        render.say("comments stay as they are: those at the top still tell how the old file was made")
