@@ -7,6 +7,7 @@ from typing import Any
 from accel_fsdp import files, lint
 from accel_fsdp.check import full_name
 from accel_fsdp.fields import BY_NAME, FIELDS, Engine, Field, Kind
+from accel_fsdp.pains import PAINS, UNSEEN
 
 ROOT = Path(__file__).parent.parent
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -95,12 +96,37 @@ def keys_page() -> str:
     return "\n".join(lines)
 
 
+def covered() -> dict[str, list[str]]:
+    """The codes of the rules that see each row of `PAINS`."""
+    return {pain: [one.code for one in lint.all_rules() if pain in one.pains] for pain in PAINS}
+
+
+def coverage_page() -> str:
+    """Which rules see which pain, and what stays unseen, in Markdown."""
+    seen = covered()
+    lines = [
+        "# What goes wrong, and which rule sees it",
+        "",
+        "Made by `python -m accel_fsdp.reference` from `pains.py` and the rules. "
+        f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args`, "
+        "`--checkpoint`, `--script` or `--here`; [rules.md](rules.md) says which.",
+        "",
+        "| id | what goes wrong | rules | what no rule sees |",
+        "|---|---|---|---|",
+    ]
+    for pain, what in PAINS.items():
+        links = ", ".join(f"[{code}](rules.md#{code.lower()})" for code in seen[pain])
+        lines.append(f"| {pain} | {what} | {links or '-'} | {UNSEEN.get(pain, '')} |")
+    return "\n".join([*lines, ""])
+
+
 def pages() -> dict[str, str]:
     """Every generated file by its path in the repository."""
     return {
         "accelerate_configs/schema.json": json.dumps(schema(), indent=2) + "\n",
         "docs/rules.md": rules_page(),
         "docs/keys.md": keys_page(),
+        "docs/coverage.md": coverage_page(),
     }
 
 

@@ -8,16 +8,17 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "accel_fsdp"
 MODULES = sorted(PACKAGE.glob("*.py"))
-PURE = {"errors", "types", "asking", "questions", "config", "fields", "check", "rules_yaml", "rules_fsdp", "rules_job"}
+RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
+PURE = {"errors", "types", "asking", "questions", "config", "fields", "check", "pains", "weights", "here", *RULES}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
     {"asking"},
-    {"questions", "files", "render", "facts", "fields"},
+    {"questions", "files", "render", "facts", "fields", "weights", "here", "pains"},
     {"check"},
-    {"rules_yaml", "rules_fsdp", "rules_job"},
+    RULES,
     {"config", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs"},
     {"lint"},
