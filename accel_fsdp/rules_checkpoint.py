@@ -55,7 +55,7 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     if found is None:
         return
     missing = [f"{folder}/.metadata" for folder in found.without_metadata]
-    if found.is_checkpoint and not found.trainer_state:
+    if found.is_checkpoint and not found.trainer_state and not found.by_accelerator:
         missing.append("trainer_state.json")
     for name in missing:
         yield Finding(

@@ -68,7 +68,7 @@ def declared_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
             POLICY,
             f"{model.name} names {', '.join(sorted(absent))} as its layers and has none",
             "Accelerate stops: Could not find the transformer layer class",
-            "fsdp_transformer_layer_cls_to_wrap: " + ",".join(layer.name for layer in model.wrap_classes),
+            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(one.name for one in model.wrap_classes) or "NAME"),
         )
 
 

@@ -111,6 +111,7 @@ class CheckpointFacts:
     `without_metadata` are sharded folders that lack `.metadata`, `broken` files shorter than their header says.
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
+    `by_accelerator` says that `Accelerator.save_state` wrote it, which has no `trainer_state.json`.
     """
 
     name: str
@@ -130,6 +131,7 @@ class CheckpointFacts:
     architecture: str = ""
     has_config: bool = False
     private: str = ""
+    by_accelerator: bool = False
 
     @property
     def is_checkpoint(self) -> bool:

@@ -14,6 +14,9 @@ from accel_fsdp.types import CheckpointFacts
 LENGTH_BYTES = 8
 LARGEST_HEADER = 100_000_000  # the format's own limit
 TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_state", "scaler")
+"""How files begin that end like weights and are none that `from_pretrained` could load."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def tensors_of(path: Path) -> dict[str, Tensor] | None:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if header is not None and all(one.end <= size for one in found.values()) else None
+    return found if isinstance(header, dict) and all(one.end <= size for one in found.values()) else None
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
@@ -110,9 +113,10 @@ def _facts(folder: Path) -> CheckpointFacts:
         name=str(folder),
         sharded=any(path.name.startswith("pytorch_model") for path in sharded),
         full="pytorch_model_fsdp.bin" in names,
-        hub=bool(files) or bool(names & {"pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"}),
+        hub=any(Path(name).suffix in WEIGHTS and not name.startswith(STATE) for name in names),
         optimizer=any(name.startswith("optimizer") for name in names),
         scheduler="scheduler.pt" in names,
+        by_accelerator=any(name.startswith("random_states_") for name in names),
         trainer_state="trainer_state.json" in names,
         rng_states=sum(name.startswith("rng_state") for name in names),
         without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),
