@@ -264,7 +264,11 @@ def as_scalar(value: Any) -> Any:
     import yaml
     from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
-    return SingleQuotedScalarString(value) if isinstance(value, str) and yaml.safe_load(value) != value else value
+    try:
+        same = not isinstance(value, str) or yaml.safe_load(value) == value
+    except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
+        same = not value.isprintable()
+    return value if same else SingleQuotedScalarString(value)
 
 
 def _apply(document: Any, edit: Edit) -> None:

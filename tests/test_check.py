@@ -9,7 +9,7 @@ import pytest
 import yaml
 from checking import DDP, DS, LLAMA, MESH, SHARD, SIZE, TOP, V1, V2, WRAP
 from conftest import accel_fsdp, run
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_config import answers
 
@@ -215,6 +215,8 @@ DOCUMENTS = st.one_of(st.dictionaries(KEYS, VALUES, max_size=8).map(yaml.safe_du
 
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=DOCUMENTS)
+@example(text='deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - "\\e"\n')
+@example(text="deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - '{'\n")
 def test_odd_documents_are_found_fault_with_and_left_alone(text: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     path.write_text(text, encoding="utf-8", errors="ignore", newline="")
