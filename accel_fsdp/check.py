@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from accel_fsdp import editing
 from accel_fsdp.fields import BY_NAME, Engine, Field
-from accel_fsdp.types import STRATEGIES, ModelFacts
+from accel_fsdp.types import STRATEGIES, CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
@@ -50,12 +50,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """What there is to look at. `values` as PyYAML reads them, `args` the training script's arguments."""
+    """What there is to look at; what wasn't given is None, and the rules about it stay silent.
+
+    `values` as PyYAML reads them, `args` the training script's arguments, `starter` the word that their command line
+    begins with (accelerate, torchrun, python), empty if they came as a mapping.
+    """
 
     values: Mapping[str, Any]
     args: Mapping[str, Any] | None = None
     model: ModelFacts | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    starter: str = ""
+    checkpoint: CheckpointFacts | None = None
+    script: ScriptFacts | None = None
+    here: HereFacts | None = None
 
     @cached_property
     def engine(self) -> Engine:
@@ -114,18 +122,66 @@ class Subject:
         """Whether the arguments ask for LoRA."""
         return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the arguments resume a run."""
+        return str(self.arg("resume_from_checkpoint") or "false").lower() != "false"
+
+    @property
+    def trains_everything(self) -> bool:
+        """Whether the arguments are known and ask for no adapter."""
+        return self.args is not None and not self.uses_adapter
+
+    @property
+    def full_state_dict(self) -> bool:
+        """Whether checkpoints are gathered on rank 0: FSDP1's default, while FSDP2's is SHARDED."""
+        kind = str(self.fsdp("fsdp_state_dict_type") or "").upper()
+        return kind == "FULL_STATE_DICT" or (not kind and self.engine is Engine.FSDP1)
+
+    @property
+    def sharded_state_dict(self) -> bool:
+        """Whether every rank writes its part of a checkpoint."""
+        kind = str(self.fsdp("fsdp_state_dict_type") or "").upper()
+        return kind == "SHARDED_STATE_DICT" or (not kind and self.engine is Engine.FSDP2)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether 16-bit compute stands over float32 masters; an argument wins over the file."""
+        return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
+
+    @property
+    def load_dtype(self) -> str:
+        """The dtype of the loaded weights: that of the arguments, or the checkpoint's own; empty if unknown."""
+        asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
+        short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        return short.get(asked, asked) if asked != "auto" else self.model.dtype if self.model else ""
+
+    def number(self, key: str) -> int:
+        """A whole number from the top level; 0 where it is none."""
+        value = self.top(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes on each machine; 0 if the file doesn't say."""
+        return self.number("num_processes") // (self.number("num_machines") or 1)
+
 
 Check = Callable[[Subject], Iterator[Finding]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A check with its stable code; `fixed_in` names the release of a library that made it moot."""
+    """A check with its stable code; `fixed_in` names the release of a library that made it moot.
+
+    `pains` are the rows of `pains.PAINS` that it sees.
+    """
 
     code: str
     severity: Severity
     check: Check
     fixed_in: str = ""
+    pains: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -142,12 +198,14 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(code: str, severity: Severity = "error", fixed_in: str = "") -> Callable[[Check], Check]:
-    """Registers a check under `code`; its docstring is its documentation."""
+def rule(
+    code: str, severity: Severity = "error", fixed_in: str = "", pains: tuple[str, ...] = ()
+) -> Callable[[Check], Check]:
+    """Registers a check under `code`; its docstring is its documentation, `pains` the rows it covers."""
 
     def register(check: Check) -> Check:
         assert code not in RULES, code
-        RULES[code] = Rule(code, severity, check, fixed_in)
+        RULES[code] = Rule(code, severity, check, fixed_in, pains)
         return check
 
     return register
@@ -216,7 +274,11 @@ def as_scalar(value: Any) -> Any:
     import yaml
     from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
-    return SingleQuotedScalarString(value) if isinstance(value, str) and yaml.safe_load(value) != value else value
+    try:
+        same = not isinstance(value, str) or yaml.safe_load(value) == value
+    except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
+        same = not value.isprintable()
+    return value if same else SingleQuotedScalarString(value)
 
 
 def _apply(document: Any, edit: Edit) -> None:

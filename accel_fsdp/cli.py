@@ -78,6 +78,13 @@ class Check:
             metavar="FILE", help="The training script's arguments: a YAML or JSON mapping, or a command line."
         ),
     ] = None
+    checkpoint: Annotated[
+        Path | None, tyro.conf.arg(metavar="FOLDER", help="A checkpoint to resume, or an export, to look into.")
+    ] = None
+    script: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="The training script, to read (it isn't run).")
+    ] = None
+    here: Annotated[bool, tyro.conf.arg(help="Look at this machine too: GPUs, memory, disk, port.")] = False
     strict: Annotated[bool, tyro.conf.arg(help="Warnings count as errors.")] = False
     fix: Annotated[bool, tyro.conf.arg(help="Repair what has one right answer, keep comments, show the diff.")] = False
     json: Annotated[bool, tyro.conf.arg(help="Findings as JSON.")] = False
@@ -146,7 +153,8 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
 
         if command.list_rules or command.explain:
             return lint.show_rules(command.explain)
-        options = lint.Options(command.model, command.args, command.strict, command.fix, command.json)
+        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(lint.Options)}
+        options = lint.Options(**asked)
         return lint.lint_all(command.files, options)
     if isinstance(command, Migrate):
         from accel_fsdp import rewrite

@@ -1,16 +1,21 @@
 """Reads the model (on the meta device, without weights) and the machine. The only module that probes."""
 
 import os
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import catalogue
+from accel_fsdp import catalogue, weights
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def read_machine() -> MachineFacts:
@@ -56,7 +61,66 @@ def model_facts(name: str, config: Any) -> ModelFacts:
         classes=class_names(model),
         largest_layer_parameters=max((layer.parameters for layer in found), default=0),
         persistent_buffers=persistent_buffers(model),
+        **_formats(name, config, model),
     )
+
+
+def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
+    """What the config and the weights' headers say about dtypes, ties, experts and quantisation."""
+    stored = weights.weights_in(_local_folder(name))
+    pair = weights.tied_pair(stored)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    declared = getattr(model, "_no_split_modules", None) or ()
+    bits, storage = _quantization(getattr(config, "quantization_config", None))
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return {
+        "dtype": str(
+            config.dtype or next((DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES), "")
+        ).removeprefix("torch."),
+        "tied": tied,
+        "tied_apart": tied and pair is not None and not weights.equal(*pair),
+        "kept_bf16": _kept(model, strict),
+        "kept_fp16": _kept(model, {*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())}),
+        "expert_classes": expert_classes(model),
+        "declared_classes": tuple(sorted(declared)),
+        "quantized": bits,
+        "quant_storage": storage,
+    }
+
+
+def _local_folder(name: str) -> Path:
+    """The folder of a model: as given, or the hub cache's. Looks at no network."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else Path(os.devnull)
+
+
+def _kept(model: "nn.Module", patterns: Iterable[str]) -> str:
+    """A parameter that transformers keeps in float32 under these patterns; empty if there is none."""
+    globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
+    whole = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
+    names = (name for name, _ in model.named_parameters())
+    return next((name for name in names if any(one.search(name) for one in whole)), "")
+
+
+def expert_classes(model: "nn.Module") -> frozenset[str]:
+    """The classes of single experts: what lists named `experts` hold."""
+    from torch import nn
+
+    lists = (m for name, m in model.named_modules() if name.endswith("experts") and isinstance(m, nn.ModuleList))
+    return frozenset(type(expert).__name__ for experts in lists for expert in experts)
+
+
+def _quantization(settings: Any) -> tuple[int, str]:
+    """Bits and storage dtype of a bitsandbytes checkpoint; 0 for others, whose rules are not known."""
+    if settings is None:
+        return 0, ""
+    given = settings if isinstance(settings, dict) else settings.to_dict()
+    bits = 4 if given.get("load_in_4bit") else 8 if given.get("load_in_8bit") else 0
+    return bits, str(given.get("bnb_4bit_quant_storage") or "uint8") if bits == 4 else ""
 
 
 def check_local_path(name: str, what: str) -> None:

@@ -6,21 +6,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import config, files, render, rules_fsdp, rules_job, rules_yaml  # noqa: F401 (rules register)
+from accel_fsdp import (  # noqa: F401 (rules register)
+    config,
+    files,
+    render,
+    rules_args,
+    rules_checkpoint,
+    rules_fsdp,
+    rules_job,
+    rules_machine,
+    rules_model,
+    rules_script,
+    rules_versions,
+    rules_yaml,
+)
 from accel_fsdp.check import RULES, Finding, Rule, Severity, locate, repair, run
 from accel_fsdp.errors import UsageError, did_you_mean
-from accel_fsdp.inputs import read_subject
+from accel_fsdp.inputs import Sources, read_subject
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Sources):
     """What to check against, and what to do about findings."""
 
-    model: str | None = None
-    args: Path | None = None
     strict: bool = False
     fix: bool = False
     json: bool = False
@@ -49,7 +60,7 @@ def lint(path: Path, options: Options) -> list[Finding]:
     """The findings of one file, in the order of its lines; with `options.fix` those left after the repair."""
     if options.fix:
         _repair(path, options)
-    subject, document = read_subject(path, options.model, options.args)
+    subject, document = read_subject(path, options)
     return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
 
 
@@ -65,7 +76,7 @@ def _repair(path: Path, options: Options) -> None:
     """Repairs until nothing more can be: one repair can make room for the next."""
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     for _ in range(REPAIR_ROUNDS):
-        subject, document = read_subject(path, options.model, options.args)
+        subject, document = read_subject(path, options)
         if not repair(document, run(subject)):
             break
         files.write_text(path, config.dump(document))

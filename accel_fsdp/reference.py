@@ -9,6 +9,7 @@ from accel_fsdp import catalogue, config, files, lint, wizard
 from accel_fsdp.check import full_name
 from accel_fsdp.facts import model_facts
 from accel_fsdp.fields import BY_NAME, FIELDS, Engine, Field, Kind
+from accel_fsdp.pains import PAINS, UNSEEN
 from accel_fsdp.presets import MODEL, PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -103,8 +104,14 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     facts = model_facts(name, AutoConfig.for_model(**settings))
-    shown = {key: value for key, value in asdict(facts).items() if key not in ("name", "wrap_reason", "origin")}
-    return {**shown, "wrap_classes": list(shown["wrap_classes"]), "classes": sorted(facts.classes)}
+    return {
+        "model_type": facts.model_type,
+        "parameters": facts.parameters,
+        "wrap_classes": [asdict(layer) for layer in facts.wrap_classes],
+        "classes": sorted(facts.classes),
+        "largest_layer_parameters": facts.largest_layer_parameters,
+        "persistent_buffers": facts.persistent_buffers,
+    }
 
 
 def catalogue_text() -> str:
@@ -122,6 +129,30 @@ def shipped() -> dict[str, str]:
     return {f"{name}.yaml": config.to_text(wizard.answers(talk)) for name, talk in talks.items()}
 
 
+def covered() -> dict[str, list[str]]:
+    """The codes of the rules that see each row of `PAINS`."""
+    return {pain: [one.code for one in lint.all_rules() if pain in one.pains] for pain in PAINS}
+
+
+def coverage_page() -> str:
+    """Which rules see which pain, and what stays unseen, in Markdown."""
+    seen = covered()
+    lines = [
+        "# What goes wrong, and which rule sees it",
+        "",
+        "Made by `python -m accel_fsdp.reference` from `pains.py` and the rules. "
+        f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args`, "
+        "`--checkpoint`, `--script` or `--here`; [rules.md](rules.md) says which.",
+        "",
+        "| id | what goes wrong | rules | what no rule sees |",
+        "|---|---|---|---|",
+    ]
+    for pain, what in PAINS.items():
+        links = ", ".join(f"[{code}](rules.md#{code.lower()})" for code in seen[pain])
+        lines.append(f"| {pain} | {what} | {links or '-'} | {UNSEEN.get(pain, '')} |")
+    return "\n".join([*lines, ""])
+
+
 def pages() -> dict[str, str]:
     """Every generated file by its path in the repository."""
     return {
@@ -129,6 +160,7 @@ def pages() -> dict[str, str]:
         "docs/rules.md": rules_page(),
         "docs/keys.md": keys_page(),
         **{f"accelerate_configs/{name}": text for name, text in shipped().items()},
+        "docs/coverage.md": coverage_page(),
     }
 
 

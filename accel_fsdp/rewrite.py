@@ -10,7 +10,6 @@ from accel_fsdp import check, config, files, render
 from accel_fsdp.draft import Change, Migration
 from accel_fsdp.errors import UserError
 from accel_fsdp.inputs import read_subject, unreadable
-from accel_fsdp.lint import indent_of
 from accel_fsdp.migrate import SECTIONS, plan
 
 STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow"}

@@ -9,7 +9,7 @@ from accel_fsdp.types import STRATEGIES
 FSDP2_STRATEGIES = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 
 
-@rule("AF301")
+@rule("AF301", pains=("P06",))
 def version_missing(subject: Subject) -> Iterator[Finding]:
     """`fsdp_version` is missing.
 
@@ -32,7 +32,7 @@ def _looks_like_2(subject: Subject) -> bool:
     return subject.has("fsdp_reshard_after_forward") and not any(subject.has(key) for key in only_1)
 
 
-@rule("AF302")
+@rule("AF302", pains=("P04",))
 def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
 
@@ -54,7 +54,7 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     )
 
 
-@rule("AF303")
+@rule("AF303", pains=("P40",))
 def strategy_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`fsdp_sharding_strategy` under FSDP2, where nothing reads it.
 
@@ -77,7 +77,7 @@ def strategy_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     )
 
 
-@rule("AF304")
+@rule("AF304", pains=("P67", "P71"))
 def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
@@ -93,7 +93,7 @@ def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF305", "warning")
+@rule("AF305", "warning", pains=("P80",))
 def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """A key of FSDP1 under FSDP2, which ignores it, mostly without a word."""
     if subject.engine is not Engine.FSDP2:
@@ -111,7 +111,7 @@ def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF306")
+@rule("AF306", pains=("P09",))
 def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
     """`fsdp_auto_wrap_policy` is missing, so the whole model is one unit.
 
@@ -128,7 +128,7 @@ def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF307")
+@rule("AF307", pains=("P27",))
 def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`SIZE_BASED_WRAP` under FSDP2: it also picks containers, which `fully_shard` refuses."""
     if subject.engine is Engine.FSDP2 and _policy(subject) == "SIZE_BASED_WRAP":
@@ -144,7 +144,7 @@ def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF308", "warning")
+@rule("AF308", "warning", pains=("P28",))
 def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
     """`SIZE_BASED_WRAP` with `fsdp_min_num_params` at 0, or above the model's largest layer: nothing is wrapped."""
     if subject.engine is not Engine.FSDP1 or _policy(subject) != "SIZE_BASED_WRAP":
@@ -161,7 +161,7 @@ def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF309")
+@rule("AF309", pains=("P68", "P71"))
 def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`LOCAL_STATE_DICT` under FSDP2: Accelerate stops."""
     if subject.engine is Engine.FSDP2 and _kind(subject) == "LOCAL_STATE_DICT":
@@ -175,7 +175,7 @@ def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF310", "warning")
+@rule("AF310", "warning", pains=("P57",))
 def local_state_dict(subject: Subject) -> Iterator[Finding]:
     """`LOCAL_STATE_DICT`: such checkpoints load on the same number of ranks only, and nothing exports them."""
     if subject.engine is Engine.FSDP1 and _kind(subject) == "LOCAL_STATE_DICT":
@@ -189,7 +189,7 @@ def local_state_dict(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF311")
+@rule("AF311", pains=("P69",))
 def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
     """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
 
@@ -207,7 +207,7 @@ def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF312")
+@rule("AF312", pains=("P70",))
 def checkpointing_without_wrapping(subject: Subject) -> Iterator[Finding]:
     """`fsdp_activation_checkpointing` without TRANSFORMER_BASED_WRAP.
 
@@ -247,7 +247,7 @@ def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF314")
+@rule("AF314", pains=("P08",))
 def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
     """An `fsdp_config` under another `distributed_type`: plain DDP runs, and every GPU holds the whole model."""
     if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
@@ -262,7 +262,7 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF315")
+@rule("AF315", pains=("P41",))
 def mesh_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`parallelism_config` without FSDP2, the only engine that reads it."""
     if subject.section("parallelism_config") and subject.engine is not Engine.FSDP2:
@@ -274,7 +274,7 @@ def mesh_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF316")
+@rule("AF316", pains=("P42",))
 def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
     """The sizes in `parallelism_config` multiplied are not `num_processes`: Accelerate stops."""
     mesh = subject.section("parallelism_config")
@@ -296,7 +296,7 @@ def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF317", "warning")
+@rule("AF317", "warning", pains=("P29", "P30"))
 def use_orig_params_off(subject: Subject) -> Iterator[Finding]:
     """`fsdp_use_orig_params: false` under FSDP1.
 
@@ -306,14 +306,14 @@ def use_orig_params_off(subject: Subject) -> Iterator[Finding]:
     if subject.engine is Engine.FSDP1 and not subject.on("fsdp_use_orig_params"):
         yield Finding(
             "fsdp_config.fsdp_use_orig_params",
-            "weight decay will hit norms and biases",
-            "Trainer groups parameters by name after they were flattened",
+            "weight decay will hit norms and biases, and units with frozen parts fail",
+            "Trainer groups parameters by name after they were flattened, and one flat parameter is trained or isn't",
             "fsdp_use_orig_params: true",
             (Edit("fsdp_config", "fsdp_use_orig_params", True),),
         )
 
 
-@rule("AF318", "note")
+@rule("AF318", "note", pains=("P15",))
 def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
 
@@ -328,7 +328,7 @@ def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF319")
+@rule("AF319", pains=("P72",))
 def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
     """`Embedding` or `Linear` as a layer class.
 

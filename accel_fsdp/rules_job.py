@@ -1,4 +1,4 @@
-"""Rules about the launch, the model, the training script's arguments and the installed versions."""
+"""Rules about the launch, the layer classes and the training script's arguments."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def too_few_processes(subject: Subject) -> Iterator[Finding]:
             yield Finding(key, f"{key}: {value}", "nothing would run", f"{key}: 1 or more")
 
 
-@rule("AF402")
+@rule("AF402", pains=("P44",))
 def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
     """`num_processes` is the total over all machines; a remainder is dropped without a word.
 
@@ -45,7 +45,7 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF403")
+@rule("AF403", pains=("P46",))
 def no_meeting_point(subject: Subject) -> Iterator[Finding]:
     """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`."""
     machines = subject.top("num_machines")
@@ -58,7 +58,7 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF404", "warning")
+@rule("AF404", "warning", pains=("P45",))
 def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
     """`machine_rank` in a file for several machines: copied to all of them it makes each one number 0."""
     machines = subject.top("num_machines")
@@ -72,7 +72,7 @@ def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF405")
+@rule("AF405", pains=("P83",))
 def use_cpu_under_fsdp(subject: Subject) -> Iterator[Finding]:
     """`use_cpu: true` under FSDP, which the launcher does not hand to the ranks."""
     if subject.is_fsdp and subject.values.get("use_cpu") is True:
@@ -102,7 +102,7 @@ def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF501")
+@rule("AF501", pains=("P10", "P65"))
 def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
     """A layer class that the model (`--model`) doesn't have: Accelerate stops at prepare."""
     names = subject.fsdp("fsdp_transformer_layer_cls_to_wrap") if subject.is_fsdp else None
@@ -121,7 +121,7 @@ def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF502", "warning")
+@rule("AF502", "warning", pains=("P10", "P11"))
 def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     """TRANSFORMER_BASED_WRAP without a layer class.
 
@@ -141,7 +141,7 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF601", "warning")
+@rule("AF601", "warning", pains=("P01",))
 def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP activation checkpointing.
 
@@ -157,7 +157,7 @@ def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF602", "warning")
+@rule("AF602", "warning", pains=("P02",))
 def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP1.
 
@@ -173,7 +173,7 @@ def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF603")
+@rule("AF603", pains=("P25",))
 def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
     """Activation checkpointing in the YAML and in the arguments, which TRL sets by default: Trainer stops."""
     twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
@@ -186,7 +186,7 @@ def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF604")
+@rule("AF604", pains=("P37",))
 def adafactor_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`--optim adafactor` under FSDP2: "got mixed torch.Tensor and DTensor"."""
     if subject.engine is Engine.FSDP2 and subject.arg("optim") == "adafactor":
@@ -198,7 +198,7 @@ def adafactor_under_fsdp2(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF605", "warning")
+@rule("AF605", "warning", pains=("P36",))
 def low_bit_optimizer(subject: Subject) -> Iterator[Finding]:
     """An 8-bit, 4-bit or paged optimizer under FSDP: bitsandbytes knows neither DTensors nor flat parameters."""
     name = str(subject.arg("optim"))
@@ -211,7 +211,7 @@ def low_bit_optimizer(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF606")
+@rule("AF606", pains=("P81",))
 def precision_differs(subject: Subject) -> Iterator[Finding]:
     """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
     asked = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
@@ -225,7 +225,7 @@ def precision_differs(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF607")
+@rule("AF607", pains=("P51",))
 def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
     """`--fsdp` or `--fsdp_config` beside an FSDP YAML.
 
@@ -238,7 +238,7 @@ def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF608")
+@rule("AF608", pains=("P78",))
 def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
     """`--save_only_model` with SHARDED_STATE_DICT: Trainer stops."""
     kind = str(subject.fsdp("fsdp_state_dict_type")).upper()
@@ -252,7 +252,7 @@ def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF609")
+@rule("AF609", pains=("P61",))
 def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`--predict_with_generate` under FSDP1: "'weight' must be 2-D"."""
     if subject.engine is Engine.FSDP1 and subject.arg_on("predict_with_generate"):
@@ -264,7 +264,7 @@ def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF610")
+@rule("AF610", pains=("P85",))
 def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`--use_dora` under FSDP1: "IndexError: tuple index out of range"."""
     if subject.engine is Engine.FSDP1 and subject.arg_on("use_dora"):
@@ -276,7 +276,7 @@ def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF611")
+@rule("AF611", pains=("P35",))
 def eight_bit_base(subject: Subject) -> Iterator[Finding]:
     """`--load_in_8bit` under FSDP1: int8 weights can't be flattened with 16-bit ones."""
     if subject.engine is Engine.FSDP1 and subject.arg_on("load_in_8bit"):
@@ -288,7 +288,7 @@ def eight_bit_base(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF612", "warning")
+@rule("AF612", "warning", pains=("P33", "P34"))
 def four_bit_storage(subject: Subject) -> Iterator[Finding]:
     """`--load_in_4bit` under FSDP with the default storage, uint8.
 
@@ -306,7 +306,7 @@ def four_bit_storage(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF613", "warning")
+@rule("AF613", "warning", pains=("P14",))
 def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
     dtype = str(subject.arg("dtype") or subject.arg("torch_dtype"))
@@ -321,7 +321,7 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF614")
+@rule("AF614", pains=("P31",))
 def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
     """FSDP1 with CPU offload, gradient accumulation and `sync_each_batch`: each micro-batch replaces the gradient."""
     steps = str(subject.arg("gradient_accumulation_steps") or 1)
@@ -335,7 +335,7 @@ def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF615", "warning")
+@rule("AF615", "warning", pains=("P88",))
 def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`--torch_compile` under FSDP1 breaks in dynamo or inductor for many models."""
     if subject.engine is Engine.FSDP1 and subject.arg_on("torch_compile"):
@@ -344,37 +344,4 @@ def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
             "torch.compile is not made for FSDP1's wrappers",
             "compilation often fails",
             "fsdp_version: 2",
-        )
-
-
-def _older(subject: Subject, package: str, version: str) -> bool:
-    from packaging.version import Version
-
-    installed = subject.versions.get(package)
-    return installed is not None and Version(installed) < Version(version)
-
-
-@rule("AF701", fixed_in="accelerate 1.15")
-def rank_0_adapter_only(subject: Subject) -> Iterator[Finding]:
-    """FSDP2, LoRA and FULL_STATE_DICT before accelerate 1.15: checkpoints keep rank 0's slice of the adapter only."""
-    full = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
-    if subject.engine is Engine.FSDP2 and subject.uses_adapter and full and _older(subject, "accelerate", "1.15"):
-        yield Finding(
-            "fsdp_config.fsdp_state_dict_type",
-            "this accelerate keeps rank 0's slice of the adapter only",
-            "a resumed adapter is mostly lost",
-            "pip install 'accelerate>=1.15'",
-        )
-
-
-@rule("AF702", "warning", fixed_in="accelerate 1.15")
-def checkpoints_of_children(subject: Subject) -> Iterator[Finding]:
-    """FSDP2's activation checkpointing before accelerate 1.15 wraps a layer's children: 4 times the activations."""
-    older = _older(subject, "accelerate", "1.15")
-    if subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing") and older:
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing",
-            "this accelerate checkpoints inside the layers",
-            "about 4 times the activation memory",
-            "pip install 'accelerate>=1.15'",
         )

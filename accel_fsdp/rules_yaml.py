@@ -49,7 +49,7 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
             yield Finding(key, f"unknown key {key}.{hint}", "Accelerate refuses the file", f"correct or remove {key}")
 
 
-@rule("AF103")
+@rule("AF103", pains=("P05", "P84"))
 def unknown_section_key(subject: Subject) -> Iterator[Finding]:
     """A key inside `fsdp_config`, `parallelism_config` or `deepspeed_config` that nothing reads.
 
@@ -73,7 +73,7 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
                 )
 
 
-@rule("AF104")
+@rule("AF104", pains=("P05",))
 def retired_key(subject: Subject) -> Iterator[Finding]:
     """A key of an older release, such as `fsdp_backward_prefetch_policy`.
 
@@ -94,7 +94,7 @@ def retired_key(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF105")
+@rule("AF105", pains=("P41",))
 def mesh_key_without_prefix(subject: Subject) -> Iterator[Finding]:
     """A key in `parallelism_config` without the prefix `parallelism_config_`.
 
@@ -145,7 +145,7 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF201")
+@rule("AF201", pains=("P63",))
 def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
     """`mixed_precision: no` without quotes.
 
@@ -161,7 +161,7 @@ def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF202")
+@rule("AF202", pains=("P66",))
 def null_value(subject: Subject) -> Iterator[Finding]:
     """A key with nothing behind it, under FSDP.
 
@@ -179,7 +179,7 @@ def null_value(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF203")
+@rule("AF203", pains=("P67",))
 def not_a_choice(subject: Subject) -> Iterator[Finding]:
     """A value that is not among those Accelerate knows for this key."""
     for path, known, value in _written(subject):
@@ -213,7 +213,7 @@ def not_a_boolean(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF205")
+@rule("AF205", pains=("P64",))
 def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
     """A number that Accelerate can't read as one, such as `1e8`.
 
@@ -243,7 +243,7 @@ def _as_number(value: Any) -> int | None:
     return int(number) if number.is_integer() and not isinstance(value, bool) else None
 
 
-@rule("AF206")
+@rule("AF206", pains=("P65",))
 def names_in_a_list(subject: Subject) -> Iterator[Finding]:
     """Layer classes as a YAML list, or with spaces after the commas.
 
@@ -265,7 +265,7 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF207")
+@rule("AF207", pains=("P48",))
 def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
     """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'"."""
     value = subject.values.get("gpu_ids")

@@ -1,5 +1,6 @@
 """The frozen values that pass between modules. Imports nothing from this package."""
 
+import ast
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,12 @@ class ModelFacts:
     classes that exist in the built model, so that a name can be checked. `persistent_buffers` counts the buffers that
     checkpoints store, such as router biases: FSDP2's RAM-efficient loading can't handle them in accelerate 1.15.
     `origin` says where the facts come from when the model was not built here.
+
+    `dtype` is what the weights load in when nothing else is asked for, empty if unknown. `tied` says that the config
+    ties the embeddings, `tied_apart` that the weights hold both all the same and they differ. `kept_bf16` and
+    `kept_fp16` name a parameter that stays float32 when the rest loads in that dtype, empty if none does.
+    `expert_classes` are classes of single experts in a list of experts, `declared_classes` what `_no_split_modules`
+    names. `quantized` is the bits of a quantised checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
     """
 
     name: str
@@ -47,6 +54,15 @@ class ModelFacts:
     largest_layer_parameters: int
     persistent_buffers: int = 0
     origin: str = ""
+    dtype: str = ""
+    tied: bool = False
+    tied_apart: bool = False
+    kept_bf16: str = ""
+    kept_fp16: str = ""
+    expert_classes: frozenset[str] = frozenset()
+    declared_classes: tuple[str, ...] | None = None
+    quantized: int = 0
+    quant_storage: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,83 @@ class MachineFacts:
     accelerator: str | None
     count: int
     memory_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class HereFacts:
+    """What `check --here` sees of this machine without importing torch; bytes are bytes.
+
+    `gpus` counts NVIDIA GPUs, None where another kind of accelerator makes the count say nothing. `visible` is
+    CUDA_VISIBLE_DEVICES, None if it isn't set. `memory` is the host's or the container's limit, `free_disk` and
+    `filesystem` are the output folder's, None and empty without one. `default_config` is the path of Accelerate's own
+    config file where there is one. `port_in_use` is about the file's port. `others_may_read` is the umask's opinion.
+    """
+
+    gpus: int | None = None
+    visible: str | None = None
+    memory: int | None = None
+    free_disk: int | None = None
+    filesystem: str = ""
+    torch_xla: bool = False
+    default_config: str = ""
+    port_in_use: bool = False
+    others_may_read: bool = True
+
+    @property
+    def usable_gpus(self) -> int | None:
+        """The GPUs that a process started here would see."""
+        if self.gpus is None or self.visible is None:
+            return self.gpus
+        count = 0
+        for entry in (word.strip() for word in self.visible.split(",")):
+            if not entry or (entry.lstrip("-").isdecimal() and not 0 <= int(entry) < self.gpus):
+                break  # CUDA drops the first bad entry and all after it
+            count += 1
+        return count
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What a checkpoint or export folder holds, by names, sizes and safetensors headers; nothing is unpickled.
+
+    `sharded` and `full` say in which way model weights are stored, `hub` that there are Hugging Face weights.
+    `without_metadata` are sharded folders that lack `.metadata`, `broken` files shorter than their header says.
+    `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
+    `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
+    `by_accelerator` says that `Accelerator.save_state` wrote it, which has no `trainer_state.json`.
+    """
+
+    name: str
+    sharded: bool = False
+    full: bool = False
+    hub: bool = False
+    optimizer: bool = False
+    scheduler: bool = False
+    trainer_state: bool = False
+    rng_states: int = 0
+    without_metadata: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    adapter_tensors: int | None = None
+    empty_tensor: str = ""
+    tied_twice: bool = False
+    cache_off: bool = False
+    architecture: str = ""
+    has_config: bool = False
+    private: str = ""
+    by_accelerator: bool = False
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a folder to resume from and not an export."""
+        return self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
+
+
+@dataclass(frozen=True)
+class ScriptFacts:
+    """A training script, parsed and not run."""
+
+    name: str
+    tree: ast.Module
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "accel_fsdp"
 MODULES = sorted(PACKAGE.glob("*.py"))
+RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
-    *("check", "config", "reedit", "rules_yaml", "rules_fsdp", "rules_job"),
+    *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
@@ -18,9 +19,10 @@ MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
-    {"machines", "catalogue", "fields", "presets", "files", "render", "editing"},
+    {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains"},
+    {"weights", "here"},
     {"asking", "facts", "check"},
-    {"defaults", "refusals", "rules_yaml", "rules_fsdp", "rules_job", "draft"},
+    {"defaults", "refusals", "draft", *RULES},
     {"questions", "migrate_fsdp"},
     {"migrate_zero"},
     {"migrate"},

@@ -1,0 +1,109 @@
+"""What `check --here` sees of this machine, without importing torch."""
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from accel_fsdp import files
+from accel_fsdp.types import HereFacts
+
+NVIDIA_SMI_SECONDS = 20
+OTHER_ACCELERATORS = ("kfd", "accel*", "davinci*", "hl*", "neuron*")
+"""Device files of AMD, TPU, Ascend, Habana, Neuron: beside one, no NVIDIA GPU doesn't mean no accelerator."""
+UNLIMITED = 1 << 60
+
+
+def read_here(port: int, output: str | None) -> HereFacts:
+    """Looks at GPUs, memory, disk, port and environment. `output` is the folder that the run will write to."""
+    folder = None if output is None else existing_part(Path(output))
+    return HereFacts(
+        gpus=count_gpus(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        memory=memory_limit(),
+        free_disk=None if folder is None else shutil.disk_usage(folder).free,
+        filesystem="" if folder is None else filesystem(folder),
+        torch_xla=_torch_xla(),
+        default_config=_default_config(),
+        port_in_use=port > 0 and port_in_use(port),
+        others_may_read=bool(files.file_mode() & 0o044),
+    )
+
+
+def count_gpus() -> int | None:
+    """The machine's NVIDIA GPUs; None where there are none but another accelerator's device file is."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    except (OSError, subprocess.TimeoutExpired):
+        proc = Path("/proc/driver/nvidia/gpus")
+        count = len(list(proc.iterdir())) if proc.is_dir() else 0
+    others = any(any(Path("/dev").glob(pattern)) for pattern in OTHER_ACCELERATORS)
+    return None if count == 0 and others else count
+
+
+def memory_limit() -> int | None:
+    """The host's memory in bytes, or the control group's limit if that is lower; None off Linux."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    except (OSError, StopIteration):
+        return None
+    limits = (_number(path) for path in _limit_files())
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
+def _limit_files() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    inside = next((line.removeprefix("0::/") for line in own if line.startswith("0::/")), "")
+    groups = [root / inside, *(root / inside).parents]
+    unified = [group / "memory.max" for group in groups if group.is_relative_to(root)]
+    return [*unified, root / "memory" / "memory.limit_in_bytes"]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
+
+
+def existing_part(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+
+
+def filesystem(folder: Path) -> str:
+    """The type of the file system that a folder is on, such as ext4 or nfs4; empty off Linux."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    around = [(mount[1], mount[2]) for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    return max(around, key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
+def port_in_use(port: int) -> bool:
+    """Whether something on this machine listens on `port`: the launcher's own test."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def _torch_xla() -> bool:
+    wanted = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
+    return wanted and importlib.util.find_spec("torch_xla") is not None
+
+
+def _default_config() -> str:
+    """The file that `accelerate launch` reads without `--config_file`, where there is one."""
+    cache = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    folder = Path(cache).expanduser() / "accelerate"
+    found = (folder / name for name in ("default_config.yaml", "default_config.json"))
+    return next((str(path) for path in found if path.is_file()), "")

@@ -1,0 +1,131 @@
+"""safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
+
+import json
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp.errors import UsageError
+from accel_fsdp.types import CheckpointFacts
+
+LENGTH_BYTES = 8
+LARGEST_HEADER = 100_000_000  # the format's own limit
+TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_state", "scaler")
+"""How files begin that end like weights and are none that `from_pretrained` could load."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in a safetensors file: dtype as the format spells it (BF16), and its bytes' place in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def tensors_of(path: Path) -> dict[str, Tensor] | None:
+    """The tensors of one safetensors file by name; None if it isn't one or is cut short."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            header = json.loads(file.read(length)) if length <= LARGEST_HEADER else None
+            size = os.fstat(file.fileno()).st_size
+        data = LENGTH_BYTES + length
+        found = {
+            name: Tensor(path, one["dtype"], tuple(one["shape"]), *(data + at for at in one["data_offsets"]))
+            for name, one in (header or {}).items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if isinstance(header, dict) and all(one.end <= size for one in found.values()) else None
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all `model*.safetensors` in a folder; broken files count for nothing."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        found |= tensors_of(path) or {}
+    return found
+
+
+def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Head and embedding, where a file stores both."""
+    pairs = (pair for pair in TIED if pair[0] in tensors and pair[1] in tensors)
+    return next(((tensors[head], tensors[embedding]) for head, embedding in pairs), None)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bytes."""
+    return _bytes(one) == _bytes(other)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    with tensor.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content[tensor.start : tensor.end]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON mapping; empty if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_checkpoint(folder: Path) -> CheckpointFacts:
+    """Looks at a checkpoint or export; of a run's folder at the checkpoint with the highest number, as Trainer does.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(
+            f"checkpoint {folder} is not a folder",
+            why="there is nothing to look at",
+            fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
+        )
+    numbered = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    holds_model = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*"))
+    if numbered and not holds_model:
+        folder = max(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return _facts(folder)
+
+
+def _facts(folder: Path) -> CheckpointFacts:
+    names = {path.name for path in folder.iterdir()}
+    sharded = [path for path in sorted(folder.iterdir()) if path.is_dir() and any(path.glob("*.distcp"))]
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = weights_in(folder)
+    config = read_json(folder / "config.json")
+    adapter = tensors_of(folder / "adapter_model.safetensors")
+    pair = tied_pair(tensors)
+    everything = {**tensors, **(adapter or {})}
+    return CheckpointFacts(
+        name=str(folder),
+        sharded=any(path.name.startswith("pytorch_model") for path in sharded),
+        full="pytorch_model_fsdp.bin" in names,
+        hub=any(Path(name).suffix in WEIGHTS and not name.startswith(STATE) for name in names),
+        optimizer=any(name.startswith("optimizer") for name in names),
+        scheduler="scheduler.pt" in names,
+        by_accelerator=any(name.startswith("random_states_") for name in names),
+        trainer_state="trainer_state.json" in names,
+        rng_states=sum(name.startswith("rng_state") for name in names),
+        without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),
+        broken=tuple(path.name for path in files if tensors_of(path) is None),
+        adapter_tensors=None if adapter is None else len(adapter),
+        empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),
+        tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
+        cache_off=config.get("use_cache") is False,
+        architecture=str((config.get("architectures") or [""])[0]),
+        has_config=bool(names & {"config.json", "tokenizer.json", "tokenizer_config.json"}),
+        private=next((path.name for path in files if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
+    )
