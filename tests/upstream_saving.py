@@ -92,7 +92,7 @@ def unwrapped_save_pretrained(folder: Path) -> Any:
     for name, settings in FSDP.items():
         accelerator, model, _ = prepared(llama(), settings)
         target = folder / name / str(rank())
-        seen[name] = raised(lambda: accelerator.unwrap_model(model).save_pretrained(target))
+        seen[name] = raised(accelerator.unwrap_model(model).save_pretrained, target)
         if rank() == 0 and not seen[name]:
             seen[name] = {key: list(tensor.shape) for key, tensor in load_file(target / "model.safetensors").items()}
     return seen
@@ -104,7 +104,7 @@ def full_after_sharded(folder: Path) -> Any:
         trainer = _train(folder / name, llama(), settings, max_steps=1)
         plugin = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
-        again = raised(lambda: trainer._save_checkpoint(trainer.model, trial=None))
+        again = raised(trainer._save_checkpoint, trainer.model, trial=None)
         seen[name] = [type(plugin.state_dict_config).__name__, again]
     return seen
 
@@ -115,9 +115,9 @@ def resume_with_another_type(folder: Path) -> Any:
     for name, wrote, reads in (("sharded", sharded, full), ("full", full, sharded)):
         _train(folder / name, llama(), wrote, max_steps=1, **EVERY_STEP)
         resume = str(folder / name / "checkpoint-1")
-        seen[name] = raised(lambda: _train(folder / name, llama(), reads, resume=resume))
+        seen[name] = raised(_train, folder / name, llama(), reads, resume=resume)
     weights = _copy(folder / "full" / "checkpoint-1", folder / "weights", "*.bin")
-    seen["weights only"] = raised(lambda: _train(folder / "new", llama(), full, resume=str(weights)))
+    seen["weights only"] = raised(_train, folder / "new", llama(), full, resume=str(weights))
     return seen
 
 
@@ -130,7 +130,7 @@ def resume_incomplete(folder: Path) -> Any:
         _train(folder / "new", llama(), V2, callbacks=[rate, adam], resume=str(checkpoint))
         seen[missing] = {"rate": rate.seen, "adam": adam.seen}
     _copy(whole, folder / "checkpoint-9", "trainer_state.json")
-    seen["newest"] = raised(lambda: _train(folder, llama(), V2, resume=True))
+    seen["newest"] = raised(_train, folder, llama(), V2, resume=True)
     return seen
 
 

@@ -108,7 +108,7 @@ def size_based(folder: Path) -> Any:
     sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
     default = prepared(llama(), {**V1, **sized})[1]
     fitting = prepared(llama(), {**V1, **sized, "fsdp_min_num_params": 7000})[1]
-    fsdp2 = raised(lambda: prepared(llama(), {**V2, **sized, "fsdp_min_num_params": 7000}))
+    fsdp2 = raised(prepared, llama(), {**V2, **sized, "fsdp_min_num_params": 7000})
     return {"default": units(default), "fitting": units(fitting), "fsdp2": fsdp2}
 
 
@@ -128,7 +128,7 @@ def partly_frozen(folder: Path) -> Any:
         layer.mlp.requires_grad_(False)
     flattened = {**V1, "fsdp_use_orig_params": False}
     adapted = make_trainer(folder, lora(), flattened, max_steps=1)
-    return {"layer": raised(lambda: prepared(model, flattened)), "lora": raised(adapted.train)}
+    return {"layer": raised(prepared, model, flattened), "lora": raised(adapted.train)}
 
 
 def mixed_dtypes(folder: Path) -> Any:
@@ -161,7 +161,7 @@ def strategy_under_fsdp2(folder: Path) -> Any:
 
 def mesh_too_large(folder: Path) -> Any:
     mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
-    return raised(lambda: prepared(llama(), V2, parallelism_config=mesh))
+    return raised(prepared, llama(), V2, parallelism_config=mesh)
 
 
 def evaluate_before_train(folder: Path) -> Any:
@@ -172,14 +172,14 @@ def evaluate_before_train(folder: Path) -> Any:
 
 def checkpointing_twice(folder: Path) -> Any:
     settings = {**V2, "fsdp_activation_checkpointing": True}
-    return raised(lambda: make_trainer(folder, llama(), settings, gradient_checkpointing=True))
+    return raised(make_trainer, folder, llama(), settings, gradient_checkpointing=True)
 
 
 def checkpointing_without_policy(folder: Path) -> Any:
     on = {**NO_WRAP, "fsdp_activation_checkpointing": True}
     _, model, _ = prepared(llama(), {**V1, **on})
     wrapped = [type(m._checkpoint_wrapped_module).__name__ for m in model.modules() if _is_checkpointed(m)]
-    return {"fsdp2": raised(lambda: prepared(llama(), {**V2, **on})), "fsdp1": wrapped}
+    return {"fsdp2": raised(prepared, llama(), {**V2, **on}), "fsdp1": wrapped}
 
 
 def _is_checkpointed(module: Any) -> bool:
@@ -191,7 +191,7 @@ def generating(folder: Path) -> Any:
         trainer = make_trainer(folder, llama(), settings, max_steps=1)
         trainer.train()
         ids = torch.tensor([[5, 6, 7]])
-        return raised(lambda: trainer.model.generate(input_ids=ids, max_new_tokens=2, do_sample=False))
+        return raised(trainer.model.generate, input_ids=ids, max_new_tokens=2, do_sample=False)
 
     return {"fsdp2": attempt(V2), "fsdp1": attempt(V1)}
 
@@ -223,8 +223,8 @@ def dora(folder: Path) -> Any:
 
 
 def only_model(folder: Path) -> Any:
-    seen = {"sharded": raised(lambda: make_trainer(folder, llama(), V2, save_only_model=True))}
+    seen = {"sharded": raised(make_trainer, folder, llama(), V2, save_only_model=True)}
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1}
     settings = {**V2, **FULL}
-    seen["best"] = raised(lambda: make_trainer(folder, llama(), settings, save_only_model=True, eval_steps=1, **best))
+    seen["best"] = raised(make_trainer, folder, llama(), settings, save_only_model=True, eval_steps=1, **best)
     return seen
