@@ -50,6 +50,7 @@ def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path:
     assert environment(tmp_path, fsdp_config=settings)[field.variable].lower() == str(value).lower()
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("field", [field for field in FSDP_FIELDS if field.engines == {Engine.TPU}])
 def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
     """Red when Accelerate starts to hand them on: then train/sft.py need not read the YAML itself."""
@@ -57,6 +58,9 @@ def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
     assert environment(tmp_path, fsdp_config={"fsdp_version": 1, field.key: True}) == plain
 
 
+=======
+@pytest.mark.pain("P06")
+>>>>>>> 241df1b95240531bdcb8b6dbbd370d5a88ed84dc
 def test_a_missing_version_means_1(tmp_path: Path) -> None:
     assert environment(tmp_path, fsdp_config={})["FSDP_VERSION"] == "1"
     assert BY_NAME["fsdp_config", "fsdp_version"].default == 1
@@ -66,6 +70,7 @@ def test_the_prefix_may_be_left_out_of_fsdp_keys(tmp_path: Path) -> None:
     assert environment(tmp_path, fsdp_config={"version": 2, "offload_params": True})["FSDP_OFFLOAD_PARAMS"] == "true"
 
 
+@pytest.mark.pain("P05")
 @pytest.mark.parametrize("key", [*RETIRED, "fsdp_limit_all_gathers", "fsdp_anything"])
 def test_unknown_and_retired_fsdp_keys_change_nothing(key: str, tmp_path: Path) -> None:
     """AF103 and AF104: red when Accelerate starts to read or to refuse them."""
@@ -81,6 +86,7 @@ def test_a_mesh_key_reaches_the_ranks(field: Field, tmp_path: Path) -> None:
     assert seen[field.variable].lower() == str(value).lower()
 
 
+@pytest.mark.pain("P41")
 @pytest.mark.parametrize("name", ["dp_replicate_size", "dp_shard_size", "tp_size"])
 def test_a_mesh_key_without_its_prefix_is_dropped(name: str, tmp_path: Path) -> None:
     """AF105: red when Accelerate adds the prefix here too."""
@@ -106,6 +112,7 @@ def test_keys_that_only_work_on_the_command_line(
     assert not BY_NAME["", key].engines
 
 
+@pytest.mark.pain("P04")
 def test_reshard_after_forward_is_overridden_under_fsdp1(tmp_path: Path) -> None:
     """AF302: the strategy is exported whether or not it was given, and the plugin looks at it first."""
     seen = environment(tmp_path, fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": "NO_SHARD"})

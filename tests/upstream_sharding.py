@@ -1,0 +1,230 @@
+"""Experiments of `upstream_probe.py`: what becomes a unit, on which mesh, in which dtype, and what then fails."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from upstream_probe import (
+    FULL,
+    LAYER,
+    V1,
+    V2,
+    launched,
+    llama,
+    local,
+    lora,
+    make_trainer,
+    prepared,
+    raised,
+    rank,
+    step,
+    units,
+)
+
+NO_WRAP = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+
+
+def _without(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}
+
+
+def reshard_key_under_fsdp1(folder: Path) -> Any:
+    _, model, _ = prepared(llama(), {**V1, "fsdp_reshard_after_forward": "NO_SHARD"})
+    fsdp_config = {"version": 1, "reshard_after_forward": "no_shard", "transformer_layer_cls_to_wrap": LAYER}
+    trainer = make_trainer(folder, llama(), None, fsdp=True, fsdp_config=fsdp_config)
+    trainer.train()
+    return {"yaml": model.sharding_strategy.name, "arguments": trainer.model.sharding_strategy.name}
+
+
+def no_wrap_policy(folder: Path) -> Any:
+    seen = {}
+    for name, settings in {"fsdp1": V1, "fsdp2": V2}.items():
+        _, model, _ = prepared(llama(), _without(settings, "fsdp_auto_wrap_policy"))
+        seen[name] = units(model)
+    return seen
+
+
+def no_split_modules_empty(folder: Path) -> Any:
+    seen = {}
+    for name, settings in {"fsdp1": V1, "fsdp2": V2}.items():
+        model = llama()
+        model._no_split_modules = set()
+        _, model, _ = prepared(model, _without(settings, "fsdp_transformer_layer_cls_to_wrap"))
+        seen[name] = units(model)
+    return seen
+
+
+def upcast_before_meta(folder: Path) -> Any:
+    model, seen = llama(torch.bfloat16), {}
+    move = model.to
+
+    def watched(*args: Any, **options: Any) -> Any:
+        if args and args[0] == torch.device("meta"):
+            seen["dtypes"] = sorted({str(p.dtype) for p in model.parameters()})
+            seen["bytes"] = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        return move(*args, **options)
+
+    model.to = watched
+    elements = sum(p.numel() for p in model.parameters())
+    prepared(model, {**V2, "fsdp_cpu_ram_efficient_loading": True}, "bf16")
+    return {**seen, "elements": elements}
+
+
+def ram_efficient_loading(folder: Path) -> Any:
+    reference = llama()
+    if rank() == 0:
+        reference.save_pretrained(folder)
+    torch.distributed.barrier()
+    launched({**V2, "fsdp_cpu_ram_efficient_loading": True})
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    same = [torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+    return {"real": all(same), "devices": sorted({str(p.device) for p in model.parameters()})}
+
+
+def pure_bf16(folder: Path) -> Any:
+    seen = {}
+    for precision in ("no", "bf16"):
+        _, model, optimizer = prepared(llama(torch.bfloat16), V2, precision)
+        step(model, optimizer)
+        moments = {str(s["exp_avg"].dtype) for s in optimizer.optimizer.state.values()}
+        grads = {str(p.grad.dtype) for p in model.parameters()}
+        seen[precision] = sorted({str(p.dtype) for p in model.parameters()} | moments | grads)
+    return seen
+
+
+def rope_buffers(folder: Path) -> Any:
+    seen = {}
+    for name, settings in {"fsdp1": V1, "fsdp2": V2}.items():
+        _, model, _ = prepared(llama(), settings, "bf16")
+        step(model)
+        frequencies = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
+        seen[name] = [str(frequencies.dtype), frequencies[1].item()]
+    return seen
+
+
+def size_based(folder: Path) -> Any:
+    sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
+    default = prepared(llama(), {**V1, **sized})[1]
+    fitting = prepared(llama(), {**V1, **sized, "fsdp_min_num_params": 7000})[1]
+    fsdp2 = raised(prepared, llama(), {**V2, **sized, "fsdp_min_num_params": 7000})
+    return {"default": units(default), "fitting": units(fitting), "fsdp2": fsdp2}
+
+
+def weight_decay_groups(folder: Path) -> Any:
+    seen = {}
+    for flag in (False, True):
+        trainer = make_trainer(folder, llama(), {**V1, "fsdp_use_orig_params": flag}, weight_decay=0.1, max_steps=1)
+        trainer.train()
+        undecayed = [group for group in trainer.optimizer.param_groups if group["weight_decay"] == 0]
+        seen[str(flag)] = sum(len(group["params"]) for group in undecayed)
+    return seen
+
+
+def partly_frozen(folder: Path) -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.requires_grad_(False)
+    flattened = {**V1, "fsdp_use_orig_params": False}
+    adapted = make_trainer(folder, lora(), flattened, max_steps=1)
+    return {"layer": raised(prepared, model, flattened), "lora": raised(adapted.train)}
+
+
+def mixed_dtypes(folder: Path) -> Any:
+    def attempt(settings: dict[str, Any], precision: str) -> str:
+        model = llama(torch.bfloat16)
+        for layer in model.model.layers:
+            layer.input_layernorm.float()
+        return raised(lambda: step(prepared(model, settings, precision)[1]))
+
+    return {f"{v['fsdp_version']}-{p}": attempt(v, p) for v in (V1, V2) for p in ("no", "bf16")}
+
+
+def adafactor(folder: Path) -> Any:
+    def attempt(settings: dict[str, Any], optim: str) -> str:
+        return raised(make_trainer(folder, llama(), settings, optim=optim, max_steps=1).train)
+
+    others = {optim: attempt(V2, optim) for optim in ("sgd", "rmsprop", "adamw_torch")}
+    return {"fsdp1": attempt(V1, "adafactor"), "fsdp2": attempt(V2, "adafactor"), **others}
+
+
+def strategy_under_fsdp2(folder: Path) -> Any:
+    seen = {}
+    for strategy in ("HYBRID_SHARD", "NO_SHARD"):
+        _, model, _ = prepared(llama(), {**V2, "fsdp_sharding_strategy": strategy})
+        first = next(model.parameters())
+        held = sum(local(p).numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+        seen[strategy] = [list(first.device_mesh.shape), held]
+    return seen
+
+
+def mesh_too_large(folder: Path) -> Any:
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    return raised(prepared, llama(), V2, parallelism_config=mesh)
+
+
+def evaluate_before_train(folder: Path) -> Any:
+    seen = {"fsdp2": raised(make_trainer(folder, llama(), V2).evaluate)}
+    trainer = make_trainer(folder, llama(), V1)
+    return {**seen, "fsdp1 evaluate": raised(trainer.evaluate), "fsdp1 train": raised(trainer.train)}
+
+
+def checkpointing_twice(folder: Path) -> Any:
+    settings = {**V2, "fsdp_activation_checkpointing": True}
+    return raised(make_trainer, folder, llama(), settings, gradient_checkpointing=True)
+
+
+def checkpointing_without_policy(folder: Path) -> Any:
+    on = {**NO_WRAP, "fsdp_activation_checkpointing": True}
+    _, model, _ = prepared(llama(), {**V1, **on})
+    wrapped = [type(m._checkpoint_wrapped_module).__name__ for m in model.modules() if _is_checkpointed(m)]
+    return {"fsdp2": raised(prepared, llama(), {**V2, **on}), "fsdp1": wrapped}
+
+
+def _is_checkpointed(module: Any) -> bool:
+    return type(module).__name__ == "CheckpointWrapper"
+
+
+def generating(folder: Path) -> Any:
+    def attempt(settings: dict[str, Any]) -> str:
+        trainer = make_trainer(folder, llama(), settings, max_steps=1)
+        trainer.train()
+        ids = torch.tensor([[5, 6, 7]])
+        return raised(trainer.model.generate, input_ids=ids, max_new_tokens=2, do_sample=False)
+
+    return {"fsdp2": attempt(V2), "fsdp1": attempt(V1)}
+
+
+def tied_embedding_class(folder: Path) -> Any:
+    settings = {**V2, "fsdp_transformer_layer_cls_to_wrap": f"{LAYER},Embedding"}
+    tied = raised(lambda: step(prepared(llama(tie_word_embeddings=True), settings)[1]))
+    plain = raised(lambda: step(prepared(llama(tie_word_embeddings=True), V2)[1]))
+    return {"with Embedding": tied, "without": plain}
+
+
+def tied_adapters(folder: Path) -> Any:
+    def attempt(ram: bool, **options: Any) -> str:
+        model = lora(llama(tie_word_embeddings=True), **options)
+        settings = {**V2, "fsdp_cpu_ram_efficient_loading": ram}
+        return raised(make_trainer(folder, model, settings, max_steps=1).train)
+
+    both, one = ["embed_tokens", "lm_head"], ["embed_tokens"]
+    cases: dict[str, Any] = {"both": {"modules_to_save": both}, "one": {"modules_to_save": one}}
+    cases["tokens"] = {"trainable_token_indices": [1, 2]}
+    return {f"{name} {ram}": attempt(ram, **options) for name, options in cases.items() for ram in (True, False)}
+
+
+def dora(folder: Path) -> Any:
+    def attempt(settings: dict[str, Any]) -> str:
+        return raised(make_trainer(folder, lora(use_dora=True), settings, max_steps=1).train)
+
+    return {"fsdp1": attempt(V1), "fsdp2": attempt(V2)}
+
+
+def only_model(folder: Path) -> Any:
+    seen = {"sharded": raised(make_trainer, folder, llama(), V2, save_only_model=True)}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1}
+    settings = {**V2, **FULL}
+    seen["best"] = raised(make_trainer, folder, llama(), settings, save_only_model=True, eval_steps=1, **best)
+    return seen
