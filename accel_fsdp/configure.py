@@ -68,7 +68,7 @@ def _preset(name: str | None) -> Mapping[str, str]:
 def _flags_of(path: Path) -> dict[str, str]:
     from accel_fsdp.inputs import read_subject
 
-    subject, _ = read_subject(path, None, None)
+    subject, _ = read_subject(path)
     return reedit.to_flags(subject, path.read_text(encoding="utf-8"))
 
 

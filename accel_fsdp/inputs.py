@@ -33,12 +33,13 @@ class Sources:
     here: bool = False
 
 
-def read_subject(path: Path, sources: Sources) -> tuple[Subject, Any]:
+def read_subject(path: Path, sources: Sources | None = None) -> tuple[Subject, Any]:
     """Returns what the rules see and the ruamel.yaml document for lines and repairs.
 
     Raises:
         UserError: a file can't be read, or the model can't.
     """
+    sources = sources or Sources()
     document = config.load(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 MODEL = "meta-llama/Llama-3.1-8B"
 """The model of the shipped files; every Llama has the same layer class."""
 
-_BASE = {"method": "full", "gpus": "8xH100-80GB"}
+_BASE = {"method": "full", "gpus": "8xH100-80GB", "num_machines": "1"}
 _FSDP1 = {**_BASE, "engine": "fsdp", "fsdp_version": "1"}
 _FSDP2 = {**_BASE, "engine": "fsdp", "fsdp_version": "2"}
 _ZERO = {**_BASE, "engine": "deepspeed"}
@@ -31,5 +31,5 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "zero2": {**_ZERO, "zero_stage": "2"},
     "zero3": {**_ZERO, "zero_stage": "3"},
     "zero3_offload": {**_ZERO, "zero_stage": "3", "cpu_offload": "true"},
-    "tpu": {"method": "full", "gpus": "cpu", "engine": "tpu", "num_processes": "8"},
+    "tpu": {"method": "full", "gpus": "cpu", "num_machines": "1", "engine": "tpu", "num_processes": "8"},
 }

@@ -33,7 +33,7 @@ def migrate(path: Path, target: str, options: Options) -> int:
         UserError: a meaning can't be kept, or the output exists, and `options.force` is not given; nothing is written.
         UsageError: the file can't be read, or its engine can't be migrated.
     """
-    subject, document = read_subject(path, None, None)
+    subject, document = read_subject(path)
     before = path.read_text(encoding="utf-8")
     migration = plan(subject, target, options.layer_class)
     _refuse_merge_keys(path, document)

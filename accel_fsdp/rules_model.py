@@ -13,8 +13,11 @@ POLICY = "fsdp_config.fsdp_auto_wrap_policy"
 
 @rule("AF320", pains=("P84",))
 def fsdp_block_on_tpu(subject: Subject) -> Iterator[Finding]:
-    """An `fsdp_config` under `distributed_type: XLA`, where nothing reads it."""
-    if subject.engine is Engine.TPU and subject.section("fsdp_config"):
+    """An `fsdp_config` without `xla: true` under `distributed_type: XLA`.
+
+    Accelerate reads none of it there; the xla keys are for the training script, which gives them to Trainer.
+    """
+    if subject.engine is Engine.TPU and subject.section("fsdp_config") and not subject.on("fsdp_xla"):
         yield Finding(
             "fsdp_config",
             "on TPU nothing reads fsdp_config",

@@ -150,7 +150,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         self.expected = export.expected_tensors(model, self._trained_as())
 
     def _trained_as(self) -> torch.dtype | None:
-        """Under mixed precision FSDP trains float32 master weights; DeepSpeed's are its own, and the model is 16-bit."""
+        """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
         precision = self.accelerator.mixed_precision
         if getattr(self.accelerator.state, "deepspeed_plugin", None) is not None:
             return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

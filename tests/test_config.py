@@ -175,7 +175,7 @@ def test_a_file_is_re_edited_in_place(wanted: Answers, other: Answers, yaml_file
     yaml_file.write_text(
         config.to_text(wanted).replace("num_machines", "# mine\ndebug: true  # mine too\nnum_machines")
     )
-    subject, _ = read_subject(yaml_file, None, None)
+    subject, _ = read_subject(yaml_file)
     flags = reedit.to_flags(subject, yaml_file.read_text())
     for question in applying(wanted):
         if question.field not in ("engine", "fsdp_version", "strategy"):  # NO_SHARD under FSDP2 is plain DDP

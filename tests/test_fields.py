@@ -50,7 +50,6 @@ def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path:
     assert environment(tmp_path, fsdp_config=settings)[field.variable].lower() == str(value).lower()
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("field", [field for field in FSDP_FIELDS if field.engines == {Engine.TPU}])
 def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
     """Red when Accelerate starts to hand them on: then train/sft.py need not read the YAML itself."""
@@ -58,9 +57,7 @@ def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
     assert environment(tmp_path, fsdp_config={"fsdp_version": 1, field.key: True}) == plain
 
 
-=======
 @pytest.mark.pain("P06")
->>>>>>> 241df1b95240531bdcb8b6dbbd370d5a88ed84dc
 def test_a_missing_version_means_1(tmp_path: Path) -> None:
     assert environment(tmp_path, fsdp_config={})["FSDP_VERSION"] == "1"
     assert BY_NAME["fsdp_config", "fsdp_version"].default == 1

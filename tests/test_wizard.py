@@ -7,28 +7,25 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import ROOT, SFT, accel_fsdp, accelerate_launch
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, run
 
 from accel_fsdp import jobs
 from accel_fsdp.questions import QUESTIONS
 
-DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"
+DOWN, UP, ENTER, CTRL_C, ESCAPE = "\x1b[B", "\x1b[A", "\r", "\x03", "\x1b"
 SECONDS = 40
-ASKED = [
-    question.prompt
-    for question in QUESTIONS
-    if question.field not in ("min_num_params", "main_process_ip", "main_process_port")
-]
+OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port")
+ASKED = [question.prompt for question in QUESTIONS if question.field not in OTHER_ANSWERS]
 
 
 class Terminal:
-    """The wizard in a pseudo-terminal, 100 columns wide."""
+    """The wizard in a pseudo-terminal."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, rows: int = 50, columns: int = 200) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
         words = ["-m", "accel_fsdp", "config", *args]
         self.child = pexpect.spawn(
-            sys.executable, words, env=environment, encoding="utf-8", dimensions=(50, 200), timeout=SECONDS
+            sys.executable, words, env=environment, encoding="utf-8", dimensions=(rows, columns), timeout=SECONDS
         )
 
     def wait_for(self, text: str) -> None:
@@ -52,6 +49,9 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     terminal.answer(ASKED[0], str(tiny_model))
     terminal.wait_for("4 x LlamaDecoderLayer")
     terminal.answer("What do you train?")
+    terminal.answer("Which machine will train?")
+    terminal.answer("How many machines?")
+    terminal.answer("Which engine?")
     terminal.answer("Which FSDP?", DOWN)  # 2 -> 1
     terminal.answer("Which sharding strategy?", DOWN)  # 1 -> 2
     terminal.answer("How are FSDP units made?")
@@ -61,10 +61,9 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     terminal.answer("How are checkpoints written?")
     terminal.answer("RAM-efficient loading")
     terminal.answer("Which precision?", DOWN + DOWN)  # bf16 -> no
-    terminal.answer("How many machines?")
     terminal.answer("How many processes")
-    terminal.wait_for("fsdp_sharding_strategy")
     terminal.wait_for(f"Write {path}?")
+    terminal.wait_for("Quit, write nothing")
     terminal.child.send(ENTER)
     assert terminal.exit_code() == 0
 
@@ -88,7 +87,7 @@ def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tiny_model: Path, t
     terminal = Terminal("-o", str(path))
     for number, prompt in enumerate(ASKED[:stop_at]):
         terminal.answer(prompt, str(tiny_model) if number == 0 else "")
-    terminal.wait_for([*ASKED, "Write "][stop_at])
+    terminal.wait_for([*ASKED, "Quit, write nothing"][stop_at])
     terminal.child.send(CTRL_C)
     terminal.wait_for("nothing written")
     assert terminal.exit_code() == 130
@@ -96,7 +95,7 @@ def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tiny_model: Path, t
 
 
 def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
-    terminal = Terminal("-o", str(tmp_path / "made.yaml"), "--method", "full", "--fsdp-version", "2", "--strategy", "1")
+    terminal = Terminal("-o", str(tmp_path / "made.yaml"), "--preset", "fsdp2")
     terminal.answer(ASKED[0], "/no/such/model")
     terminal.wait_for("does not exist")
     terminal.answer(ASKED[0], str(tiny_model))
@@ -128,3 +127,75 @@ def test_the_command_in_the_header_writes_the_same_bytes(tiny_model: Path, tmp_p
     words = shlex.split(first.read_text().splitlines()[2].removeprefix("#"))
     assert accel_fsdp(*words[1:], "-o", second).code == 0
     assert first.read_bytes() == second.read_bytes()
+
+
+def made(folder: Path, model: Path) -> Path:
+    path = folder / "made.yaml"
+    assert accel_fsdp("config", "--yes", "--preset", "fsdp2", "--model", model, "-o", path).code == 0
+    return path
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 80), (30, 40)])
+def test_escape_goes_back_one_question(rows: int, columns: int, tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "made.yaml"
+    given = ["--model", str(tiny_model), "--gpus", "cpu", "--num-machines", "1", "--engine", "fsdp"]
+    rest = ["--strategy", "1", "--mixed-precision", "no", "--num-processes", "2", "--cpu-offload", "false"]
+    more = ["--wrap-policy", "TRANSFORMER_BASED_WRAP", "--layer-class", "LlamaDecoderLayer"]
+    last = ["--activation-checkpointing", "false", "--state-dict-type", "FULL_STATE_DICT"]
+    words = [*given, *rest, *more, *last, "--ram-efficient-loading", "true", "-o", str(path)]
+    terminal = Terminal(*words, rows=rows, columns=columns)
+    terminal.answer("What do you train?", DOWN)  # lora
+    terminal.wait_for("Which FSDP?")
+    terminal.wait_for("FullyShardedDataParallel")
+    terminal.child.send(ESCAPE)
+    terminal.answer("What do you train?", UP)  # back to full
+    terminal.answer("Which FSDP?", DOWN)  # 1, which LoRA would refuse
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ENTER)
+    assert terminal.exit_code() == 0
+    assert "fsdp_version: 1" in path.read_text()
+    assert "--method full" in path.read_text()
+
+
+def test_an_answer_is_changed_at_the_review(tiny_model: Path, tmp_path: Path) -> None:
+    path = made(tmp_path, tiny_model)
+    terminal = Terminal("--from", str(path))
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(DOWN * 5 + ENTER)  # write, model, method, gpus, machines, engine
+    terminal.answer("Which engine?", DOWN)  # ddp
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ENTER)
+    terminal.wait_for("+distributed_type: MULTI_GPU")
+    terminal.wait_for("Overwrite it?")
+    terminal.child.send(ENTER)
+    assert terminal.exit_code() == 0
+    assert "distributed_type: MULTI_GPU" in path.read_text()
+    assert "fsdp_config" not in path.read_text()
+
+
+def test_a_file_is_re_edited_with_a_diff(tiny_model: Path, tmp_path: Path) -> None:
+    path = made(tmp_path, tiny_model)
+    path.write_text(path.read_text().replace("num_machines: 1", "num_machines: 1  # mine"))
+    before = path.read_text()
+    refused = accel_fsdp("config", "--from", path, "--yes", "--strategy", "2")
+    assert refused.code == 1
+    assert path.read_text() == before
+    changed = accel_fsdp("config", "--from", path, "--yes", "--strategy", "2", "--force")
+    assert changed.code == 0, changed.output
+    assert "-  fsdp_reshard_after_forward: true" in changed.output
+    assert "+  fsdp_reshard_after_forward: false" in changed.output
+    assert "num_machines: 1  # mine" in path.read_text()
+    assert "--strategy 2" in path.read_text()
+
+
+def test_the_first_prompt_needs_no_heavy_library() -> None:
+    code = (
+        "import sys; from accel_fsdp import configure; print([m for m in ('torch', 'accelerate') if m in sys.modules])"
+    )
+    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
+
+
+def test_an_unknown_preset_is_refused(tiny_model: Path) -> None:
+    finished = accel_fsdp("config", "--yes", "--preset", "fsdp3", "--model", tiny_model, "-o", "-")
+    assert finished.code == 2
+    assert "Did you mean fsdp2?" in finished.output
