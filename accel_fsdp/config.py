@@ -173,12 +173,25 @@ def launch_line(answers: Answers, path: str) -> str:
 
 def dump(document: Any) -> str:
     """The YAML text of a mapping, or of what `load` returned: lines that were not edited come back byte for byte."""
-    source = getattr(document, "source", None)
+    source: str | None = getattr(document, "source", None)
     if source is None:
         return _ruamel_text(document, indent=2)
     indent = _indent(source)
     pristine, edited = (_ruamel_text(one, indent) for one in (_round_trip().load(source), document))
-    return source if pristine == edited else _merge(source, pristine, edited)
+    if pristine == edited:
+        return source
+    merged = _merge(source, pristine, edited)
+    return merged if _reads_as(merged, edited) else edited
+
+
+def _reads_as(text: str, wanted: str) -> bool:
+    """Whether two texts hold the same; odd layouts, such as one-line mappings over several lines, don't merge."""
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return bool(_round_trip().load(text) == _round_trip().load(wanted))
+    except (YAMLError, ValueError):
+        return False
 
 
 def _merge(source: str, pristine: str, edited: str) -> str:
