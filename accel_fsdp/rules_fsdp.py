@@ -194,7 +194,7 @@ def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
     """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
 
     The launcher refuses it under both versions, although FSDP2 doesn't use the key. The text 'false' slips past, and
-    ranks other than 0 then train random weights.
+    FSDP1 turns syncing on again.
     """
     if subject.is_fsdp and subject.on("fsdp_cpu_ram_efficient_loading") and not subject.on("fsdp_sync_module_states"):
         edit = Edit("fsdp_config", "fsdp_sync_module_states")
