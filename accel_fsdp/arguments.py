@@ -10,6 +10,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from accel_fsdp import config, cpu
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.files import checkpoints
 
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
@@ -192,9 +193,8 @@ def checkpoint_to_resume(training: SftArguments) -> str | None:
 
 def _newest_complete(output: Path) -> str | None:
     """The complete checkpoint-N with the highest number; Trainer itself would take a half-written one."""
-    numbered = [path for path in output.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    complete = [path for path in numbered if _is_complete(path)]
-    return str(max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if complete else None
+    complete = [path for path in checkpoints(output) if _is_complete(path)]
+    return str(complete[-1]) if complete else None
 
 
 def _is_complete(checkpoint: Path) -> bool:

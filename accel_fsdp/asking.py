@@ -12,6 +12,12 @@ from accel_fsdp.types import MachineFacts, ModelFacts
 Given = Mapping[str, Any]
 
 
+def is_ddp(given: Given) -> bool:
+    """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, Accelerate would shard all the same."""
+    unsharded = given["engine"] == "fsdp" and given["fsdp_version"] == 2 and given["strategy"] == 3
+    return bool(given["engine"] == "ddp" or unsharded)
+
+
 @dataclass(frozen=True)
 class Context:
     """What a question may look at: the answers so far, the model, and the machine that was found."""

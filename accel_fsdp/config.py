@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import __version__
+from accel_fsdp.asking import is_ddp
 from accel_fsdp.check import as_scalar
 from accel_fsdp.errors import UsageError
 from accel_fsdp.fields import BY_NAME, Engine
 from accel_fsdp.questions import applying
-from accel_fsdp.types import STRATEGIES, Answers
+from accel_fsdp.types import RESHARDS, STRATEGIES, TORCH_DTYPES, Answers
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
@@ -29,15 +30,13 @@ ENGINES: dict[str, tuple[str, Engine]] = {
 }
 """The wizard's names of the engines other than FSDP: Accelerate's `distributed_type`, and the field table's engine."""
 
-RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
-
 
 def engine_of(answers: Answers) -> Engine:
-    """What these answers train with. FSDP2 has no NO_SHARD: the same thing is plain DDP there."""
+    """What these answers train with."""
+    if is_ddp(vars(answers)):
+        return Engine.DDP
     if answers.engine != "fsdp":
         return ENGINES[answers.engine][1]
-    if answers.fsdp_version == 2 and STRATEGIES[answers.strategy] == "NO_SHARD":
-        return Engine.DDP
     return Engine.FSDP2 if answers.fsdp_version == 2 else Engine.FSDP1
 
 
@@ -79,7 +78,7 @@ def _fsdp1(answers: Answers) -> dict[tuple[str, str], Any]:
 def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
     """FSDP2 spells hybrid sharding as a device mesh: one replica per machine, shards inside each."""
     strategy = STRATEGIES[answers.strategy]
-    values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): strategy in RESHARDS}
+    values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): RESHARDS[strategy]}
     if strategy.startswith("HYBRID"):
         sizes = {"replicate": answers.num_machines, "shard": answers.num_processes // answers.num_machines}
         values |= {("parallelism_config", f"parallelism_config_dp_{name}_size"): n for name, n in sizes.items()}
@@ -152,9 +151,6 @@ def flag_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-STORAGE = {"bf16": "bfloat16", "fp16": "float16"}
-
-
 def launch_line(answers: Answers, path: str) -> str:
     """The command that trains with the YAML at `path`."""
     words = ["accelerate", "launch", "--config_file", path]
@@ -165,7 +161,7 @@ def launch_line(answers: Answers, path: str) -> str:
     if answers.method != "full":
         words.append("--use_peft")
     if answers.method == "qlora":
-        words += ["--load_in_4bit", "--bnb_4bit_quant_storage", STORAGE[answers.mixed_precision]]
+        words += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
     if answers.engine == "tpu":
         words += ["--accelerate_config", path]
     return shlex.join(words)

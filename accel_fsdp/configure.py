@@ -1,13 +1,12 @@
 """The command `accel-fsdp config`: interview, review, write."""
 
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import config, files, prompts, reedit, render, wizard
-from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import applying
 from accel_fsdp.types import Answers
@@ -50,7 +49,7 @@ def configure(options: Options, flags: Mapping[str, str]) -> int:
     original = _original(options.from_file, written, talk) if options.from_file else None
     if interactive:
         return _review(talk, options, original)
-    return _write(talk, options, original)
+    return _write(wizard.answers(talk), options, original)
 
 
 def _preset(name: str | None) -> Mapping[str, str]:
@@ -92,14 +91,15 @@ def _review(talk: wizard.Interview, options: Options, original: Original | None)
     place = "stdout" if output is None else str(output)
     while True:
         answers = wizard.answers(talk)
+        text = _text(answers, original)
         chosen = prompts.pick(
             f"Write {place}?",
             [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
         )
-        if chosen == WRITE and _may_write(output, options, original, _text(answers, original)):
-            return _write(talk, options, original)
+        if chosen == WRITE and _may_write(output, options, original, text):
+            return _write(answers, options, original)
         if chosen == SHOW:
-            _show(_text(answers, original), original, place)
+            _show(text, original, place)
         elif chosen == QUIT:
             render.say("nothing written")
             return 1
@@ -115,12 +115,11 @@ def _rows(answers: Answers) -> list[tuple[str, str]]:
 def _show(text: str, original: Original | None, title: str) -> None:
     render.show_yaml(text, title)
     if original is not None:
-        render.show_diff(_diff(original, text))
+        _diff(original, text)
 
 
-def _diff(original: Original, text: str) -> list[str]:
-    name = str(original.path)
-    return list(difflib.unified_diff(original.text.splitlines(), text.splitlines(), name, name, lineterm=""))
+def _diff(original: Original, text: str) -> None:
+    render.show_diff(original.text, text, str(original.path))
 
 
 def _may_write(output: Path | None, options: Options, original: Original | None, text: str) -> bool:
@@ -128,18 +127,17 @@ def _may_write(output: Path | None, options: Options, original: Original | None,
     if output is None or not output.exists() or options.force:
         return True
     if original is not None:
-        render.show_diff(_diff(original, text))
+        _diff(original, text)
     return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
 
 
-def _write(talk: wizard.Interview, options: Options, original: Original | None) -> int:
-    answers = wizard.answers(talk)
+def _write(answers: Answers, options: Options, original: Original | None) -> int:
     output, text = _output(options), _text(answers, original)
     if output is None:
         render.put(text.rstrip())
         return 0
     if original is not None and not sys.stdin.isatty():
-        render.show_diff(_diff(original, text))
+        _diff(original, text)
     files.write_text(output, text)
     render.say(f"written: {output}", style="green")
     render.say("train with:")
@@ -150,16 +148,10 @@ def _write(talk: wizard.Interview, options: Options, original: Original | None) 
 def _output(options: Options) -> Path | None:
     if str(options.output) == "-":
         return None
-    if options.output or options.from_file:
-        return options.output or options.from_file
-    from accelerate.commands.config.config_args import default_yaml_config_file
-
-    return Path(default_yaml_config_file)
+    return options.output or options.from_file or files.default_config()
 
 
 def _refuse_existing(options: Options) -> None:
     output = _output(options)
-    if output and output.exists() and not options.force:
-        raise UserError(
-            f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
-        )
+    if output and not options.force:
+        files.refuse_existing(output)

@@ -36,6 +36,35 @@ def write_text(path: Path, text: str) -> None:
                 os.unlink(temporary)
 
 
+def default_config() -> Path:
+    """Where `accelerate launch` looks without `--config_file`, as accelerate.commands.config.config_args has it."""
+    cache = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def refuse_existing(path: Path) -> None:
+    """Keeps a config file from being overwritten without the user's word.
+
+    Raises:
+        UserError: there is such a file.
+    """
+    if path.exists():
+        raise UserError(
+            f"{path} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
+        )
+
+
+def existing_part(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoint-N folders of a run as Trainer names them, complete or not, in the order of their numbers."""
+    numbered = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
 def check_writable(folder: Path) -> None:
     """Proves that `folder` can be made and written to, before hours of work depend on it. Leaves nothing behind.
 
@@ -43,8 +72,7 @@ def check_writable(folder: Path) -> None:
         UserError: it can't.
     """
     try:
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=existing) as probe:
+        with tempfile.TemporaryFile(dir=existing_part(folder)) as probe:
             probe.write(b"x")
     except OSError as error:
         raise _cannot_write(folder, error) from error

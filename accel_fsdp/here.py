@@ -18,7 +18,7 @@ UNLIMITED = 1 << 60
 
 def read_here(port: int, output: str | None) -> HereFacts:
     """Looks at GPUs, memory, disk, port and environment. `output` is the folder that the run will write to."""
-    folder = None if output is None else existing_part(Path(output))
+    folder = None if output is None else files.existing_part(Path(output))
     return HereFacts(
         gpus=count_gpus(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -75,11 +75,6 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
 
 
-def existing_part(path: Path) -> Path:
-    """`path`, or its nearest parent that exists."""
-    return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
-
-
 def filesystem(folder: Path) -> str:
     """The type of the file system that a folder is on, such as ext4 or nfs4; empty off Linux."""
     try:
@@ -103,7 +98,5 @@ def _torch_xla() -> bool:
 
 def _default_config() -> str:
     """The file that `accelerate launch` reads without `--config_file`, where there is one."""
-    cache = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    folder = Path(cache).expanduser() / "accelerate"
-    found = (folder / name for name in ("default_config.yaml", "default_config.json"))
+    found = (files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json"))
     return next((str(path) for path in found if path.is_file()), "")

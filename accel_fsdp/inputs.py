@@ -42,7 +42,7 @@ def read_subject(path: Path, sources: Sources | None = None) -> tuple[Subject, A
     sources = sources or Sources()
     document = config.load(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(document.source)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise unreadable(path, str(error).splitlines()[0]) from error
     if not isinstance(values, dict):

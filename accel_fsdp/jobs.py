@@ -35,8 +35,6 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
             why="no process was started",
             fix="correct the file, or make a new one: accel-fsdp config",
         ) from error
-    if not hasattr(args, "deepspeed_fields_from_accelerate_config"):  # launch_command sets it, after this check
-        args.deepspeed_fields_from_accelerate_config = ""
     if args.main_process_port is None and args.num_machines == 1:
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
     return args
@@ -49,6 +47,7 @@ def environment(args: Any) -> dict[str, str]:
     if args.tpu:
         prepared = prepare_tpu(args, {})[1]
     elif args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""  # launch_command sets it for the launch itself
         prepared = prepare_deepspeed_cmd_env(args)[1]
     else:
         prepared = prepare_multi_gpu_env(args)

@@ -1,6 +1,5 @@
 """The command `accel-fsdp check`: read, run the rules, repair, report."""
 
-import difflib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,9 +79,7 @@ def _repair(path: Path, options: Options) -> None:
         if not repair(document, run(subject)):
             break
         files.write_text(path, config.dump(document))
-    after = path.read_text(encoding="utf-8")
-    diff = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(path), lineterm="")
-    render.show_diff(list(diff))
+    render.show_diff(before, path.read_text(encoding="utf-8"), str(path))
 
 
 def _as_json(one: Finding) -> dict[str, Any]:

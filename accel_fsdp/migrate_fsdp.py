@@ -5,8 +5,8 @@ FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_S
 
 from accel_fsdp.draft import SIZES, STATE_DICT_TYPES, Change, Draft, as_int
 from accel_fsdp.fields import Engine
+from accel_fsdp.types import RESHARDS
 
-RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 STATE_DICT_DEFAULT = {Engine.FSDP1: "FULL_STATE_DICT", Engine.FSDP2: "SHARDED_STATE_DICT"}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_fsdp import defaults, refusals
-from accel_fsdp.asking import Context, Option, Question
+from accel_fsdp.asking import Context, Option, Question, is_ddp
 from accel_fsdp.fields import BY_NAME, Kind
 from accel_fsdp.types import STRATEGIES, Answers, WrapPolicy
 
@@ -17,7 +17,7 @@ Default = Callable[[Context], tuple[Any, str]]
 
 
 def _is_fsdp(context: Context) -> bool:
-    return context["engine"] == "fsdp" and not (context["fsdp_version"] == 2 and context["strategy"] == 3)
+    return bool(context["engine"] == "fsdp") and not is_ddp(context.given)
 
 
 def _wraps(policy: WrapPolicy) -> Callable[[Context], bool]:

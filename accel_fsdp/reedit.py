@@ -1,10 +1,11 @@
 """From an existing YAML back to the answers that would make it, and new answers into the same file. Pure."""
 
 import shlex
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from accel_fsdp.check import Subject, as_scalar, full_name
+from accel_fsdp.check import Edit, Subject, apply
 from accel_fsdp.config import COMMAND, ENGINES, dump, header, to_mapping
 from accel_fsdp.fields import BY_NAME, Engine
 from accel_fsdp.questions import QUESTIONS
@@ -50,11 +51,17 @@ def update(document: Any, old: Answers, new: Answers) -> str:
     `document` is what `config.load` returned, `old` the answers it stands for. Our own header is renewed.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    for place, key in before.keys() - after.keys():
-        _drop(document, place, key)
-    for (place, key), value in after.items():
-        if before.get((place, key)) != value or _written(document, place, key) is None:
-            _put(document, place, key, value)
+    for section in {place for place, _ in after} - {""}:
+        if not isinstance(document.get(section) or {}, Mapping):  # text or a list, which Accelerate can't read either
+            del document[section]
+    written = Subject(values=document)
+    dropped = [Edit(place, key) for place, key in before if (place, key) not in after]
+    changed = [
+        Edit(place, key, value)
+        for (place, key), value in after.items()
+        if before.get((place, key)) != value or key not in written.section(place)
+    ]
+    apply(document, (*dropped, *changed))
     return _with_header(dump(document), header(new))
 
 
@@ -63,31 +70,6 @@ def _flat(mapping: dict[str, Any]) -> dict[tuple[str, str], Any]:
     for key, value in mapping.items():
         flat |= {(key, inner): v for inner, v in value.items()} if isinstance(value, dict) else {("", key): value}
     return flat
-
-
-def _written(document: Any, section: str, key: str) -> str | None:
-    """The spelling of a key in the file: the prefix may be missing."""
-    inside = document.get(section) if section else document
-    if not isinstance(inside, dict):
-        return None
-    return next((str(name) for name in inside if full_name(section, str(name)) == key), None)
-
-
-def _drop(document: Any, section: str, key: str) -> None:
-    written = _written(document, section, key)
-    if written is None:
-        return
-    place = document[section] if section else document
-    del place[written]
-    if section and not place:
-        del document[section]
-
-
-def _put(document: Any, section: str, key: str, value: Any) -> None:
-    if section and not isinstance(document.get(section), dict):
-        document[section] = {}
-    place = document[section] if section else document
-    place[_written(document, section, key) or key] = as_scalar(value)
 
 
 def _with_header(text: str, lines: list[str]) -> str:

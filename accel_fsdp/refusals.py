@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_fsdp import machines
-from accel_fsdp.asking import Context
+from accel_fsdp.asking import Context, is_ddp
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 
@@ -22,21 +22,6 @@ def _keeps_adapter(context: Context) -> bool:
     return bool(context["method"] == "full")
 
 
-_OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
-    ("engine", "deepspeed"): _unless(lambda c: c["method"] != "qlora", "ZeRO-3 can't partition 4-bit weights"),
-    ("engine", "tpu"): lambda context: _tpu(context),
-    ("fsdp_version", 1): _unless(_keeps_adapter, "PEFT 0.21 saves an empty adapter under FSDP1"),
-    ("activation_checkpointing", True): lambda context: _checkpointing(context),
-    ("wrap_policy", "SIZE_BASED_WRAP"): _unless(
-        lambda c: c["fsdp_version"] == 1, "under FSDP2 Accelerate 1.15 would shard ModuleList and stop"
-    ),
-    ("mixed_precision", "fp16"): _unless(lambda c: c["engine"] != "tpu", "a TPU computes in bf16"),
-    ("mixed_precision", "no"): _unless(
-        lambda c: c["method"] != "qlora", "the 4-bit weights are stored in the compute dtype, a 16-bit one"
-    ),
-}
-
-
 def _tpu(context: Context) -> str:
     if context["num_machines"] > 1:
         return "a TPU pod is started by gcloud, not by main_process_ip"
@@ -49,6 +34,21 @@ def _checkpointing(context: Context) -> str:
     if context["engine"] == "fsdp" and not _keeps_adapter(context):
         return "PEFT 0.21 saves an empty adapter with it; train with --gradient_checkpointing true"
     return ""
+
+
+_OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
+    ("engine", "deepspeed"): _unless(lambda c: c["method"] != "qlora", "ZeRO-3 can't partition 4-bit weights"),
+    ("engine", "tpu"): _tpu,
+    ("fsdp_version", 1): _unless(_keeps_adapter, "PEFT 0.21 saves an empty adapter under FSDP1"),
+    ("activation_checkpointing", True): _checkpointing,
+    ("wrap_policy", "SIZE_BASED_WRAP"): _unless(
+        lambda c: c["fsdp_version"] == 1, "under FSDP2 Accelerate 1.15 would shard ModuleList and stop"
+    ),
+    ("mixed_precision", "fp16"): _unless(lambda c: c["engine"] != "tpu", "a TPU computes in bf16"),
+    ("mixed_precision", "no"): _unless(
+        lambda c: c["method"] != "qlora", "the 4-bit weights are stored in the compute dtype, a 16-bit one"
+    ),
+}
 
 
 def check_model(context: Context, value: Any) -> str:
@@ -95,12 +95,12 @@ def check_layer_classes(names: tuple[str, ...], classes: frozenset[str]) -> None
             )
 
 
-def _number(flag: str, value: Any, why: str, least: int = 1, most: int | None = None) -> int:
+def _number(flag: str, value: Any, why: str, most: int | None = None) -> int:
     text = str(value)
     number = int(text) if text.isascii() and text.isdigit() else -1
-    if number < least or (most is not None and number > most):
-        limits = f"from {least} up" if most is None else f"from {least} to {most}"
-        raise UserError(f"{flag} {value} is not a whole number {limits}", why=why, fix=f"{flag} {least}")
+    if number < 1 or (most is not None and number > most):
+        limits = "from 1 up" if most is None else f"from 1 to {most}"
+        raise UserError(f"{flag} {value} is not a whole number {limits}", why=why, fix=f"{flag} 1")
     return number
 
 
@@ -136,8 +136,7 @@ def check_processes(context: Context, value: Any) -> int:
             why="it shards inside each machine, so nothing would be sharded",
             fix=f"--num-processes {2 * machines_in_all} or more, or --strategy 1",
         )
-    unsharded = context["fsdp_version"] == 2 and context["strategy"] == 3
-    if total < 2 and (context["engine"] == "ddp" or unsharded):
+    if total < 2 and is_ddp(context.given):
         raise UserError(
             "data parallel training with 1 process",
             why="Accelerate refuses it",

@@ -1,5 +1,6 @@
 """Tables, previews and progress. The only module of the package that prints: data to stdout, talk to stderr."""
 
+import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,10 +30,11 @@ def put(text: str, style: str = "") -> None:
     data.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def show_diff(lines: list[str]) -> None:
-    """What a repair changes, in the colours of git."""
+def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:
+    """What changes in a file, in the format and the colours of git; nothing where nothing does."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
-    for line in lines:
+    texts = before.splitlines(), after.splitlines()
+    for line in difflib.unified_diff(*texts, old_name, new_name or old_name, lineterm=""):
         say(line, style=colours.get(line[:1], ""))
 
 

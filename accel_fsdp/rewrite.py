@@ -1,6 +1,5 @@
 """The command `accel-fsdp migrate`: read, draw up, report, write."""
 
-import difflib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,14 +87,11 @@ def _broken(path: Path, migration: Migration) -> UserError:
 
 def _write(path: Path, before: str, after: str, options: Options) -> None:
     output = options.output or path
-    if options.output and output.exists() and not options.force:
-        raise UserError(
-            f"{output} exists", why="it may be the config of another job", fix="add --force, or choose another -o FILE"
-        )
+    if options.output and not options.force:
+        files.refuse_existing(output)
     if output != path or after != before:
         files.write_text(output, after)
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(output), lineterm="")
-        render.show_diff(list(lines))
+        render.show_diff(before, after, str(path), str(output))
         render.say(f"written: {output}", style="green")
     if before != after and config.HEADER in before:
         render.say("comments stay as they are: those at the top still tell how the old file was made")

@@ -7,6 +7,7 @@ from typing import Any
 from accel_fsdp.check import Finding, Subject, rule
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.fields import Engine
+from accel_fsdp.types import LOW_DTYPES
 
 WRITE_BYTES_PER_SECOND = 500_000_000
 """What a rank writes to a good network disk; slower ones are common, so the rule errs on the quiet side."""
@@ -193,7 +194,7 @@ def every_rank_converts(subject: Subject) -> Iterator[Finding]:
 
     `fsdp_cpu_ram_efficient_loading` doesn't spare ranks other than 0 the reading in transformers 5.23.
     """
-    low = subject.model is not None and subject.model.dtype in ("bfloat16", "float16")
+    low = subject.model is not None and subject.model.dtype in LOW_DTYPES
     if subject.is_fsdp and low and subject.arg("dtype") is not None and subject.load_dtype == "float32":
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.check import Edit, Finding, Subject, rule
 from accel_fsdp.fields import BY_NAME, Engine
-from accel_fsdp.types import STRATEGIES
-
-FSDP2_STRATEGIES = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+from accel_fsdp.types import RESHARDS, STRATEGIES
 
 
 @rule("AF301", pains=("P06",))
@@ -65,7 +63,7 @@ def strategy_under_fsdp2(subject: Subject) -> Iterator[Finding]:
         return
     edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_sharding_strategy"),)
     if subject.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and not subject.has("fsdp_reshard_after_forward"):
-        edits += (Edit("fsdp_config", "fsdp_reshard_after_forward", FSDP2_STRATEGIES[subject.strategy]),)
+        edits += (Edit("fsdp_config", "fsdp_reshard_after_forward", RESHARDS[subject.strategy]),)
     elif not subject.has("fsdp_reshard_after_forward"):
         edits = ()
     yield Finding(
@@ -82,7 +80,7 @@ def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
     if subject.engine is Engine.FSDP2 and value in STRATEGIES.values():
-        wanted = FSDP2_STRATEGIES.get(value)
+        wanted = RESHARDS.get(value)
         edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", wanted),) if not value.startswith(("H", "N")) else ()
         yield Finding(
             "fsdp_config.fsdp_reshard_after_forward",

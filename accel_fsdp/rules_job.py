@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from accel_fsdp.check import Edit, Finding, Subject, rule
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.fields import Engine
+from accel_fsdp.types import LOW_DTYPES, TORCH_DTYPES
 
 
 @rule("AF401")
@@ -241,9 +242,7 @@ def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
 @rule("AF608", pains=("P78",))
 def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
     """`--save_only_model` with SHARDED_STATE_DICT: Trainer stops."""
-    kind = str(subject.fsdp("fsdp_state_dict_type")).upper()
-    sharded = kind == "SHARDED_STATE_DICT" or (kind == "NONE" and subject.engine is Engine.FSDP2)
-    if subject.is_fsdp and sharded and subject.arg_on("save_only_model"):
+    if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("save_only_model"):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
             "--save_only_model needs FULL_STATE_DICT",
@@ -296,7 +295,7 @@ def four_bit_storage(subject: Subject) -> Iterator[Finding]:
     and the same as `mixed_precision`.
     """
     storage = str(subject.arg("bnb_4bit_quant_storage") or "uint8")
-    wanted = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}.get(str(subject.top("mixed_precision")))
+    wanted = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
     if subject.is_fsdp and subject.arg_on("load_in_4bit") and storage != wanted:
         yield Finding(
             "mixed_precision",
@@ -311,7 +310,7 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
     dtype = str(subject.arg("dtype") or subject.arg("torch_dtype"))
     off = subject.top("mixed_precision") in ("no", False, None)
-    low = dtype in ("bfloat16", "float16", "bf16", "fp16")
+    low = dtype in (*LOW_DTYPES, "bf16", "fp16")
     if low and off and not subject.uses_adapter and not subject.arg_on("bf16", "fp16"):
         yield Finding(
             "mixed_precision",

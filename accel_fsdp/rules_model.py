@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from accel_fsdp.check import Finding, Subject, rule
 from accel_fsdp.fields import Engine
+from accel_fsdp.types import LOW_DTYPES, TORCH_DTYPES
 
-LOW = ("bfloat16", "float16")
 MANY_RANKS = 32
 NAMES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
 POLICY = "fsdp_config.fsdp_auto_wrap_policy"
@@ -151,7 +151,7 @@ def unit_per_expert(subject: Subject) -> Iterator[Finding]:
 @rule("AF508", "note", pains=("P54",))
 def export_doubles_in_size(subject: Subject) -> Iterator[Finding]:
     """Full training of 16-bit weights with mixed precision exports float32, twice the size of the base."""
-    low = subject.model is not None and subject.model.dtype in LOW
+    low = subject.model is not None and subject.model.dtype in LOW_DTYPES
     if subject.is_fsdp and subject.mixed and subject.trains_everything and low:
         yield Finding(
             "mixed_precision",
@@ -170,7 +170,7 @@ def quantized_storage(subject: Subject) -> Iterator[Finding]:
     """
     if subject.model is None or subject.model.quantized != 4 or not subject.is_fsdp:
         return
-    wanted = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}.get(str(subject.top("mixed_precision")))
+    wanted = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
     if subject.model.quant_storage != wanted:
         yield Finding(
             "mixed_precision",
@@ -202,7 +202,7 @@ def sixteen_bits_throughout(subject: Subject) -> Iterator[Finding]:
     dtype = subject.model.dtype if subject.model else ""
     off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
     asked = str(subject.arg("dtype") or subject.arg("torch_dtype") or "auto")
-    if subject.is_fsdp and off and subject.trains_everything and dtype in LOW and asked == "auto":
+    if subject.is_fsdp and off and subject.trains_everything and dtype in LOW_DTYPES and asked == "auto":
         yield Finding(
             "mixed_precision",
             f"the checkpoint is {dtype} and there is no mixed precision",

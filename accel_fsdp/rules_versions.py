@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.check import Finding, Subject, rule
 from accel_fsdp.fields import Engine
+from accel_fsdp.types import LOW_DTYPES
 
 
 def _older(subject: Subject, package: str, version: str) -> bool:
@@ -16,8 +17,12 @@ def _older(subject: Subject, package: str, version: str) -> bool:
 @rule("AF701", fixed_in="accelerate 1.15", pains=("P92",))
 def rank_0_adapter_only(subject: Subject) -> Iterator[Finding]:
     """FSDP2, LoRA and FULL_STATE_DICT before accelerate 1.15: checkpoints keep rank 0's slice of the adapter only."""
-    full = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
-    if subject.engine is Engine.FSDP2 and subject.uses_adapter and full and _older(subject, "accelerate", "1.15"):
+    if (
+        subject.engine is Engine.FSDP2
+        and subject.uses_adapter
+        and subject.full_state_dict
+        and _older(subject, "accelerate", "1.15")
+    ):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
             "this accelerate keeps rank 0's slice of the adapter only",
@@ -74,7 +79,7 @@ def no_float32_masters(subject: Subject) -> Iterator[Finding]:
 
     Silent where the weights (`--model`, `--args`) are not known to load in 16 bits.
     """
-    low = subject.load_dtype in ("bfloat16", "float16")
+    low = subject.load_dtype in LOW_DTYPES
     if subject.engine is Engine.FSDP2 and subject.mixed and low and subject.versions.get("accelerate") == "1.13.0":
         yield Finding(
             "mixed_precision",

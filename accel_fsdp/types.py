@@ -18,6 +18,11 @@ STRATEGIES: dict[int, str] = {
     5: "HYBRID_SHARD_ZERO2",
 }
 """Accelerate's numbers and names (`FSDP_SHARDING_STRATEGY` in accelerate.utils.constants, 1-based)."""
+RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+"""FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+"""Accelerate's `mixed_precision` as torch names the dtype."""
+LOW_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)

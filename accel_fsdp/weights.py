@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_fsdp import files
 from accel_fsdp.errors import UsageError
 from accel_fsdp.types import CheckpointFacts
 
@@ -93,22 +94,19 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
             why="there is nothing to look at",
             fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
         )
-    numbered = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    numbered = files.checkpoints(folder)
     holds_model = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*"))
-    if numbered and not holds_model:
-        folder = max(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    return _facts(folder)
+    return _facts(numbered[-1] if numbered and not holds_model else folder)
 
 
 def _facts(folder: Path) -> CheckpointFacts:
     names = {path.name for path in folder.iterdir()}
     sharded = [path for path in sorted(folder.iterdir()) if path.is_dir() and any(path.glob("*.distcp"))]
-    files = sorted(folder.glob("*.safetensors"))
-    tensors = weights_in(folder)
+    read = {path: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    adapter = read.get(folder / "adapter_model.safetensors")
+    everything = {name: one for tensors in read.values() for name, one in (tensors or {}).items()}
     config = read_json(folder / "config.json")
-    adapter = tensors_of(folder / "adapter_model.safetensors")
-    pair = tied_pair(tensors)
-    everything = {**tensors, **(adapter or {})}
+    pair = tied_pair(everything)
     return CheckpointFacts(
         name=str(folder),
         sharded=any(path.name.startswith("pytorch_model") for path in sharded),
@@ -120,12 +118,12 @@ def _facts(folder: Path) -> CheckpointFacts:
         trainer_state="trainer_state.json" in names,
         rng_states=sum(name.startswith("rng_state") for name in names),
         without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),
-        broken=tuple(path.name for path in files if tensors_of(path) is None),
+        broken=tuple(path.name for path, tensors in read.items() if tensors is None),
         adapter_tensors=None if adapter is None else len(adapter),
         empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),
         tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
         cache_off=config.get("use_cache") is False,
         architecture=str((config.get("architectures") or [""])[0]),
         has_config=bool(names & {"config.json", "tokenizer.json", "tokenizer_config.json"}),
-        private=next((path.name for path in files if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
+        private=next((path.name for path in read if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
     )

@@ -29,6 +29,8 @@ class Interview:
         """
         context = Context(given={})
         for question in QUESTIONS:
+            if question.field == "gpus" and "gpus" not in self.given:
+                context = replace(context, found=_machine())
             if question.field == until:
                 break
             context = self._settle(question, context)
@@ -40,8 +42,6 @@ class Interview:
         return [q for q in QUESTIONS if q.applies(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
-        if question.field == "gpus" and "gpus" not in self.given:
-            context = replace(context, found=_machine())
         if not question.applies(context):
             return skip(question, context, self.flags)
         context = self._settle_given(question, context)
@@ -85,7 +85,6 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) ->
             why="unanswered: " + " ".join(question.flag for question in unanswered),
             fix="add --yes to take the defaults, or give these flags",
         )
-    talk.settled()
     return talk
 
 
@@ -113,8 +112,6 @@ def _ask_each(talk: Interview) -> None:
         if question.field in fixed or not question.applies(context):
             position += 1
             continue
-        if question.field == "gpus":
-            context = replace(context, found=_machine())
         answer = _ask(question, context, talk.given.get(question.field))
         if answer is prompts.BACK:
             position = asked.pop() if asked else position
