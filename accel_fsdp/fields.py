@@ -40,6 +40,7 @@ class Kind(Enum):
 FSDP = frozenset({Engine.FSDP1, Engine.FSDP2})
 ONLY1, ONLY2 = frozenset({Engine.FSDP1}), frozenset({Engine.FSDP2})
 DS, XLA = frozenset({Engine.DEEPSPEED}), frozenset({Engine.TPU})
+MESHES = frozenset({Engine.FSDP2, Engine.DDP})
 GPU = FSDP | DS | {Engine.DDP}
 ALL = frozenset(Engine)
 
@@ -88,10 +89,10 @@ def _fsdp(
     return Field(key, kind, default, engines, help, "fsdp_config", meanings, name, question)
 
 
-def _mesh(name: str, kind: Kind, default: Any, help: str, *choices: str) -> Field:
+def _mesh(name: str, kind: Kind, default: Any, help: str, *choices: str, engines: frozenset[Engine] = ONLY2) -> Field:
     variable = f"PARALLELISM_CONFIG_{name.upper()}"
     return Field(
-        f"parallelism_config_{name}", kind, default, ONLY2, help, "parallelism_config", _any_of(*choices), variable
+        f"parallelism_config_{name}", kind, default, engines, help, "parallelism_config", _any_of(*choices), variable
     )
 
 
@@ -210,18 +211,18 @@ FSDP_FIELDS: tuple[Field, ...] = (
 )  # fmt: skip
 
 MESH_FIELDS: tuple[Field, ...] = (
-    _mesh("dp_replicate_size", Kind.INT, 1, "Replicas of the sharded model."),
+    _mesh("dp_replicate_size", Kind.INT, 1, "Replicas of the sharded model.", engines=MESHES),
     _mesh("dp_shard_size", Kind.INT, 1, "Ranks that share one replica."),
-    _mesh("tp_size", Kind.INT, 1, "Tensor parallel ranks."),
+    _mesh("tp_size", Kind.INT, 1, "Tensor parallel ranks.", engines=MESHES),
     _mesh("cp_size", Kind.INT, 1, "Context parallel ranks."),
     _mesh("cp_backend", Kind.CHOICE, "torch", "Backend of context parallelism.", "torch"),
     _mesh("cp_comm_strategy", Kind.CHOICE, "allgather", "How context parallel ranks exchange.", "allgather",
           "alltoall"),
-    _mesh("sp_size", Kind.INT, 1, "Sequence parallel ranks (DeepSpeed)."),
-    _mesh("sp_backend", Kind.CHOICE, "deepspeed", "Backend of sequence parallelism.", "deepspeed"),
-    _mesh("sp_seq_length", Kind.INT, None, "Sequence length, where it is the same for all batches."),
-    _mesh("sp_seq_length_is_variable", Kind.BOOL, True, "Whether batches differ in length."),
-    _mesh("sp_attn_implementation", Kind.TEXT, None, "Attention for sequence parallelism."),
+    _mesh("sp_size", Kind.INT, 1, "Sequence parallel ranks (DeepSpeed).", engines=DS),
+    _mesh("sp_backend", Kind.CHOICE, "deepspeed", "Backend of sequence parallelism.", "deepspeed", engines=DS),
+    _mesh("sp_seq_length", Kind.INT, None, "Sequence length, where it is the same for all batches.", engines=DS),
+    _mesh("sp_seq_length_is_variable", Kind.BOOL, True, "Whether batches differ in length.", engines=DS),
+    _mesh("sp_attn_implementation", Kind.TEXT, None, "Attention for sequence parallelism.", engines=DS),
 )  # fmt: skip
 
 DEEPSPEED_FIELDS: tuple[Field, ...] = (

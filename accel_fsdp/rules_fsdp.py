@@ -262,14 +262,20 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF315", pains=("P41",))
 def mesh_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`parallelism_config` without FSDP2, the only engine that reads it."""
-    if subject.section("parallelism_config") and subject.engine is not Engine.FSDP2:
-        yield Finding(
-            "parallelism_config",
-            f"{subject.engine.value} does not read parallelism_config",
-            "the mesh is not built",
-            "fsdp_version: 2, or remove parallelism_config",
-        )
+    """A dimension in `parallelism_config` that the engine doesn't use.
+
+    FSDP2 uses all but `sp`, DeepSpeed only `sp`, DDP `dp_replicate` and `tp`; FSDP1 and TPU none.
+    """
+    for key, size in subject.section("parallelism_config").items():
+        known = BY_NAME.get(("parallelism_config", key))
+        if known and key.endswith("_size") and str(size) != "1" and subject.engine not in known.engines:
+            yield Finding(
+                f"parallelism_config.{key}",
+                f"{subject.engine.value} does not use {key}",
+                "Accelerate stops, or runs without it",
+                f"{key}: 1, or "
+                + ("distributed_type: DEEPSPEED" if known.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
+            )
 
 
 @rule("AF316", pains=("P42",))

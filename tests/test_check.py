@@ -56,7 +56,7 @@ GOLDEN: dict[str, tuple[str, str]] = {
         V2 + "  fsdp_activation_checkpointing_offload: true\n  fsdp_activation_checkpointing: true\n",
     ),
     "AF314": (V2.replace("FSDP", "MULTI_GPU"), V2),
-    "AF315": (V1 + MESH, V2 + MESH),
+    "AF315": (V1 + MESH + SHARD.format(2), V2 + MESH + SHARD.format(2)),
     "AF316": (V2 + MESH + SHARD.format(4), V2 + MESH + SHARD.format(2)),
     "AF317": (V1 + "  fsdp_use_orig_params: false\n", V1 + "  fsdp_use_orig_params: true\n"),
     "AF318": (V1.replace("'no'", "bf16"), V2.replace("'no'", "bf16")),
