@@ -334,12 +334,13 @@ def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF319", pains=("P72",))
 def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
-    """`Embedding` or `Linear` as a layer class.
+    """`Embedding` or `Linear` as a layer class of a model (`--model`) whose embeddings are tied.
 
-    Tied embeddings would belong to two units, which torch 2.13 refuses; and a unit per Linear is slow.
+    They would belong to two units, which torch 2.13 refuses.
     """
+    tied = subject.model is not None and subject.model.tied
     for name in ("Embedding", "Linear"):
-        if subject.is_fsdp and name in str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap")).split(","):
+        if subject.is_fsdp and tied and name in str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap")).split(","):
             yield Finding(
                 "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
                 f"{name} is not a transformer layer",

@@ -60,7 +60,6 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF316": (V2 + MESH + SHARD.format(4), V2 + MESH + SHARD.format(2)),
     "AF317": (V1 + "  fsdp_use_orig_params: false\n", V1 + "  fsdp_use_orig_params: true\n"),
     "AF318": (V1.replace("'no'", "bf16"), V2.replace("'no'", "bf16")),
-    "AF319": (V2.replace("LlamaDecoderLayer", "LlamaDecoderLayer,Embedding"), V2),
     "AF401": (V2.replace("num_processes: 2\n", ""), V2),
     "AF402": (V2 + "num_machines: 3\nmain_process_ip: a\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
     "AF403": (V2 + "num_machines: 2\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
@@ -135,7 +134,7 @@ def test_rule_on_older_libraries(code: str) -> None:
 def test_what_the_wizard_writes_is_clean(wanted: Answers, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(config.to_text(wanted))
-    severe = [f for f in lint.lint(path, lint.Options()) if f.severity != "note" and f.code != "AF319"]
+    severe = [f for f in lint.lint(path, lint.Options()) if f.severity != "note"]
     assert severe == []
     assert config.dump(config.load(path)) == path.read_text()
 
@@ -152,52 +151,6 @@ def test_a_repair_leaves_no_fixable_finding_and_keeps_comments(code: str, tmp_pa
     if not before:
         assert path.read_text() == text
     assert not before & {found.code for found in left}
-
-
-DOCUMENTATION_EXAMPLE = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: false
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: FULL_SHARD
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-  fsdp_use_orig_params: true
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
-
-
-def test_the_documentation_example_of_accelerate(tmp_path: Path) -> None:
-    """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(DOCUMENTATION_EXAMPLE)
-    found = {(one.code, one.line) for one in lint.lint(path, lint.Options()) if one.severity != "note"}
-    assert found == {("AF301", 5), ("AF104", 7), ("AF107", 21), ("AF107", 22)}
-    left = lint.lint(path, lint.Options(fix=True))
-    assert {one.code for one in left} == {"AF318"}
-    repaired = yaml.safe_load(path.read_text())["fsdp_config"]
-    assert repaired.pop("fsdp_version") == 1
-    assert repaired.pop("fsdp_backward_prefetch") == "BACKWARD_PRE"
-    original = yaml.safe_load(DOCUMENTATION_EXAMPLE)["fsdp_config"]
-    del original["fsdp_backward_prefetch_policy"]
-    assert repaired == original
 
 
 SCALARS = st.one_of(

@@ -50,6 +50,10 @@ def versions(text: str, args: str = "", model: Any = None, **installed: str) -> 
 
 NO_SYNC = "--gradient_accumulation_steps 4 --accelerator_config sync_each_batch"
 FACTS: dict[str, tuple[Subject, Subject]] = {
+    "AF319": (
+        subject(V2.replace("Layer\n", "Layer,Embedding\n"), model=TIED),
+        subject(V2.replace("Layer\n", "Layer,Embedding\n"), model=LLAMA),
+    ),
     "AF320": (subject(V2.replace("FSDP", "XLA")), subject(V2)),
     "AF321": (subject(FP8), subject(FP8.replace("AO", "TE"))),
     "AF322": (subject(BF16.replace("es: 2", "es: 64")), subject(BF16)),

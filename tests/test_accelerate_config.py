@@ -1,0 +1,152 @@
+"""Files that `accelerate config` itself writes, asked in a terminal as a user would be; and what `check` makes of them.
+
+Here are also the example of Accelerate's and Transformers' documentation, and the proof that a repaired file trains
+the way it did before.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+import yaml
+from conftest import CHAT_DATA, SFT, accelerate_launch
+
+from accel_fsdp import lint
+from accel_fsdp.presets import MODEL
+
+ENTER = "\r"
+MENU, FIELD = r"selecting with enter\r\n", r"(?:\[\w[\w/]*\] ?: ?|\.\.\.\? : )$"
+GPUS = {"Which type of machine": "4" + ENTER, "How many GPU": "2" + ENTER, "mixed precision": "2" + ENTER}
+LAYER = {"transformer layer class names": "LlamaDecoderLayer" + ENTER}
+INTERVIEWS: dict[str, dict[str, str]] = {
+    "fsdp1": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "your FSDP version": "0" + ENTER},
+    "fsdp1_shard_grad_op": {
+        **GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "your FSDP version": "0" + ENTER,
+        "sharding strategy": "1" + ENTER, "activation checkpointing": "yes" + ENTER,
+        "offload parameters": "yes" + ENTER,
+    },
+    "fsdp2": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER},
+    "fsdp2_model_decides": {**GPUS, "FullyShardedDataParallel": "yes" + ENTER, "_no_split_modules": "yes" + ENTER},
+    "fsdp2_mesh": {
+        **GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "use the parallelism config": "yes" + ENTER,
+        "FSDP shard size": "2" + ENTER,
+    },
+    "ddp": GPUS,
+    "zero3": {**GPUS, "use DeepSpeed": "yes" + ENTER, "ZeRO optimization stage": "3" + ENTER,
+              "save 16-bit model": "yes" + ENTER},
+}  # fmt: skip
+
+
+def ask_accelerate(path: Path, answers: dict[str, str]) -> None:
+    """Runs `accelerate config`, gives `answers` where their words are asked for, and Enter everywhere else."""
+    unused = set(answers)
+    command = ["-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, dimensions=(40, 250))
+    try:
+        while child.expect([MENU, FIELD, pexpect.EOF]) != 2:
+            question = child.before + child.after
+            found = [words for words in answers if words in question]
+            unused -= set(found)
+            child.send(answers[found[0]] if found else ENTER)
+    finally:
+        child.close(force=True)
+    assert not unused, child.before
+    assert path.is_file(), child.before
+
+
+DOCUMENTATION_EXAMPLE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+DROPPED = {("AF107", key) for key in ("enable_cpu_affinity", "rdzv_backend", "same_network")}
+"""Accelerate's own questions, whose answers its launcher takes from flags only."""
+STRATEGY = {("AF302", "fsdp_config.fsdp_reshard_after_forward")}
+FOUND: dict[str, set[tuple[str, str]]] = {
+    "fsdp1": DROPPED | STRATEGY,
+    "fsdp1_shard_grad_op": DROPPED | STRATEGY,
+    "fsdp2": DROPPED,
+    "fsdp2_model_decides": DROPPED | {("AF502", "fsdp_config.fsdp_auto_wrap_policy")},
+    "fsdp2_mesh": DROPPED,
+    "ddp": DROPPED,
+    "zero3": DROPPED,
+}
+
+
+def worth_acting_on(path: Path, options: lint.Options) -> set[tuple[str, str]]:
+    return {(one.code, one.key) for one in lint.lint(path, options) if one.severity != "note"}
+
+
+@pytest.mark.parametrize("name", INTERVIEWS)
+def test_a_file_of_accelerate_config(name: str, tmp_path: Path) -> None:
+    """What was asked for and won't happen is found, and nothing else; the repair leaves nothing."""
+    path = tmp_path / f"{name}.yaml"
+    ask_accelerate(path, INTERVIEWS[name])
+    assert worth_acting_on(path, lint.Options(model=MODEL)) == FOUND[name]
+    assert worth_acting_on(path, lint.Options(model=MODEL, fix=True)) == set()
+    repaired = yaml.safe_load(path.read_text())
+    if name == "fsdp1_shard_grad_op":
+        assert repaired["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_the_documentation_example(tmp_path: Path) -> None:
+    """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(DOCUMENTATION_EXAMPLE)
+    found = {(one.code, one.line) for one in lint.lint(path, lint.Options()) if one.severity != "note"}
+    assert found == {("AF301", 5), ("AF104", 7), ("AF107", 21), ("AF107", 22)}
+    assert worth_acting_on(path, lint.Options(fix=True)) == set()
+    repaired = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert repaired.pop("fsdp_version") == 1
+    assert repaired.pop("fsdp_backward_prefetch") == "BACKWARD_PRE"
+    original = yaml.safe_load(DOCUMENTATION_EXAMPLE)["fsdp_config"]
+    del original["fsdp_backward_prefetch_policy"]
+    assert repaired == original
+
+
+def trained(config: Path, model: Path, output: Path) -> tuple[list[str], bytes]:
+    """The losses of two steps and the bytes of the exported weights."""
+    words = ["--model_name_or_path", model, "--dataset_name", CHAT_DATA, "--output_dir", output]
+    short = ["--max_steps", "2", "--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
+    finished = accelerate_launch(config, SFT, *words, *short)
+    assert finished.code == 0, finished.output
+    return re.findall(r"'loss': '([^']*)'", finished.output), (output / "final/model.safetensors").read_bytes()
+
+
+def test_the_repaired_documentation_example_trains_the_same_way(tiny_model: Path, tmp_path: Path) -> None:
+    """To the bit, on two ranks; for a Llama, since causal training of the example's BERT needs another config."""
+    original, repaired = tmp_path / "original.yaml", tmp_path / "repaired.yaml"
+    for path in (original, repaired):
+        path.write_text(DOCUMENTATION_EXAMPLE.replace("BertLayer", "LlamaDecoderLayer"))
+    lint.lint(repaired, lint.Options(fix=True))
+    assert repaired.read_text() != original.read_text()
+    before, after = (trained(path, tiny_model, tmp_path / path.stem) for path in (original, repaired))
+    assert len(before[0]) == 2
+    assert before == after
