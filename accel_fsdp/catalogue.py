@@ -21,9 +21,9 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def find(name: str) -> ModelFacts | None:
-    """The facts of a hub id, in any case, or None."""
+    """The facts of a hub id, in any case, or None; the hub's oldest models also go by a name without owner."""
     by_name = {known.lower(): known for known in entries()}
-    known = by_name.get(name.lower())
+    known = by_name.get(name.lower()) or by_name.get(f"openai-community/{name.lower()}")
     return None if known is None else _facts(known, entries()[known]["facts"])
 
 

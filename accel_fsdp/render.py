@@ -15,9 +15,9 @@ data = Console(highlight=False)
 WIDEST_KEY = 38
 
 
-def say(text: str, style: str = "") -> None:
-    """One line of talk; long lines stay whole so that they can be copied."""
-    talk.print(text, style=style, markup=False, soft_wrap=True)
+def say(text: str, style: str = "", wrap: bool = False) -> None:
+    """One line of talk; long lines stay whole so that they can be copied, unless `wrap` breaks them between words."""
+    talk.print(text, style=style, markup=False, soft_wrap=not wrap)
 
 
 def show_yaml(text: str, title: str) -> None:

@@ -55,7 +55,7 @@ class Interview:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
-                render.say(f"note: {error.what}; {error.why}", style="yellow")
+                render.say(f"note: {error.what}; {error.why}", style="yellow", wrap=True)
         return settle(question, context, question.default(context)[0])
 
     def _with_model(self, context: Context) -> Context:
@@ -64,7 +64,7 @@ class Interview:
         except UserError as error:
             if "layer_class" not in self.given:
                 raise
-            render.say(f"note: {error.what}; going on with the given layer class, unchecked", style="yellow")
+            render.say(f"note: {error.what}; going on with the given layer class, unchecked", style="yellow", wrap=True)
             return context
 
 
@@ -133,7 +133,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
                 _model(answer)
             return answer
         except UserError as error:
-            render.say(str(error), style="red")
+            render.say(str(error), style="red", wrap=True)
 
 
 @cache
@@ -149,6 +149,8 @@ def _model(name: str) -> ModelFacts:
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""
     render.say(
-        f"{model.name}: {model.model_type}, {model.parameters / 1e6:,.1f} M parameters, {layers}{origin}", style="cyan"
+        f"{model.name}: {model.model_type}, {model.parameters / 1e6:,.1f} M parameters, {layers}{origin}",
+        style="cyan",
+        wrap=True,
     )
     return model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
+import screens
 from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, run
 
 from accel_fsdp import jobs
@@ -82,11 +83,11 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
 
 
 @pytest.mark.parametrize("stop_at", range(len(ASKED) + 1))
-def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
     terminal = Terminal("-o", str(path))
     for number, prompt in enumerate(ASKED[:stop_at]):
-        terminal.answer(prompt, str(tiny_model) if number == 0 else "")
+        terminal.answer(prompt, "openai-community/gpt2" if number == 0 else "")
     terminal.wait_for([*ASKED, "Quit, write nothing"][stop_at])
     terminal.child.send(CTRL_C)
     terminal.wait_for("nothing written")
@@ -199,3 +200,7 @@ def test_an_unknown_preset_is_refused(tiny_model: Path) -> None:
     finished = accel_fsdp("config", "--yes", "--preset", "fsdp3", "--model", tiny_model, "-o", "-")
     assert finished.code == 2
     assert "Did you mean fsdp2?" in finished.output
+
+
+def test_the_pictures_in_the_docs_are_what_is_drawn(tmp_path: Path) -> None:
+    assert screens.page(tmp_path) == screens.PAGE.read_text(), "run: python tests/screens.py"
