@@ -28,7 +28,7 @@ SECONDS, SILENCE_SECONDS = 60, 0.5
 
 def draw(columns: int, rows: int, until: str, folder: Path) -> str:
     """The screen when the question `until` stands on it; those before are answered with Enter."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
     words = ["-m", "accel_fsdp", "config", *FLAGS]
     child = pexpect.spawn(
         sys.executable, words, env=environment, cwd=str(folder), encoding="utf-8", dimensions=(rows, columns)

@@ -23,7 +23,7 @@ class Terminal:
     """The wizard in a pseudo-terminal."""
 
     def __init__(self, *args: str, rows: int = 50, columns: int = 200) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
         words = ["-m", "accel_fsdp", "config", *args]
         self.child = pexpect.spawn(
             sys.executable, words, env=environment, encoding="utf-8", dimensions=(rows, columns), timeout=SECONDS
