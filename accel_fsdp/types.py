@@ -1,6 +1,7 @@
 """The frozen values that pass between modules. Imports nothing from this package."""
 
 import ast
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -182,3 +183,109 @@ class Answers:
     num_processes: int
     main_process_ip: str
     main_process_port: int
+
+
+OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
+Checkpointing = Literal["none", "full", "reentrant"]
+Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter by its full shape. `kind` decides what LoRA adapts and 4 bits quantise: linear and experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer class that repeats: `parameters` of one instance, and where its instances stand among all layers.
+
+    Two blocks may have one class where layers alternate, such as sliding and full attention, or dense and experts.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory and time depend on. `outer` are the parameters outside of the blocks: embeddings, last norm, head.
+
+    A tied head has no parameter of its own. `buffers_bytes` are stored or computed buffers, on every rank. `experts`
+    and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
+    window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited.
+    """
+
+    name: str
+    model_type: str
+    hidden: int
+    vocab: int
+    heads: int
+    head_dim: int
+    blocks: tuple[Block, ...]
+    outer: tuple[Parameter, ...]
+    tied: bool
+    buffers_bytes: int = 0
+    experts: int = 0
+    experts_used: int = 0
+    window: int = 0
+    positions: int = 0
+
+    @property
+    def layers(self) -> int:
+        """How many blocks the model is made of."""
+        return sum(len(block.layers) for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one rank trains: everything besides model and machine that decides memory and time.
+
+    `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
+    that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
+    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind. `chunked_loss` never holds all logits at once.
+    """
+
+    method: Method = "full"
+    precision: Precision = "bf16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    rows: int = 1
+    length: int = 2048
+    accumulation: int = 1
+    optimizer: OptimizerName = "adamw_torch_fused"
+    checkpointing: Checkpointing = "none"
+    chunked_loss: bool = False
+    lora_rank: int = 16
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share the model. `engine` and `strategy` as in `STRATEGIES`, or the ZeRO stage for "zero".
+
+    FSDP2 has strategies 1, 2, 4 and 5. `sync_each_batch` reduces gradients after each micro-batch.
+    """
+
+    engine: Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
+    strategy: int
+    ranks: int
+    ranks_per_node: int
+    offload: bool = False
+    sync_each_batch: bool = False
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many ranks share one copy of the parameters: all, or those of one machine with hybrid sharding."""
+        if self.engine in ("ddp", "single") or (self.engine == "fsdp1" and self.strategy == 3):
+            return 1
+        hybrid = self.engine != "zero" and self.strategy in (4, 5)
+        return self.ranks_per_node if hybrid else self.ranks
