@@ -94,3 +94,34 @@ def levels(events: tuple[Event, ...], at: At) -> list[int]:
         alive += event.sign * event.size.at(at)
         seen.append(alive)
     return seen
+
+
+class Replay(NamedTuple):
+    """One tape at one batch, in bytes above what was there before the segment; gradients of parameters apart.
+
+    `forward_end` holds the output and all that is saved. `backward_peak` counts the gradients born by then,
+    `backward_born` is their share; `born` are all of them.
+    """
+
+    forward_peak: int
+    forward_end: int
+    output: int
+    backward_peak: int
+    backward_born: int
+    backward_end: int
+    born: int
+
+
+def replay(tape: Tape, at: At) -> Replay:
+    """Plays a tape once, so that a model of any depth costs no more than one block."""
+    forward = levels(tape.forward, at)
+    alive = born = peak = born_at_peak = 0
+    for event in tape.backward:
+        if event.sign:
+            alive += event.sign * event.size.at(at)
+        else:
+            born += event.size.at(at)
+        if alive + born > peak:
+            peak, born_at_peak = alive + born, born
+    end = forward[-1] if forward else 0
+    return Replay(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, alive, born)

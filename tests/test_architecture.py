@@ -13,15 +13,16 @@ PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
+    *("tapes", "meter", "states", "engines", "memory"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
-    {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains"},
-    {"weights", "here"},
-    {"asking", "facts", "check"},
+    {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains", "tapes", "meter", "states"},
+    {"weights", "here", "engines"},
+    {"asking", "facts", "check", "memory"},
     {"defaults", "refusals", "draft", *RULES},
     {"questions", "migrate_fsdp"},
     {"migrate_zero"},

@@ -1,0 +1,216 @@
+"""What each engine gathers, frees and reduces around a unit, in the order in which the CPU issues it. Pure.
+
+That order is what the allocator's statistics see: a block that another stream still uses counts as freed. Read in
+torch 2.13 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from accel_fsdp import states
+from accel_fsdp.meter import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from accel_fsdp.states import Unit
+from accel_fsdp.types import Layout, Recipe
+
+
+@dataclass
+class Engine:
+    """Everything on every rank, nothing to gather: one GPU, and the base of the others.
+
+    `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
+    """
+
+    meter: Meter
+    units: Sequence[Unit]
+    recipe: Recipe
+    layout: Layout
+    has_grads: bool = False
+
+    def begin(self, with_states: bool) -> None:
+        """What lives from step to step."""
+        if self.layout.offload:
+            return
+        self.meter.add(PARAMETERS, sum(self._at_rest(unit) for unit in self.units))
+        if with_states:
+            sizes = (states.optimizer_bytes(unit, self.recipe, self.layout) for unit in self.units)
+            self.meter.add(OPTIMIZER, sum(sizes))
+
+    def _at_rest(self, unit: Unit) -> int:
+        return states.shard_bytes(unit, self.layout) + states.quantization_bytes(unit, self.layout)
+
+    def before_forward(self, unit: int) -> None:
+        """The unit's parameters are about to be used."""
+
+    def after_forward(self, unit: int) -> None:
+        """The unit's forward is done."""
+
+    def end_forward(self) -> None:
+        """The loss is there."""
+
+    def before_backward(self, unit: int) -> None:
+        """The gradient of the unit's output is there."""
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS."""
+        if self.has_grads:
+            self.meter.add(GRADIENTS, -born)
+
+    def end_backward(self) -> None:
+        """All gradients are there."""
+        self.has_grads = True
+
+    def step(self) -> None:
+        """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
+        if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
+            self.meter.touch({OPTIMIZER: sum(self._master(unit, shard=True) for unit in self.units)})
+
+    def _master(self, unit: Unit, shard: bool) -> int:
+        per_element = states.master_bytes(self.recipe, self.layout)
+        return states.trained_bytes(unit, self.layout, per_element, shard)
+
+
+class Ddp(Engine):
+    """Buckets of all gradients beside the gradients themselves: Accelerate leaves `gradient_as_bucket_view` off."""
+
+    def begin(self, with_states: bool) -> None:
+        """As without, and the buckets."""
+        super().begin(with_states)
+        self.meter.add(BUFFERS, sum(self._master(unit, shard=False) for unit in self.units))
+
+
+@dataclass
+class Fsdp(Engine):
+    """What both versions share: when units are gathered and freed, one prefetched in backward."""
+
+    gathered: set[int] = field(default_factory=set)
+
+    def before_forward(self, unit: int) -> None:
+        """Gathers the unit."""
+        if unit not in self.gathered:
+            self._gather(unit)
+
+    def after_forward(self, unit: int) -> None:
+        """Frees it, where the strategy says so."""
+        if self._reshards(unit):
+            self._free(unit)
+
+    def _reshards(self, unit: int) -> bool:
+        """The first unit is the root under FSDP1 or holds the tied head; with one for the head, that one stays."""
+        outer = len(self.units) - 1 if self._has_head_unit() else 0
+        return self.layout.strategy in (1, 4) and unit != outer
+
+    def _has_head_unit(self) -> bool:
+        return self.layout.engine == "fsdp2" and self.units[-1].name == "head"
+
+    def _size(self, unit: int) -> int:
+        return states.gathered_bytes(self.units[unit], self.layout)
+
+    def _gather(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def _free(self, unit: int) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.meter.add(GATHERED, -self._size(unit))
+
+    def _keep(self, unit: Unit, new_bytes: int, reduced_bytes: int) -> None:
+        """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
+        if new_bytes != reduced_bytes:
+            self.meter.add(GRADIENTS, new_bytes)
+            self.meter.add(GRADIENTS, -reduced_bytes)
+        if self.has_grads or self.layout.offload:
+            self.meter.add(GRADIENTS, -new_bytes)
+
+
+@dataclass
+class Fsdp2(Fsdp):
+    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next copy."""
+
+    kept_output: int = 0
+    prefetched: int | None = None
+    reducing: int = 0
+
+    def _gather(self, unit: int) -> None:
+        self._all_gather(unit)
+        self.meter.add(GATHERED, -self.kept_output)
+        self.meter.add(GATHERED, self._size(unit))
+        self.gathered.add(unit)
+        self.kept_output = self._output(unit)
+
+    def _output(self, unit: int) -> int:
+        return self._size(unit) if self.layout.shard_ranks > 1 else 0
+
+    def _all_gather(self, unit: int) -> None:
+        cast = states.cast_bytes(self.units[unit], self.layout)
+        self.meter.add(GATHERED, cast)
+        self.meter.add(GATHERED, self._output(unit))
+        self.meter.add(GATHERED, -cast)
+
+    def end_forward(self) -> None:
+        """The root's post-forward drops the last all-gather's output."""
+        self.meter.add(GATHERED, -self.kept_output)
+        self.kept_output = 0
+
+    def before_backward(self, unit: int) -> None:
+        """Makes sure of the unit, and prefetches the one before it."""
+        if unit not in self.gathered:
+            if self.prefetched != unit:
+                self._all_gather(unit)
+            self.meter.add(GATHERED, self._size(unit))
+            self.meter.add(GATHERED, -self._output(unit))
+            self.gathered.add(unit)
+            self.prefetched = None
+        if unit > 0 and unit - 1 not in self.gathered and self.prefetched != unit - 1:
+            self._all_gather(unit - 1)
+            self.prefetched = unit - 1
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """Frees the unit and reduces its gradients."""
+        self._free(unit)
+        self.meter.add(GRADIENTS, -self.reducing)
+        self.reducing = 0
+        if not born:
+            return
+        per_element = states.compute_bytes(self.recipe)  # Accelerate reduces in the dtype of mixed precision
+        whole, shard = (states.trained_bytes(self.units[unit], self.layout, per_element, s) for s in (False, True))
+        self.meter.add(GRADIENTS, whole)
+        self.meter.add(GRADIENTS, -born)
+        self.reducing = whole
+        self.meter.add(GRADIENTS, shard)
+        self._keep(self.units[unit], self._master(self.units[unit], shard=True), shard)
+
+    def end_backward(self) -> None:
+        """The last reduction's input goes."""
+        self.meter.add(GRADIENTS, -self.reducing)
+        self.reducing = 0
+        super().end_backward()
+
+
+class Fsdp1(Fsdp):
+    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    def _gather(self, unit: int) -> None:
+        cast = states.cast_bytes(self.units[unit], self.layout)
+        self.meter.add(GATHERED, cast)
+        self.meter.add(GATHERED, self._size(unit))
+        self.meter.add(GATHERED, -cast)
+        self.gathered.add(unit)
+
+    def before_backward(self, unit: int) -> None:
+        """Makes sure of the unit, and prefetches the one before it."""
+        for one in (unit, unit - 1):
+            if one >= 0 and one not in self.gathered:
+                self._gather(one)
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """Frees the unit and reduces its gradients."""
+        if born:
+            per_element = states.compute_bytes(self.recipe)
+            whole, shard = (states.trained_bytes(self.units[unit], self.layout, per_element, s) for s in (False, True))
+            self.meter.add(GRADIENTS, whole)  # the backward of torch.split joins the views' gradients in a new tensor
+            self.meter.add(GRADIENTS, -born)
+            self._free(unit)
+            self.meter.add(GRADIENTS, shard)
+            self.meter.add(GRADIENTS, -whole)
+            self._keep(self.units[unit], self._master(self.units[unit], shard=True), shard)
+        self._free(unit)

@@ -1,0 +1,178 @@
+"""Predicts the memory of one rank over one training step, event by event. Pure: no torch, a millisecond per layout.
+
+The walk is the same for all engines: embedding, blocks, head and loss, back again, optimizer. What an engine gathers,
+frees and reduces around each unit is in `engines.py`; what a block allocates is on its tape. All bytes are those that
+`torch.cuda.max_memory_allocated` counts, on the rank with the largest shards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_fsdp import states
+from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2
+from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment
+from accel_fsdp.states import Unit
+from accel_fsdp.tapes import At, Replay, Tape, replay
+from accel_fsdp.types import Layout, ModelShape, Recipe
+
+ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2}
+ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """The tapes of one variant: one per block of the shape, the embedding's, and the head's with its loss."""
+
+    blocks: tuple[Tape, ...]
+    embedding: Tape
+    head: Tape
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One rank's memory over the second step, when the optimizer's state exists. All sizes are bytes.
+
+    `moments` are the highest points of the phases in order, `steady` what lives between steps.
+    """
+
+    moments: tuple[Moment, ...]
+    steady: int
+
+    @property
+    def peak(self) -> Moment:
+        """The highest point of all."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def predict(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Prediction:
+    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
+    walk = _Walk.of(shape, tapes, recipe, layout)
+    walk.meter.enter("between steps")
+    walk.meter.add(BUFFERS, shape.buffers_bytes)
+    walk.meter.add(WORKSPACE, workspace_bytes)
+    walk.engine.begin(with_states=True)
+    steady = sum(walk.meter.live.values())
+    for micro_batch in range(1, min(recipe.accumulation, 2) + 1):
+        walk.micro_batch(f" of micro-batch {micro_batch}" if recipe.accumulation > 1 else "")
+    walk.meter.enter("optimizer step")
+    walk.engine.step()
+    return Prediction(tuple(walk.meter.moments), steady)
+
+
+@dataclass
+class _Walk:
+    """One micro-batch, unit by unit. `order` names the block of each layer, `first` its unit's place."""
+
+    meter: Meter
+    engine: Engine
+    recipe: Recipe
+    order: list[int]
+    blocks: tuple[Replay, ...]
+    embedding: Replay
+    head: Replay
+    head_unit: int
+
+    @staticmethod
+    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "_Walk":
+        order = block_order(shape)
+        units = units_of(shape, recipe, layout)
+        at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+        meter = Meter()
+        engine = ENGINES[layout.engine](meter, units, recipe, layout)
+        played = tuple(replay(tape, at) for tape in tapes.blocks)
+        head_unit = len(units) - 1 if units[-1].name == "head" else 0
+        return _Walk(
+            meter, engine, recipe, order, played, replay(tapes.embedding, at), replay(tapes.head, at), head_unit
+        )
+
+    def micro_batch(self, name: str) -> None:
+        """Forward and backward."""
+        tokens = self.recipe.rows * self.recipe.length
+        self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
+        self.meter.enter(f"forward{name}")
+        self._forward()
+        self.meter.enter(f"loss{name}")
+        self._loss()
+        self.meter.enter(f"backward{name}")
+        self._backward()
+        self.meter.add(ACTIVATIONS, -3 * ID_BYTES * tokens)
+
+    def _forward(self) -> None:
+        self.engine.before_forward(0)
+        self._rise(self.embedding.forward_peak)
+        self.meter.add(ACTIVATIONS, self.embedding.forward_end)
+        self.engine.after_forward(0)
+        for unit, block in enumerate(self.order, start=1):
+            played = self.blocks[block]
+            self.engine.before_forward(unit)
+            self._rise(played.forward_peak)
+            self.meter.add(ACTIVATIONS, self._kept(played))
+            self.engine.after_forward(unit)
+
+    def _rise(self, peak: int) -> None:
+        self.meter.touch({ACTIVATIONS: peak})
+
+    def _kept(self, played: Replay) -> int:
+        """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
+        return played.forward_end if self.recipe.checkpointing == "none" else played.output
+
+    def _loss(self) -> None:
+        self.engine.before_forward(self.head_unit)
+        self.meter.touch({LOSS: self.head.forward_peak})
+        self.meter.add(LOSS, self.head.forward_end)
+        self.engine.after_forward(self.head_unit)
+        self.engine.end_forward()
+        self.engine.before_backward(self.head_unit)
+        self._play_back(self.head, LOSS)
+        self.meter.add(LOSS, -self.head.forward_end)  # the hidden states go, their gradient comes: the same size
+        if self.head_unit:
+            self.engine.after_backward(self.head_unit, self.head.born)
+
+    def _play_back(self, played: Replay, kind: str) -> None:
+        self.meter.touch({kind: played.backward_peak - played.backward_born, GRADIENTS: played.backward_born})
+        self.meter.add(GRADIENTS, played.born)
+
+    def _backward(self) -> None:
+        """Frees what each block saved, and its input: its output went with the block after it."""
+        for unit in range(len(self.order), 0, -1):
+            played = self.blocks[self.order[unit - 1]]
+            before = self.blocks[self.order[unit - 2]] if unit > 1 else self.embedding
+            self.engine.before_backward(unit)
+            saved = played.forward_end - played.output
+            if self.recipe.checkpointing != "none":
+                self._rise(played.forward_peak)
+                saved += played.output if self.recipe.checkpointing == "reentrant" else 0
+                self.meter.add(ACTIVATIONS, saved)
+            self._play_back(played, ACTIVATIONS)
+            self.meter.add(ACTIVATIONS, -saved - before.output)
+            self.engine.after_backward(unit, played.born)
+        self.engine.before_backward(0)
+        self._play_back(self.embedding, ACTIVATIONS)
+        gradient = self.embedding.output
+        self.meter.add(ACTIVATIONS, self.embedding.output - self.embedding.forward_end - gradient)
+        born = self.embedding.born + (0 if self.head_unit else self.head.born)
+        self.engine.after_backward(0, born)
+        self.engine.end_backward()
+
+
+def block_order(shape: ModelShape) -> list[int]:
+    """The index of each layer's block, in forward order."""
+    places = {layer: index for index, block in enumerate(shape.blocks) for layer in block.layers}
+    return [places[layer] for layer in sorted(places)]
+
+
+def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
+    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap.
+
+    FSDP2 (accelerate 1.15, `fsdp2_prepare_model`): an untied embedding alone, last norm and head together. FSDP1, and
+    FSDP2 with tied embeddings: all that is outside of the blocks in one unit, which comes first.
+    """
+    blocks = states.block_units(shape, recipe, layout)
+    outer = tuple(states.held(shape.outer, recipe, layout, inside=False))
+    inner = [blocks[index] for index in block_order(shape)]
+    if layout.engine != "fsdp2" or shape.tied:
+        return [Unit("root", outer), *inner]
+    embeds = [one.kind == "embedding" for one in shape.outer]
+    first = tuple(held for held, embed in zip(outer, embeds, strict=True) if embed)
+    last = tuple(held for held, embed in zip(outer, embeds, strict=True) if not embed)
+    return [Unit("embedding", first), *inner, Unit("head", last)]

@@ -1,0 +1,57 @@
+"""Counts what is alive on one rank, by kind, and remembers the highest point of each phase. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gradients", "optimizer state"
+ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
+KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, LOSS, BUFFERS, WORKSPACE)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The highest point of one phase of the step: bytes by kind."""
+
+    phase: str
+    live: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.live.values())
+
+
+@dataclass
+class Meter:
+    """What is alive, and the highest point of each phase so far."""
+
+    live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    moments: list[Moment] = field(default_factory=list)
+    phase: str = ""
+    _highest: int = -1
+
+    def enter(self, phase: str) -> None:
+        """Begins a phase; its highest point so far is where it begins."""
+        self.phase, self._highest = phase, -1
+        self.add(PARAMETERS, 0)
+
+    def add(self, kind: str, size: int) -> None:
+        """Allocates, or frees where `size` is negative."""
+        self.live[kind] += size
+        self._look()
+
+    def touch(self, rises: Mapping[str, int]) -> None:
+        """A peak that is gone again before anything else happens: `rises` by kind above what is alive."""
+        for kind, size in rises.items():
+            self.live[kind] += size
+        self._look()
+        for kind, size in rises.items():
+            self.live[kind] -= size
+
+    def _look(self) -> None:
+        total = sum(self.live.values())
+        if total > self._highest:
+            if self._highest >= 0:
+                self.moments.pop()
+            self.moments.append(Moment(self.phase, dict(self.live)))
+            self._highest = total

@@ -1,0 +1,191 @@
+"""What each rank holds between steps: shards of parameters, gradients and optimizer state, to the byte. Pure.
+
+Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to the ranks
+(`_flat_param.py`, `_init_flat_param_and_metadata`), FSDP2 cuts each parameter along dimension 0
+(`_fsdp_param.py`, `padded_sharded_param_size`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from accel_fsdp.types import Layout, ModelShape, Parameter, Recipe
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PRECISION_BYTES = {"bf16": 2, "fp16": 2}
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""A 4-bit weight with its share of absmax in 8 bits per block of 64, and theirs in float32 per 256 blocks (QLoRA)."""
+ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
+EIGHT_BIT_FROM = 4096  # bitsandbytes keeps the state of smaller tensors in float32
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter as a rank holds it. `stored` and `compute` are bytes per element at rest and in use.
+
+    `stored` of a 4-bit weight counts the packed weight alone: FSDP1 leaves the quantisation state on every rank.
+    """
+
+    shape: tuple[int, ...]
+    stored: float
+    compute: int
+    trained: bool
+    quantized: bool = False
+    adapter: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements the whole parameter has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy)."""
+
+    name: str
+    held: tuple[Held, ...]
+
+
+def compute_bytes(recipe: Recipe) -> int:
+    """Bytes per element in forward and backward."""
+    return PRECISION_BYTES.get(recipe.precision, DTYPE_BYTES[recipe.dtype])
+
+
+def master_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Bytes per element of a trained weight: FSDP with mixed precision keeps it in float32 (accelerate >= 1.13)."""
+    if recipe.method != "full" or (recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")):
+        return 4
+    return DTYPE_BYTES[recipe.dtype]
+
+
+def block_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
+    """One unit per distinct block, in the order of `shape.blocks`."""
+    return tuple(Unit(block.name, tuple(held(block.parameters, recipe, layout, inside=True))) for block in shape.blocks)
+
+
+def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
+    """The parameters as the recipe trains them; with LoRA each linear layer inside a block brings its A and B."""
+    full = recipe.method == "full"
+    compute = compute_bytes(recipe)
+    for one in parameters:
+        quantized = recipe.method == "qlora" and inside and one.kind == "linear"
+        stored = 0.5 if quantized else master_bytes(recipe, layout) if full else DTYPE_BYTES[recipe.dtype]
+        yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
+        if not full and inside and one.kind == "linear":
+            rows, columns = one.shape
+            yield Held((recipe.lora_rank, columns), 4, compute, trained=True, adapter=True)
+            yield Held((rows, recipe.lora_rank), 4, compute, trained=True, adapter=True)
+
+
+def shard_numel(one: Held, ranks: int) -> int:
+    """The elements of FSDP2's shard of one parameter on rank 0, padding included."""
+    rows = one.shape[0] if one.shape else 1
+    return -(-rows // ranks) * (one.numel // max(rows, 1))
+
+
+def flat_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
+    """The elements of FSDP1's shard of one flat parameter, padding included; NO_SHARD is padded to the ranks too."""
+    pieces = layout.ranks if layout.shard_ranks == 1 else layout.shard_ranks
+    end = _places(parameters)[-1][1] if parameters else 0
+    return -(-end // pieces) * pieces // layout.shard_ranks
+
+
+def first_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
+    """The elements of parameters in rank 0's shard, without padding: optimizers see views of them."""
+    end = flat_numel(parameters, layout)
+    return sum(max(min(stop, end) - start, 0) for start, stop in _places(parameters))
+
+
+def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
+    """Where each parameter begins and ends in the flat one."""
+    places, total = [], 0
+    for one in parameters:
+        step = max(ALIGNMENT_BYTES // one.compute, 1)
+        total = -(-total // step) * step
+        places.append((total, total + one.numel))
+        total += one.numel
+    return places
+
+
+def shard_bytes(unit: Unit, layout: Layout, trained: bool | None = None, per_element: float | None = None) -> int:
+    """The bytes of one unit's parameters at rest on rank 0; with `per_element` of a copy in another dtype."""
+    chosen = tuple(one for one in unit.held if trained is None or one.trained == trained)
+    ranks = layout.shard_ranks
+    if layout.engine == "fsdp1":
+        return round(sum(_flat_bytes(group, layout, per_element) for group in _flat_groups(chosen)))
+    sizes = (shard_numel(one, ranks) * (one.stored if per_element is None else per_element) for one in chosen)
+    return round(sum(sizes))
+
+
+def _flat_bytes(group: tuple[Held, ...], layout: Layout, per_element: float | None) -> float:
+    return flat_numel(group, layout) * (group[0].stored if per_element is None else per_element) if group else 0
+
+
+def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
+    """What FSDP1 flattens together: the base, and each adapter weight alone (PEFT's wrap policy)."""
+    base = tuple(one for one in held if not one.adapter)
+    return [base, *((one,) for one in held if one.adapter)]
+
+
+def quantization_bytes(unit: Unit, layout: Layout) -> int:
+    """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
+    whole = sum(one.numel for one in unit.held if one.quantized) * (NF4_BYTES - 0.5)
+    return round(whole if layout.engine == "fsdp1" else whole / layout.shard_ranks)
+
+
+def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+    """The optimizer state of one unit's trained shards."""
+    trained = [one for one in unit.held if one.trained]
+    ranks = layout.shard_ranks
+    if recipe.optimizer == "sgd":
+        return 0
+    if recipe.optimizer.startswith("adamw_torch"):
+        return 2 * _optimized_numel(unit, layout) * master_bytes(recipe, layout)
+    if recipe.optimizer == "adamw_8bit":
+        sizes = [shard_numel(one, ranks) for one in trained]
+        return sum(2 * size * (1 if size >= EIGHT_BIT_FROM else 4) for size in sizes)
+    return sum(_adafactor_numel(one, ranks) * 4 for one in trained)
+
+
+def _optimized_numel(unit: Unit, layout: Layout) -> int:
+    ranks = layout.shard_ranks
+    if layout.engine == "fsdp1":
+        groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
+        return sum(first_numel(group, layout) for group in groups)
+    return sum(shard_numel(one, ranks) for one in unit.held if one.trained)
+
+
+def _adafactor_numel(one: Held, ranks: int) -> int:
+    """Row and column sums of a matrix, a full second moment of a vector (transformers' Adafactor)."""
+    rows = -(-one.shape[0] // ranks) if one.shape else 1
+    return rows + math.prod(one.shape[1:]) if len(one.shape) > 1 else rows
+
+
+def gathered_bytes(unit: Unit, layout: Layout) -> int:
+    """The unit unsharded, in the dtype of forward and backward, padding included."""
+    ranks = layout.shard_ranks
+    if layout.engine == "fsdp1":
+        groups = _flat_groups(unit.held)
+        return round(sum(flat_numel(g, layout) * ranks * _used_bytes(g[0]) for g in groups if g))
+    return round(sum(shard_numel(one, ranks) * ranks * _used_bytes(one) for one in unit.held))
+
+
+def cast_bytes(unit: Unit, layout: Layout) -> int:
+    """The shard's copy in the dtype of forward and backward, where that is not the stored one."""
+    same = all(one.stored == _used_bytes(one) for one in unit.held)
+    return 0 if same else gathered_bytes(unit, layout) // layout.shard_ranks
+
+
+def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -> int:
+    """The trained parameters' elements, whole or as the shard, padding included, times `per_element`."""
+    ranks = layout.shard_ranks
+    times = 1 if shard else ranks
+    if layout.engine == "fsdp1":
+        groups = [g for g in _flat_groups(unit.held) if g and any(one.trained for one in g)]
+        return round(sum(flat_numel(g, layout) for g in groups) * times * per_element)
+    return round(sum(shard_numel(one, ranks) for one in unit.held if one.trained) * times * per_element)
+
+
+def _used_bytes(one: Held) -> float:
+    return 0.5 if one.quantized else one.compute
