@@ -2,6 +2,7 @@
 
 import difflib
 import io
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -172,12 +173,20 @@ def dump(document: Any) -> str:
     source: str | None = getattr(document, "source", None)
     if source is None:
         return _ruamel_text(document, indent=2)
+    if document.is_json:
+        return json.dumps(document, indent=_json_indent(source)) + "\n" * source.endswith("\n")
     indent = _indent(source)
     pristine, edited = (_ruamel_text(one, indent) for one in (_round_trip().load(source), document))
     if pristine == edited:
         return source
     merged = _merge(source, pristine, edited)
     return merged if _reads_as(merged, edited) else edited
+
+
+def _json_indent(text: str) -> int | None:
+    """The indentation of the first key; None for a text of one line."""
+    lines = text.strip().splitlines()
+    return len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
 
 
 def _reads_as(text: str, wanted: str) -> bool:
@@ -258,4 +267,5 @@ def load(path: Path) -> Any:
             fix="make one: accel-fsdp config -o FILE",
         )
     content.source = text  # type: ignore[attr-defined]  # dump gives untouched lines back as they were
+    content.is_json = path.suffix == ".json"  # type: ignore[attr-defined]  # how Accelerate chooses its parser
     return content

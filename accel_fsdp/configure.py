@@ -40,6 +40,11 @@ def configure(options: Options, flags: Mapping[str, str]) -> int:
     Raises:
         UserError: an answer is refused, a file exists or can't be read. KeyboardInterrupt: Ctrl-C, nothing is written.
     """
+    output = _output(options)
+    if output and output.suffix == ".json" and not options.from_file:
+        raise UsageError(
+            f"{output} would hold YAML", why="Accelerate reads it as JSON", fix=f"-o {output.with_suffix('.yaml')}"
+        )
     interactive = not options.yes and sys.stdin.isatty()
     if not interactive:
         _refuse_existing(options)

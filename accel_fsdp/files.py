@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,27 +14,39 @@ from accel_fsdp.errors import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically, with the permissions the umask asks for.
+    """Writes `text` to `path` atomically; links, permissions and line ends of a file that is there stay.
 
     Raises:
         UserError: the folder is missing, not writable, or the disk is full. `path` is then as it was before.
     """
     temporary: str | None = None
     try:
+        path = path.resolve()
+        mode, newline = _kept(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline=newline) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, file_mode())
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # a RuntimeError is a link that leads to itself
         raise _cannot_write(path, error) from error
     finally:
         if temporary is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+
+
+def _kept(path: Path) -> tuple[int, str]:
+    """Permissions and line ends that a new version of `path` should have: its own, else the umask's and Unix's."""
+    if not path.exists():
+        return file_mode(), "\n"
+    with path.open("r+b") as file:  # fails where the file is read-only, which a rename would pass over
+        content = file.read()
+    windows = 0 < content.count(b"\n") == content.count(b"\r\n")
+    return stat.S_IMODE(path.stat().st_mode), "\r\n" if windows else "\n"
 
 
 def default_config() -> Path:
@@ -139,9 +152,9 @@ def file_mode() -> int:
     return 0o666 & ~mask
 
 
-def _cannot_write(path: Path, error: OSError) -> UserError:
+def _cannot_write(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"cannot write {path}: {error.strerror or error}",
+        f"cannot write {path}: {getattr(error, 'strerror', None) or error}",
         why="the result would be lost",
         fix="choose a folder you may write to, or free some space on that disk",
     )

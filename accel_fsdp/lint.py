@@ -73,13 +73,13 @@ def stops(path: Path) -> bool:
 
 def _repair(path: Path, options: Options) -> None:
     """Repairs until nothing more can be: one repair can make room for the next."""
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before = config.load(path).source
     for _ in range(REPAIR_ROUNDS):
         subject, document = read_subject(path, options)
         if not repair(document, run(subject)):
             break
         files.write_text(path, config.dump(document))
-    render.show_diff(before, path.read_text(encoding="utf-8"), str(path))
+    render.show_diff(before, config.load(path).source, str(path))
 
 
 def _as_json(one: Finding) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import states
-from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2
+from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment
 from accel_fsdp.states import Unit
 from accel_fsdp.tapes import At, Replay, Tape, replay
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
-ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2}
+ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
 ID_BYTES = 8
 
 
