@@ -48,6 +48,8 @@ def configure(options: Options, flags: Mapping[str, str]) -> int:
     interactive = not options.yes and sys.stdin.isatty()
     if not interactive:
         _refuse_existing(options)
+    if interactive and output and output.exists() and not options.from_file and not options.force:
+        render.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     written = _flags_of(options.from_file) if options.from_file else {}
     mode: wizard.Mode = "ask" if interactive else "defaults" if options.yes else "flags"
     talk = wizard.interview(flags, {**_preset(options.preset), **written}, mode)
@@ -105,6 +107,7 @@ def _review(talk: wizard.Interview, options: Options, original: Original | None)
             return _write(answers, options, original)
         if chosen == SHOW:
             _show(text, original, place)
+            prompts.pause()
         elif chosen == QUIT:
             render.say("nothing written")
             return 1
@@ -158,5 +161,6 @@ def _output(options: Options) -> Path | None:
 
 def _refuse_existing(options: Options) -> None:
     output = _output(options)
-    if output and not options.force:
+    in_place = options.output is None and options.from_file is not None
+    if output and not options.force and not in_place:
         files.refuse_existing(output)

@@ -9,6 +9,7 @@ import questionary
 from prompt_toolkit.filters import Always
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 
+from accel_fsdp import render
 from accel_fsdp.asking import Context, Option, Question
 
 BACK = object()
@@ -18,18 +19,61 @@ ESCAPE_SECONDS = 0.1
 
 
 def ask(question: Question, context: Context, before: Any) -> Any:
-    """Asks once, with the answer `before` or the default proposed; Ctrl-C raises KeyboardInterrupt."""
+    """Asks once, with the answer `before` or the default proposed; Ctrl-C raises KeyboardInterrupt.
+
+    The default shows in grey and goes when something is typed; an earlier answer stands there to be edited.
+    """
     value, reason = question.default(context)
-    value = value if before is None else before
     if question.options is None:
-        shown = ",".join(value) if isinstance(value, tuple) else str(value)
-        prompt, instruction = _fitted(question.prompt, reason, room=len(shown) + 2)
-        return _run(questionary.text(prompt, default=shown, instruction=instruction + " "))
-    choices = [_choice(option) for option in question.options(context)]
+        answer, shown = _ask_text(
+            question.prompt, _as_text(value), reason, None if before is None else _as_text(before)
+        )
+    else:
+        answer, shown = _ask_choice(question, context, value if before is None else before, reason)
+    if answer is not BACK:
+        render.answered(question.prompt, shown)
+    return answer
+
+
+def _as_text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tuple[Any, str]:
+    first, instruction = _fitted(prompt, reason, room=len(default) + 2)
+    grey = [("class:instruction", default)]
+    answer = _run(questionary.text(first, default=before or "", instruction=instruction + " ", placeholder=grey))
+    answer = default if answer == "" else answer
+    return answer, answer
+
+
+def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
+    assert question.options is not None
+    options = question.options(context)
+    choices = [_choice(option) for option in options]
     free = [choice for choice in choices if not choice.disabled]
-    default = next((choice for choice in free if str(choice.value) == str(value)), free[0])
+    default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
     prompt, instruction = _fitted(question.prompt, reason)
-    return _run(questionary.select(prompt, choices, default=default, instruction=instruction))
+    answer = _run(questionary.select(prompt, choices, default=default, instruction=instruction))
+    return answer, next((option.label for option in options if option.value == answer), "")
+
+
+def pick(text: str, rows: Sequence[tuple[str, str]]) -> Any:
+    """One of several rows, given as (value, label); Escape returns BACK. Leaves nothing on the screen."""
+    choices = [_choice(Option(value, label)) for value, label in rows]
+    return _run(questionary.select(text, choices, instruction="(Enter on a line)"))
+
+
+def confirm(text: str, default: bool) -> bool:
+    """A yes-or-no question; Escape is a no, Ctrl-C raises KeyboardInterrupt."""
+    answer = _run(questionary.confirm(text, default=default)) is True
+    render.answered(text, "yes" if answer else "no")
+    return answer
+
+
+def pause() -> None:
+    """Waits until something that was shown has been read."""
+    _run(questionary.press_any_key_to_continue("Any key goes back to the review"))
 
 
 def _fitted(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
@@ -57,25 +101,14 @@ def _fill(text: str, start: int, indent: int) -> str:
     return "\n".join(lines).lstrip(" ")
 
 
-def pick(text: str, rows: Sequence[tuple[str, str]]) -> Any:
-    """One of several rows, given as (value, label); Escape returns BACK."""
-    choices = [_choice(Option(value, label)) for value, label in rows]
-    return _run(questionary.select(text, choices, instruction="(Enter on a line)"))
-
-
-def confirm(text: str, default: bool) -> bool:
-    """A yes-or-no question; Escape is a no, Ctrl-C raises KeyboardInterrupt."""
-    return _run(questionary.confirm(text, default=default)) is True
-
-
 def _run(question: questionary.Question) -> Any:
-    """Long lines wrap instead of being cut off, and Escape ends the question without an answer."""
+    """Long lines wrap, Escape ends the question without an answer, and what was drawn goes when it is answered."""
     application = question.application
+    application.erase_when_done = True
     bindings = KeyBindings()
 
     @bindings.add("escape", eager=True)
     def back(event: KeyPressEvent) -> None:
-        event.app.erase_when_done = True
         event.app.exit(result=BACK)
 
     application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])

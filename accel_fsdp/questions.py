@@ -196,7 +196,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "main_process_ip",
         "main_process_ip",
-        defaults.always("", "not needed on one machine"),
+        defaults.always("", "where the others find it"),
         section="",
         applies=_several_machines,
         check=refusals.check_ip,

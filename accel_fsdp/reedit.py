@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_fsdp.check import Edit, Subject, apply
 from accel_fsdp.config import COMMAND, ENGINES, dump, header, to_mapping
+from accel_fsdp.errors import UsageError
 from accel_fsdp.fields import BY_NAME, Engine
 from accel_fsdp.questions import QUESTIONS
 from accel_fsdp.types import Answers
@@ -17,16 +18,27 @@ MADE_HERE = f"#   {COMMAND}"
 def to_flags(subject: Subject, text: str) -> dict[str, str]:
     """The flags that would make this YAML: the inverse of `config.to_mapping`, as far as the wizard has questions.
 
-    Model, method and machine don't stand in a YAML; they are read from the command in our own header, if there is one.
+    What the file leaves out means what Accelerate makes of that, not what the wizard would propose. Model, method and
+    machine don't stand in a YAML; they are read from the command in our own header, if there is one.
+
+    Raises:
+        UsageError: the wizard has no such engine.
     """
     engine = subject.engine
+    if engine is Engine.NONE:
+        kind = subject.values.get("distributed_type")
+        raise UsageError(
+            f"distributed_type {kind} can't be re-edited",
+            why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
+            fix="make a new file: accel-fsdp config -o FILE",
+        )
     names = {one: name for name, (_, one) in ENGINES.items()}
-    flags = {**_header_flags(text), "engine": names.get(engine, "fsdp")}
+    name = names.get(engine, "fsdp")
+    flags = {**_header_flags(text, name), "engine": name}
     for question in QUESTIONS:
         if question.key and engine in BY_NAME[question.key].engines:
-            section, key = question.key
-            value = subject.section(section).get(key, BY_NAME[question.key].default if section else None)
-            if value is not None:
+            value = _meant(subject, *question.key)
+            if value not in (None, -1):  # -1 processes: as many as there are GPUs
                 flags[question.field] = str(value)
     if engine is Engine.FSDP2:
         number = 1 if subject.on("fsdp_reshard_after_forward") else 2
@@ -38,30 +50,39 @@ def to_flags(subject: Subject, text: str) -> dict[str, str]:
     return flags
 
 
-def _header_flags(text: str) -> dict[str, str]:
+def _meant(subject: Subject, section: str, key: str) -> Any:
+    """The value of a key, or what Accelerate takes without it."""
+    if key == "fsdp_state_dict_type" and not subject.has(key):
+        return "FULL_STATE_DICT" if subject.full_state_dict else "SHARDED_STATE_DICT"
+    if key == "fsdp_auto_wrap_policy" and not subject.has(key):
+        return "NO_WRAP"
+    return subject.section(section).get(key, BY_NAME[section, key].default)
+
+
+def _header_flags(text: str, engine: str) -> dict[str, str]:
+    """Model, method and machine; of a file that has changed its engine since, not the method, which may not fit."""
     line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
-    words = shlex.split(line.removeprefix("#"))
+    words = dict(pairwise(shlex.split(line.removeprefix("#"))))
     wanted = {question.flag: question.field for question in QUESTIONS if question.key is None}
-    return {wanted[flag]: value for flag, value in pairwise(words) if flag in wanted}
+    if words.get("--engine") != engine:
+        wanted.pop("--method")
+    return {field: words[flag] for flag, field in wanted.items() if flag in words}
 
 
 def update(document: Any, old: Answers, new: Answers) -> str:
     """The text of `document` with the differences between two sets of answers; everything else stays as it is.
 
-    `document` is what `config.load` returned, `old` the answers it stands for. Our own header is renewed.
+    `document` is what `config.load` returned, `old` the answers it stands for. Our own header is renewed. With another
+    engine the old one's sections go, and what was in them.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    for section in {place for place, _ in after} - {""}:
-        if not isinstance(document.get(section) or {}, Mapping):  # text or a list, which Accelerate can't read either
-            del document[section]
-    written = Subject(values=document)
-    dropped = [Edit(place, key) for place, key in before if (place, key) not in after]
-    changed = [
-        Edit(place, key, value)
-        for (place, key), value in after.items()
-        if before.get((place, key)) != value or key not in written.section(place)
-    ]
-    apply(document, (*dropped, *changed))
+    changed = {(place, key): value for (place, key), value in after.items() if before.get((place, key)) != value}
+    gone = {place for place, _ in before} - {place for place, _ in after}
+    unreadable = {place for place, _ in changed if place and not isinstance(document.get(place) or {}, Mapping)}
+    for section in (gone | unreadable) - {""}:  # text or a list, which Accelerate can't read either
+        apply(document, [Edit("", section)])
+    dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in gone]
+    apply(document, [*dropped, *(Edit(place, key, value) for (place, key), value in changed.items())])
     return _with_header(dump(document), header(new))
 
 

@@ -116,7 +116,15 @@ def check_port(context: Context, value: Any) -> int:
 
 def check_machines(context: Context, value: Any) -> int:
     """Refuses less than one machine."""
-    return _number("--num-machines", value, "at least this machine takes part")
+    count = _number("--num-machines", value, "at least this machine takes part")
+    described = machines.parse(context["gpus"])[1]
+    if described not in (1, count):
+        raise UserError(
+            f"--num-machines {count} contradicts --gpus {context['gpus']}",
+            why=f"that describes {described} machines",
+            fix=f"--num-machines {described}, or describe one machine alone",
+        )
+    return count
 
 
 def check_processes(context: Context, value: Any) -> int:
@@ -128,6 +136,13 @@ def check_processes(context: Context, value: Any) -> int:
             f"--num-processes {total} is not a multiple of --num-machines {machines_in_all}",
             why="it is the total over all machines; Accelerate would start fewer, without a word",
             fix=f"--num-processes {max(total // machines_in_all, 1) * machines_in_all}",
+        )
+    gpus = context.machine.count * machines_in_all
+    if 0 < gpus < total:
+        raise UserError(
+            f"--num-processes {total} on {gpus} GPUs",
+            why="each process drives a GPU of its own",
+            fix=f"--num-processes {gpus}, or describe the machine: --gpus {total // machines_in_all}xNAME",
         )
     hybrid = context["engine"] == "fsdp" and context["strategy"] in (4, 5)
     if hybrid and total // machines_in_all < 2:

@@ -20,6 +20,11 @@ def say(text: str, style: str = "", wrap: bool = False) -> None:
     talk.print(text, style=style, markup=False, soft_wrap=not wrap)
 
 
+def answered(question: str, answer: str) -> None:
+    """What stays on the screen of a question that was answered, broken between words."""
+    talk.print(Text.assemble(("? ", "dim"), (question, "bold"), " ", (answer, "cyan")))
+
+
 def show_yaml(text: str, title: str) -> None:
     """A preview of the file that would be written."""
     talk.print(Panel(Syntax(text.rstrip(), "yaml", word_wrap=True, background_color="default"), title=title))

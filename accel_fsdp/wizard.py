@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from accel_fsdp import facts, prompts, render
 from accel_fsdp.asking import Context, Question, settle, skip
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.presets import MODEL as PRESET_MODEL
 from accel_fsdp.questions import QUESTIONS, to_answers
 from accel_fsdp.types import Answers, MachineFacts, ModelFacts
 
@@ -20,6 +21,7 @@ class Interview:
 
     flags: Mapping[str, str]
     given: dict[str, Any]
+    quiet: bool = False
 
     def settled(self, until: str | None = None) -> Context:
         """All answers, or those before the question `until`; what is not given gets its default.
@@ -37,8 +39,11 @@ class Interview:
         return context
 
     def unanswered(self) -> list[Question]:
-        """The questions that matter and have no given answer."""
-        context = self.settled()
+        """The questions that matter and have no given answer; without a model those that a Llama would raise."""
+        known = (
+            self if "model" in self.given else replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
+        )
+        context = known.settled()
         return [q for q in QUESTIONS if q.applies(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
@@ -55,16 +60,23 @@ class Interview:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
-                render.say(f"note: {error.what}; {error.why}", style="yellow", wrap=True)
+                render.say(f"note: {error.what.rstrip('.')}; {error.why}", style="yellow", wrap=True)
         return settle(question, context, question.default(context)[0])
 
     def _with_model(self, context: Context) -> Context:
         try:
-            return replace(context, model=_model(context["model"]))
+            model = _model(context["model"])
+            if not self.quiet:
+                _introduce(context["model"])
+            return replace(context, model=model)
         except UserError as error:
             if "layer_class" not in self.given:
                 raise
-            render.say(f"note: {error.what}; going on with the given layer class, unchecked", style="yellow", wrap=True)
+            render.say(
+                f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked",
+                style="yellow",
+                wrap=True,
+            )
             return context
 
 
@@ -80,10 +92,10 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) ->
     if mode == "ask":
         _ask_each(talk)
     if mode == "flags" and (unanswered := talk.unanswered()):
-        raise UserError(
+        raise UsageError(
             "this is not a terminal, so nothing can be asked",
             why="unanswered: " + " ".join(question.flag for question in unanswered),
-            fix="add --yes to take the defaults, or give these flags",
+            fix="add --yes to take the defaults (it needs --model), or give these flags",
         )
     return talk
 
@@ -103,6 +115,7 @@ def change(talk: Interview, field: str) -> None:
 
 def _ask_each(talk: Interview) -> None:
     """Asks what nobody has answered, in order; Escape goes back to the question before."""
+    render.say("Enter answers, Escape goes back one question, Ctrl-C stops and writes nothing.", style="dim", wrap=True)
     asked: list[int] = []
     position = 0
     fixed = set(talk.given)
@@ -145,7 +158,13 @@ def _machine() -> MachineFacts:
 @cache
 def _model(name: str) -> ModelFacts:
     with render.waiting(f"Building {name} on the meta device"):
-        model = facts.read_model(name)
+        return facts.read_model(name)
+
+
+@cache
+def _introduce(name: str) -> None:
+    """Says once what was found in the model."""
+    model = _model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""
     render.say(
@@ -153,4 +172,3 @@ def _model(name: str) -> ModelFacts:
         style="cyan",
         wrap=True,
     )
-    return model
