@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import tyro
 
 from accel_fsdp import __version__
 from accel_fsdp.asking import Question
-from accel_fsdp.errors import guard
+from accel_fsdp.errors import UsageError, guard
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
 
@@ -127,22 +128,31 @@ Config.__doc__ = "Ask, then write an Accelerate YAML. Every question has a flag;
 
 def main() -> None:
     """Entry point of `accel-fsdp`."""
-    words, script_args = _split_script_args(sys.argv[1:])
+    words = sys.argv[1:]
+    if words == ["--version"]:
+        sys.stdout.write(f"{__version__}\n")
+        return
+    launches, code = words[:1] == ["launch"], 0
+    if not launches and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `accel-fsdp check --list-rules | head` ends quietly
+
+    def run() -> None:
+        nonlocal code
+        code = _run(*_parse(words))
+
+    sys.exit(guard(run, "interrupted" if launches else "interrupted, nothing written") or code)
+
+
+def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
+    own, script_args = _split_script_args(words)
     command = tyro.extras.subcommand_cli_from_dict(
         {"config": Config, "check": Check, "migrate": Migrate, "launch": Launch},
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
-        args=words,
+        args=own,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    code = 0
-
-    def run() -> None:
-        nonlocal code
-        code = _run(command, script_args)
-
-    interrupted = "interrupted" if isinstance(command, Launch) else "interrupted, nothing written"
-    sys.exit(guard(run, interrupted) or code)
+    return command, script_args
 
 
 def _run(command: Any, script_args: tuple[str, ...]) -> int:
@@ -170,7 +180,14 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return words, ()
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-")]
     end = positions[1] + 1 if len(positions) > 1 else len(words)
-    return words[:end], tuple(words[end:])
+    script_args = tuple(words[end:])
+    if "--dry-run" in script_args:  # tyro's usage line puts flags last, and a job would start
+        raise UsageError(
+            "--dry-run after SCRIPT would be the script's",
+            why="the job would really start",
+            fix="accel-fsdp launch --dry-run FILE SCRIPT [script arguments]",
+        )
+    return words[:end], script_args
 
 
 def _launch(command: Launch, script_args: tuple[str, ...]) -> int:

@@ -25,6 +25,12 @@ TARGETS = {
 SECTIONS = {Engine.FSDP1: "fsdp_config", Engine.FSDP2: "fsdp_config", Engine.DEEPSPEED: "deepspeed_config"}
 
 
+KEEPS_DDP = (
+    "is DDP, and FSDP2 has no mode that shards nothing: stays DDP. "
+    "To shard: accel-fsdp config --from FILE --engine fsdp"
+)
+
+
 def plan(subject: Subject, target: str, layer_class: str = "") -> Migration:
     """Draws up the migration of a file to one of `TARGETS`.
 
@@ -41,7 +47,7 @@ def plan(subject: Subject, target: str, layer_class: str = "") -> Migration:
     if source == TARGETS[target]:
         return Migration(source, TARGETS[target], note=f"is {source} already")
     if subject.engine is Engine.DDP and target == "fsdp2":
-        return Migration(source, TARGETS[target], note="is DDP, and FSDP2 has no mode that shards nothing: stays DDP")
+        return Migration(source, TARGETS[target], note=KEEPS_DDP)
     _draw(draft, target)
     return draft.migration(source, TARGETS[target])
 

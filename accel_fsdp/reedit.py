@@ -64,7 +64,7 @@ def _header_flags(text: str, engine: str) -> dict[str, str]:
     line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
     words = dict(pairwise(shlex.split(line.removeprefix("#"))))
     wanted = {question.flag: question.field for question in QUESTIONS if question.key is None}
-    if words.get("--engine") != engine:
+    if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
         wanted.pop("--method")
     return {field: words[flag] for flag, field in wanted.items() if flag in words}
 
@@ -96,9 +96,22 @@ def _flat(mapping: dict[str, Any]) -> dict[tuple[str, str], Any]:
 def _with_header(text: str, lines: list[str]) -> str:
     """Replaces the header of a file that was made here; another file keeps its own first lines."""
     old = text.splitlines(keepends=True)
-    found = next((number for number, line in enumerate(old) if line.startswith(MADE_HERE)), None)
+    found = _made_here(old)
     if found is None:
         return text
     says_launch = old[found + 1 : found + 2] == ["# Launch:\n"]
     end = found + 3 if says_launch else found + 1
     return "".join([*old[: max(found - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
+
+
+def retitle(text: str, title: str) -> str:
+    """Replaces the first line of our own header, which says what the file is; another file stays as it is."""
+    old = text.splitlines(keepends=True)
+    found = _made_here(old)
+    if found is None or found < 2:
+        return text
+    return "".join([*old[: found - 2], f"# {title}\n", *old[found - 1 :]])
+
+
+def _made_here(lines: list[str]) -> int | None:
+    return next((number for number, line in enumerate(lines) if line.startswith(MADE_HERE)), None)

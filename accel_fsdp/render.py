@@ -12,7 +12,6 @@ from rich.text import Text
 
 talk = Console(stderr=True, highlight=False)
 data = Console(highlight=False)
-WIDEST_KEY = 38
 
 
 def say(text: str, style: str = "", wrap: bool = False) -> None:
@@ -47,9 +46,9 @@ def show_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], to_stderr: bool = False
 ) -> None:
     """One row per entry, folded to the width of the terminal; to stderr where stdout carries something else."""
-    table = Table(box=None, pad_edge=False, show_edge=False)
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
-        table.add_column(title, overflow="fold", min_width=WIDEST_KEY if title == "key" else None)
+        table.add_column(title, overflow="fold")
     for row, style in zip(rows, styles, strict=True):
         table.add_row(*map(Text, row), style=style)
     (talk if to_stderr else data).print(table)

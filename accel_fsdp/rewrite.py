@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import check, config, files, render
+from accel_fsdp import check, config, files, reedit, render
 from accel_fsdp.draft import Change, Migration
 from accel_fsdp.errors import UserError
 from accel_fsdp.inputs import read_subject, unreadable
@@ -37,7 +37,10 @@ def migrate(path: Path, target: str, options: Options) -> int:
     migration = plan(subject, target, options.layer_class)
     _refuse_merge_keys(path, document)
     check.apply(document, migration.edits)
-    after = config.dump(document) if migration.edits else before
+    after = before
+    if migration.edits:
+        title = f"Migrated from {migration.source} to {migration.target}. The command below made what it was before."
+        after = reedit.retitle(config.dump(document), title)
     _report(path, migration, after, options)
     if migration.broken and not options.force:
         raise _broken(path, migration)
@@ -93,5 +96,3 @@ def _write(path: Path, before: str, after: str, options: Options) -> None:
         files.write_text(output, after)
         render.show_diff(before, after, str(path), str(output))
         render.say(f"written: {output}", style="green")
-    if before != after and config.HEADER in before:
-        render.say("comments stay as they are: those at the top still tell how the old file was made")

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SFT, accel_fsdp, accelerate_launch, made_yaml, run
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml, run
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import files
+from accel_fsdp import __version__, files
 from accel_fsdp.errors import UserError
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft")
@@ -60,7 +60,7 @@ def test_refused_answers(flags: list[str], code: int, message: str, tiny_model: 
 
 def test_without_a_terminal_the_missing_flags_are_named(tiny_model: Path) -> None:
     finished = accel_fsdp("config", "--model", tiny_model, "--method", "lora")
-    assert finished.code == 1
+    assert finished.code == 2
     assert "unanswered: --gpus --num-machines --engine --fsdp-version --strategy" in finished.output
 
 
@@ -238,3 +238,18 @@ def test_accelerate_alone_would_train_unsharded(ask_for_cpu: str, tiny_model: Pa
     assert finished.code == 0, finished.output
     assert finished.output.count(f"HELD {64 * 64 + 64} ") == 2
     assert "FSDP" not in finished.output
+
+
+def test_flags_of_launch_stand_before_the_file(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("print('started')\n")
+    refused = accel_fsdp("launch", ROOT / "accelerate_configs/ddp.yaml", script, "--dry-run")
+    assert refused.code == 2
+    assert "launch --dry-run FILE SCRIPT" in refused.output
+    assert "started" not in refused.output
+
+
+def test_version_and_a_closed_pipe() -> None:
+    assert accel_fsdp("--version").output.strip() == __version__
+    piped = run(["bash", "-c", f"{sys.executable} -m accel_fsdp check --list-rules | head -1"])
+    assert len(piped.output.splitlines()) == 1, piped.output

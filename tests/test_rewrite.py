@@ -1,16 +1,18 @@
 """The command `accel-fsdp migrate`: exit codes, what it writes, and what it leaves alone."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import yaml
-from conftest import accel_fsdp
+from checking import V2
+from conftest import ROOT, accel_fsdp, run
 from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED, ZERO2_COMMENTED
 
-from accel_fsdp import config, rewrite
+from accel_fsdp import rewrite
 from accel_fsdp.check import Subject
 from accel_fsdp.cli import Migrate
 from accel_fsdp.migrate import TARGETS, plan
@@ -103,7 +105,19 @@ def test_the_command_takes_the_targets_there_are() -> None:
     assert set(get_args(get_type_hints(Migrate)["to"])) == set(TARGETS)
 
 
-def test_a_header_of_the_wizard_is_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text(f"{config.HEADER} 1.0:\n{COMMENTED}")
-    assert "how the old file was made" in accel_fsdp("migrate", path, "--to", "fsdp2").output
+@pytest.mark.parametrize("columns", [60, 80])
+def test_advice_is_whole_at_any_width(columns: int, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(V2 + "  fsdp_activation_checkpointing: true\n")
+    words = [sys.executable, "-m", "accel_fsdp", "migrate", path, "--to", "zero3", "--force"]
+    shown = run(words, COLUMNS=str(columns)).output
+    row = shown[shown.index("lost!") :].partition("renamed")[0]
+    assert row.split().count("true") == 2, shown  # the key's value, and the end of the advice
+
+
+def test_the_header_says_what_the_file_is_now(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.yaml"
+    assert accel_fsdp("migrate", ROOT / "accelerate_configs/fsdp2.yaml", "--to", "zero3", "-o", path).code == 0
+    first, *rest = path.read_text().splitlines()
+    assert first.startswith("# Migrated from FSDP2 to DeepSpeed ZeRO-3.")
+    assert rest[:4] == (ROOT / "accelerate_configs/fsdp2.yaml").read_text().splitlines()[1:5]
