@@ -21,16 +21,16 @@ HBM_EFFICIENCY = 0.8
 """Share of the datasheet's bandwidth that streaming kernels reach."""
 LINK_EFFICIENCY = 0.75
 """Share of a link's one-way datasheet rate that NCCL's rings reach on large messages (nccl-tests, bus bandwidth)."""
-ELEMENTWISE_PASSES = 2.0
+ELEMENTWISE_PASSES = 2.5
 """How often elementwise kernels pass over what matrix products read and wrote; calibrated, one value for all."""
 LOSS_BYTES_PER_LOGIT = 30
 """Float32 copy (2 + 4), log-softmax (4 + 4), its gradient (4 + 4), back to half (4 + 2), and the product's write."""
-ATTENTION_EFFICIENCY = 0.6
-"""What attention kernels reach of what matrix products reach; calibrated, one value for all."""
+ATTENTION_EFFICIENCY = 0.4
+"""What attention kernels reach of what matrix products reach; calibrated on flash attention's first version."""
 HOST_BYTES_PER_S = 100e9
 """Memory of one machine's host, shared by its ranks, where offloading runs the optimizer: an assumption."""
-LATENCY_SECONDS = 20e-6
-"""Of a collective between two ranks; it grows with log2 of the ranks."""
+LATENCY_SECONDS = 50e-6
+"""Of a collective however small, per log2 of the ranks and once for its launch; calibrated on FSDP1 with LoRA."""
 ACCESSES: dict[OptimizerName, float] = {
     "adamw_torch_fused": 7,
     "adamw_torch": 20,
@@ -39,7 +39,7 @@ ACCESSES: dict[OptimizerName, float] = {
     "sgd": 3,
 }
 """How often one optimizer step reads or writes each trained element: fused Adam reads p, g, m, v and writes p, m, v."""
-RANGE = (0.8, 1.3)
+RANGE = (0.85, 1.35)
 """Shortest and longest step as multiples of the prediction."""
 
 
@@ -86,7 +86,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the model: what it computes and sends in one micro-batch, `count` times in the model."""
+    """A stretch of the model: what it computes and sends in one micro-batch, `count` times in the model.
+
+    `alone` counts adapter weights that are gathered alone, in front of products too short to hide them.
+    """
 
     count: int
     forward: Work
@@ -95,6 +98,7 @@ class Piece:
     gather: Traffic
     gathers: float
     reduce: Traffic
+    alone: int = 0
 
 
 def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
@@ -143,7 +147,7 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
         "pcie": sent.pcie_bytes / (gpu.pcie_bytes_per_s * LINK_EFFICIENCY),
     }
     bound = max(seconds, key=lambda name: seconds[name])
-    return bound, seconds[bound] + LATENCY_SECONDS * math.log2(ranks) * (seconds[bound] > 0)
+    return bound, seconds[bound] + _latency_seconds(ranks) * (seconds[bound] > 0)
 
 
 def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
@@ -178,16 +182,15 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Piece
     blocks = {block.parameters: block for block in shape.blocks}
     for unit in traffic.units(shape, layout):
         forward, backward = block_work(blocks[unit.parameters], shape, recipe) if unit.in_block else (Work(), Work())
-        again = forward if recipe.checkpointing != "none" else Work()
+        again = _recomputed(forward, unit, shape, recipe)
         gathers = traffic.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = traffic.gather(unit, recipe, layout), traffic.reduce(unit, recipe, layout)
-        yield Piece(unit.count, forward, backward, again, gather, gathers, reduce)
+        alone = traffic.gathered_alone(unit, recipe, layout)
+        yield Piece(unit.count, forward, backward, again, gather, gathers, reduce, alone)
     yield Piece(1, *_head_work(shape, recipe), Work(), Traffic(), 0, Traffic())
 
 
-def _phases(
-    piece: Piece, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu
-) -> Iterator[tuple[Bound, float]]:
+def _phases(piece: Piece, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """Forward and backward of a piece, each as long as the longer of computing it and sending for it."""
     before = min(piece.gathers, 1)
     after = piece.gather.times(piece.gathers - before) + (piece.reduce if reduces else Traffic())
@@ -196,6 +199,11 @@ def _phases(
         computing = work_seconds(work, recipe, gpu)
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
         yield (bound, sending) if sending > computing else ("compute", computing)
+    collectives = piece.alone * (piece.gathers + reduces)
+    yield (
+        "intra-node" if layout.ranks <= layout.ranks_per_node else "inter-node",
+        collectives * _latency_seconds(layout.ranks),
+    )
 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
@@ -207,6 +215,22 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
     else:
         yield "compute", moved / (gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
     yield sending_seconds(traffic.update(shape, recipe, layout), layout.ranks, gpu)
+
+
+def _recomputed(forward: Work, unit: Unit, shape: ModelShape, recipe: Recipe) -> Work:
+    """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
+
+    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop).
+    """
+    products = [one for one in unit.parameters if unit.in_block and one.kind in ("linear", "experts")]
+    if recipe.checkpointing == "none" or not products:
+        return Work()
+    last = products[-1].numel * _share(products[-1], shape) * (recipe.checkpointing == "full")
+    return forward + Work(matmul_flops=-2 * last * recipe.rows * recipe.length)
+
+
+def _latency_seconds(ranks: int) -> float:
+    return LATENCY_SECONDS * (1 + math.log2(ranks))
 
 
 def _share(one: Parameter, shape: ModelShape) -> float:
@@ -250,7 +274,7 @@ def _is_bf16(recipe: Recipe) -> bool:
 
 def _assumptions(recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
     if not gpu.calibrated:
-        yield f"No public run calibrates {gpu.name}: matrix products are taken to reach {gpu.efficiency:.0%} of its peak."
+        yield f"No public run calibrates {gpu.name}: products are taken to reach {gpu.efficiency:.0%} of its peak."
     if layout.ranks > layout.ranks_per_node:
         yield f"The network gives each GPU {gpu.network_bytes_per_s / 1e9:.0f} GB/s."
     if layout.offload:

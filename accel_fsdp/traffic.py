@@ -135,6 +135,16 @@ def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
         yield trained_numel(unit, recipe), compute_bytes(recipe)
 
 
+def gathered_alone(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+    """How many adapter weights are units of their own: FSDP1's flat parameters can't mix frozen and trained ones.
+
+    (PEFT's `fsdp_auto_wrap_policy`.)
+    """
+    if recipe.method == "full" or layout.engine != "fsdp1" or layout.shard_ranks == 1:
+        return 0
+    return 2 * sum(is_adapted(one, unit.in_block) for one in unit.parameters)
+
+
 def trained_numel(unit: Unit, recipe: Recipe) -> int:
     """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
     if recipe.method == "full":
