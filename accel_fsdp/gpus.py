@@ -23,7 +23,7 @@ class Gpu:
     `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads
     to the host. `network_bytes_per_s` is one GPU's share of a usual cluster's network: an assumption, never measured
     here. `efficiency` is the share of the peak that matrix products reach in training, `calibrated` says that public
-    runs gave it. `source` names the datasheet.
+    runs gave it. `source` names the vendor's document.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Gpu:
     link_bytes_per_s: float
     pcie_bytes_per_s: float
     network_bytes_per_s: float
+    efficiency: float
+    calibrated: bool
     source: str
-    efficiency: float = ASSUMED_EFFICIENCY
-    calibrated: bool = False
 
     @property
     def has_bf16(self) -> bool:
@@ -58,49 +58,51 @@ def _gpu(
     source: str,
 ) -> Gpu:
     rates = (half * 1e12, fp32 * 1e12, hbm * 1e9, link * 1e9, pcie * 1e9, network * 1e9)
-    return Gpu(name, memory, *rates, source, efficiency or ASSUMED_EFFICIENCY, calibrated)
+    return Gpu(name, memory, *rates, efficiency or ASSUMED_EFFICIENCY, calibrated, source)
 
 
-# In the units of datasheets: GiB, TFLOP/s in half and float32, GB/s of memory, of the link to its neighbours, of PCIe and
-# of the network; PCIe of generation 3, 4 and 5 with 16 lanes is 16, 32 and 64 GB/s one way. The network's 50 GB/s are
-# 400 Gb/s InfiniBand per GPU (DGX H100), 25 are 200 Gb/s (DGX A100), 12.5 are 100 Gb/s: assumptions, as clusters differ.
-# The efficiency is the least median error of benchmarks/throughput_accuracy.py. A100: llm-foundry's 69 rows; H100: its
-# 35 rows and NeMo AutoModel's LoRA row; RTX 3090 and 4090: Answer.AI's fsdp_qlora, of the 3090 the rows without
-# sharding, which its machine's links don't slow. False: the same chip in another form is taken to reach as much.
+# In the units of datasheets: GiB, TFLOP/s in half and float32, GB/s of memory, of the link to its neighbours, of PCIe
+# (16 lanes of generation 3, 4 and 5 are 16, 32 and 64 one way) and of the network: 50 is 400 Gb/s InfiniBand per GPU
+# (DGX H100), 25 is 200 Gb/s (DGX A100), 12.5 is 100 Gb/s. Those are assumptions, as clusters differ.
+# The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from 69 rows of
+# llm-foundry's table, H100 from 35 of it and NeMo AutoModel's LoRA row, RTX 3090 and 4090 from Answer.AI's fsdp_qlora,
+# of the 3090 from its rows without sharding, which that machine's slow links don't touch. Where the column after says
+# False and the one before isn't None, the chip is one of these in another form. benchmarks/throughput_accuracy.py
+# prints how far off they are.
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
-    _gpu("V100",          16,    125,  15.7,  900, 150,  16, 12.5, None, False, "NVIDIA V100 datasheet (SXM2)"),
-    _gpu("V100",          32,    125,  15.7,  900, 150,  16, 12.5, None, False, "NVIDIA V100 datasheet (SXM2)"),
-    _gpu("T4",            16,     65,   8.1,  320,  16,  16, 12.5, None, False, "NVIDIA T4 datasheet"),
-    _gpu("A10",           24,    125,  31.2,  600,  32,  32, 12.5, None, False, "NVIDIA A10 datasheet"),
-    _gpu("A10G",          24,     70,    35,  600,  32,  32, 12.5, None, False, "NVIDIA A10G datasheet (AWS G5)"),
-    _gpu("A30",           24,    165,  10.3,  933,  32,  32, 12.5, None, False, "NVIDIA A30 datasheet"),
-    _gpu("A40",           48,  149.7,  37.4,  696,  32,  32, 12.5, None, False, "NVIDIA A40 datasheet"),
-    _gpu("A100",          80,    312,  19.5, 2039, 300,  32,   25, 0.72, True,  "NVIDIA A100 datasheet (80GB SXM)"),
-    _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.72, True,  "NVIDIA A100 datasheet (40GB SXM)"),
-    _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.72, False, "NVIDIA A100 datasheet (80GB PCIe)"),
-    _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.72, False, "NVIDIA A100 datasheet (40GB PCIe)"),
-    _gpu("A6000",         48,  154.8,  38.7,  768,  32,  32, 12.5, None, False, "NVIDIA RTX A6000 datasheet"),
-    _gpu("L4",            24,    121,  30.3,  300,  32,  32, 12.5, None, False, "NVIDIA L4 datasheet"),
-    _gpu("L40",           48,    181,  90.5,  864,  32,  32, 12.5, None, False, "NVIDIA L40 datasheet"),
-    _gpu("L40S",          48,    362,  91.6,  864,  32,  32, 12.5, None, False, "NVIDIA L40S datasheet"),
+    _gpu("V100",          16,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
+    _gpu("V100",          32,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
+    _gpu("T4",            16,     65,   8.1,  320,  16,  16, 12.5, None, False, "T4 datasheet"),
+    _gpu("A10",           24,    125,  31.2,  600,  32,  32, 12.5, None, False, "A10 datasheet"),
+    _gpu("A10G",          24,     70,    35,  600,  32,  32, 12.5, None, False, "A10G datasheet (AWS G5)"),
+    _gpu("A30",           24,    165,  10.3,  933,  32,  32, 12.5, None, False, "A30 datasheet"),
+    _gpu("A40",           48,  149.7,  37.4,  696,  32,  32, 12.5, None, False, "A40 datasheet"),
+    _gpu("A100",          80,    312,  19.5, 2039, 300,  32,   25, 0.72, True,  "A100 datasheet (80GB SXM)"),
+    _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.72, True,  "A100 datasheet (40GB SXM)"),
+    _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.72, False, "A100 datasheet (80GB PCIe)"),
+    _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.72, False, "A100 datasheet (40GB PCIe)"),
+    _gpu("A6000",         48,  154.8,  38.7,  768,  32,  32, 12.5, None, False, "RTX A6000 datasheet"),
+    _gpu("L4",            24,    121,  30.3,  300,  32,  32, 12.5, None, False, "L4 datasheet"),
+    _gpu("L40",           48,    181,  90.5,  864,  32,  32, 12.5, None, False, "L40 datasheet"),
+    _gpu("L40S",          48,    362,  91.6,  864,  32,  32, 12.5, None, False, "L40S datasheet"),
     # GeForce cards can't reach each other's memory: what they send crosses PCIe twice, through the host.
-    _gpu("RTX 3090",      24,     71,  35.6,  936,  16,  32, 12.5, 0.80, True,  "NVIDIA GA102 whitepaper"),
-    _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  16,  32, 12.5, 0.72, True,  "NVIDIA Ada GPU architecture whitepaper"),
-    _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  32,  64, 12.5, None, False, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
-    _gpu("RTX 6000 Ada",  48,  364.2,  91.1,  960,  32,  32, 12.5, None, False, "NVIDIA RTX 6000 Ada datasheet"),
-    _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.52, True,  "NVIDIA H100 datasheet (SXM)"),
-    _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.52, False, "NVIDIA H100 datasheet (PCIe)"),
-    _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.52, False, "NVIDIA H100 NVL datasheet"),
-    _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.52, False, "NVIDIA H200 datasheet (SXM)"),
+    _gpu("RTX 3090",      24,     71,  35.6,  936,  16,  32, 12.5, 0.80, True,  "GA102 whitepaper"),
+    _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  16,  32, 12.5, 0.72, True,  "Ada Lovelace whitepaper"),
+    _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  32,  64, 12.5, None, False, "RTX Blackwell whitepaper"),
+    _gpu("RTX 6000 Ada",  48,  364.2,  91.1,  960,  32,  32, 12.5, None, False, "RTX 6000 Ada datasheet"),
+    _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.52, True,  "H100 datasheet (SXM)"),
+    _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.52, False, "H100 datasheet (PCIe)"),
+    _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.52, False, "H100 NVL datasheet"),
+    _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.52, False, "H200 datasheet (SXM)"),
     # NVLink-C2C joins it to its host.
-    _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.52, False, "NVIDIA GH200 datasheet (96GB)"),
-    _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.52, False, "NVIDIA GH200 datasheet (144GB)"),
-    _gpu("B200",         180,   2250,    75, 7700, 900,  64,   50, None, False, "NVIDIA HGX B200 datasheet"),
-    _gpu("GB200",        186,   2500,    80, 8000, 900, 450,   50, None, False, "NVIDIA GB200 NVL72 datasheet"),
+    _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.52, False, "GH200 datasheet (96GB)"),
+    _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.52, False, "GH200 datasheet (144GB)"),
+    _gpu("B200",         180,   2250,    75, 7700, 900,  64,   50, None, False, "HGX B200 datasheet"),
+    _gpu("GB200",        186,   2500,    80, 8000, 900, 450,   50, None, False, "GB200 NVL72 datasheet"),
     # torch sees each of the two dies of a card as a device: its row is half a card.
-    _gpu("MI250X",        64,  191.5, 23.95, 1638, 100,  32,   25, None, False, "AMD Instinct MI250X datasheet, halved"),
-    _gpu("MI300X",       192, 1307.4, 163.4, 5300, 448,  64,   50, None, False, "AMD Instinct MI300X datasheet"),
+    _gpu("MI250X",        64,  191.5, 23.95, 1638, 100,  32,   25, None, False, "MI250X datasheet, halved"),
+    _gpu("MI300X",       192, 1307.4, 163.4, 5300, 448,  64,   50, None, False, "MI300X datasheet"),
 )
 # fmt: on
 
@@ -124,8 +126,8 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
             why="step time follows from its peak, memory and links",
             fix=f"one of {', '.join(dict.fromkeys(known.values()))}",
         )
-    in_name = re.search(r"(\d+)\s*gi?b\b", name, re.I)
-    told = memory_gib or (float(in_name[1]) if in_name else rows[0].memory_gib)
+    in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
+    told = memory_gib or next(in_name, rows[0].memory_gib)
     nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - told))
     return nearest if memory_gib is None else dataclasses.replace(nearest, memory_gib=memory_gib)
 

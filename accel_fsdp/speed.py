@@ -26,7 +26,9 @@ ELEMENTWISE_PASSES = 2.5
 LOSS_BYTES_PER_LOGIT = 30
 """Float32 copy (2 + 4), log-softmax (4 + 4), its gradient (4 + 4), back to half (4 + 2), and the product's write."""
 ATTENTION_EFFICIENCY = 0.4
-"""What attention kernels reach of what matrix products reach; calibrated on flash attention's first version."""
+"""What attention kernels reach of what matrix products reach, causal FLOPs counted once and backward as twice forward.
+
+Calibrated on the first version of flash attention: with later ones long sequences run faster than predicted."""
 HOST_BYTES_PER_S = 100e9
 """Memory of one machine's host, shared by its ranks, where offloading runs the optimizer: an assumption."""
 LATENCY_SECONDS = 50e-6
@@ -98,7 +100,7 @@ class Piece:
     gather: Traffic
     gathers: float
     reduce: Traffic
-    alone: int = 0
+    alone: int
 
 
 def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
@@ -158,13 +160,13 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
     """
     tokens = recipe.rows * recipe.length
     used = sum(one.numel * _share(one, shape) for one in block.parameters if one.kind in ("linear", "experts"))
-    unit = Unit(block.parameters, 1, False, True)
+    unit = Unit(block.parameters, False, block)
     adapters = 0 if recipe.method == "full" else traffic.trained_numel(unit, recipe)
     attention = Work(attention_flops=4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens)
     between = Work(elementwise_bytes=_elementwise_bytes(block, shape, recipe) * tokens)
     whole = Work(matmul_flops=2 * used * tokens)
     thin = Work(matmul_flops=2 * adapters * tokens)
-    unpacking = Work(elementwise_bytes=_unpacked_bytes(block, recipe))
+    unpacking = Work(elementwise_bytes=_unpacked_bytes(unit, recipe))
     backward = whole.times(2 if recipe.method == "full" else 1) + thin.times(2) + (attention + between).times(2)
     return whole + thin + attention + between + unpacking, backward + unpacking
 
@@ -179,15 +181,14 @@ def _head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
 
 def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Piece]:
     """The units with their work, and the head, which is a unit of its own or part of the root."""
-    blocks = {block.parameters: block for block in shape.blocks}
     for unit in traffic.units(shape, layout):
-        forward, backward = block_work(blocks[unit.parameters], shape, recipe) if unit.in_block else (Work(), Work())
+        forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
         again = _recomputed(forward, unit, shape, recipe)
         gathers = traffic.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = traffic.gather(unit, recipe, layout), traffic.reduce(unit, recipe, layout)
         alone = traffic.gathered_alone(unit, recipe, layout)
         yield Piece(unit.count, forward, backward, again, gather, gathers, reduce, alone)
-    yield Piece(1, *_head_work(shape, recipe), Work(), Traffic(), 0, Traffic())
+    yield Piece(1, *_head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), 0)
 
 
 def _phases(piece: Piece, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
@@ -199,11 +200,8 @@ def _phases(piece: Piece, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gp
         computing = work_seconds(work, recipe, gpu)
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
         yield (bound, sending) if sending > computing else ("compute", computing)
-    collectives = piece.alone * (piece.gathers + reduces)
-    yield (
-        "intra-node" if layout.ranks <= layout.ranks_per_node else "inter-node",
-        collectives * _latency_seconds(layout.ranks),
-    )
+    link: Bound = "intra-node" if layout.ranks <= layout.ranks_per_node else "inter-node"
+    yield link, piece.alone * (piece.gathers + reduces) * _latency_seconds(layout.ranks)
 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
@@ -222,7 +220,7 @@ def _recomputed(forward: Work, unit: Unit, shape: ModelShape, recipe: Recipe) ->
 
     Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop).
     """
-    products = [one for one in unit.parameters if unit.in_block and one.kind in ("linear", "experts")]
+    products = [one for one in unit.parameters if unit.block and one.kind in ("linear", "experts")]
     if recipe.checkpointing == "none" or not products:
         return Work()
     last = products[-1].numel * _share(products[-1], shape) * (recipe.checkpointing == "full")
@@ -260,11 +258,11 @@ def _elementwise_bytes(block: Block, shape: ModelShape, recipe: Recipe) -> float
     return ELEMENTWISE_PASSES * ends * traffic.compute_bytes(recipe)
 
 
-def _unpacked_bytes(block: Block, recipe: Recipe) -> float:
+def _unpacked_bytes(unit: Unit, recipe: Recipe) -> float:
     """What unpacking 4-bit weights for one use reads and writes."""
     if recipe.method != "qlora":
         return 0
-    packed = sum(one.numel for one in block.parameters if traffic.is_adapted(one, in_block=True))
+    packed = sum(one.numel for one in unit.parameters if traffic.is_adapted(one, unit))
     return packed * (traffic.NF4_BYTES + traffic.compute_bytes(recipe))
 
 
@@ -281,4 +279,6 @@ def _assumptions(recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
         yield f"Each host's memory streams {HOST_BYTES_PER_S / 1e9:.0f} GB/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:
         yield f"{gpu.name} has no bf16 units and computes it at the rate of float32."
+    if traffic.compute_bytes(recipe) == 4:
+        yield "Float32 products run without TF32, torch's default."
     yield "Kernels are PyTorch's own, not compiled; data arrive in time and rows are full."

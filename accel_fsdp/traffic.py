@@ -11,7 +11,7 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from accel_fsdp.types import Layout, ModelShape, Parameter, Recipe
+from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -40,16 +40,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together, `count` times in the model.
+    """Parameters that are gathered and reduced together: a block, or what `block` None has outside of them.
 
-    `kept` units stay gathered from forward to backward: one all-gather instead of two. `in_block` units are those
-    whose linear layers LoRA adapts and 4 bits quantise.
+    `kept` units stay gathered from forward to backward: one all-gather instead of two.
     """
 
     parameters: tuple[Parameter, ...]
-    count: int
     kept: bool
-    in_block: bool
+    block: Block | None = None
+
+    @property
+    def count(self) -> int:
+        """How often the model has it."""
+        return len(self.block.layers) if self.block else 1
 
 
 def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
@@ -60,12 +63,12 @@ def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
     and the head, to which it adds tied embeddings (`fsdp2_prepare_model`).
     """
     kept = _keeps(layout)
-    blocks = tuple(Unit(block.parameters, len(block.layers), kept, True) for block in shape.blocks)
+    blocks = tuple(Unit(block.parameters, kept, block) for block in shape.blocks)
     if layout.engine == "fsdp2" and not shape.tied:
         embedding = tuple(one for one in shape.outer if one.kind == "embedding")
         tail = tuple(one for one in shape.outer if one.kind != "embedding")
-        return Unit(embedding, 1, kept, False), *blocks, Unit(tail, 1, True, False)
-    return Unit(shape.outer, 1, kept or layout.engine != "zero", False), *blocks
+        return Unit(embedding, kept), *blocks, Unit(tail, True)
+    return Unit(shape.outer, layout.engine != "zero"), *blocks
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
@@ -129,7 +132,7 @@ def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
 def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
     for one in unit.parameters:
-        quantized = recipe.method == "qlora" and is_adapted(one, unit.in_block)
+        quantized = recipe.method == "qlora" and is_adapted(one, unit)
         yield one.numel, NF4_BYTES if quantized else compute_bytes(recipe)
     if recipe.method != "full":
         yield trained_numel(unit, recipe), compute_bytes(recipe)
@@ -142,14 +145,14 @@ def gathered_alone(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """
     if recipe.method == "full" or layout.engine != "fsdp1" or layout.shard_ranks == 1:
         return 0
-    return 2 * sum(is_adapted(one, unit.in_block) for one in unit.parameters)
+    return 2 * sum(is_adapted(one, unit) for one in unit.parameters)
 
 
 def trained_numel(unit: Unit, recipe: Recipe) -> int:
     """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
     if recipe.method == "full":
         return sum(one.numel for one in unit.parameters)
-    adapted = (one for one in unit.parameters if is_adapted(one, unit.in_block))
+    adapted = (one for one in unit.parameters if is_adapted(one, unit))
     return sum(recipe.lora_rank * sum(one.shape) for one in adapted)
 
 
@@ -158,9 +161,9 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     return sum(unit.count * trained_numel(unit, recipe) for unit in units(shape, layout))
 
 
-def is_adapted(one: Parameter, in_block: bool) -> bool:
-    """Whether LoRA adapts it, and QLoRA quantises it."""
-    return in_block and one.kind == "linear"
+def is_adapted(one: Parameter, unit: Unit) -> bool:
+    """Whether LoRA adapts it, and QLoRA quantises it: the linear layers inside of blocks."""
+    return unit.block is not None and one.kind == "linear"
 
 
 def compute_bytes(recipe: Recipe) -> int:
