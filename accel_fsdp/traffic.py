@@ -83,7 +83,7 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One all-gather of one unit; with offload its shard comes from the host first, in the dtype that it rests in."""
-    if layout.shard_ranks == 1 or _replicates(layout):
+    if _replicates(layout) or (layout.shard_ranks == 1 and not layout.offload):
         return Traffic()
     volume = sum(count * width for count, width in gathered(unit, recipe))
     down = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
