@@ -12,6 +12,7 @@ RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
+    *("gpus", "traffic", "speed"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
     *("tapes", "meter", "states", "engines", "memory"),
 }
@@ -21,8 +22,8 @@ MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
     {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains", "tapes", "meter", "states"},
-    {"weights", "here", "engines"},
-    {"asking", "facts", "check", "memory"},
+    {"weights", "here", "engines", "gpus", "traffic"},
+    {"asking", "facts", "check", "memory", "speed"},
     {"defaults", "refusals", "draft", *RULES},
     {"questions", "migrate_fsdp"},
     {"migrate_zero"},
