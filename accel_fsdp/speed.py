@@ -12,6 +12,7 @@ from typing import Literal
 
 from accel_fsdp import traffic
 from accel_fsdp.gpus import Gpu
+from accel_fsdp.states import NF4_BYTES, compute_bytes, master_bytes
 from accel_fsdp.traffic import Traffic, Unit
 from accel_fsdp.types import Block, Layout, ModelShape, OptimizerName, Parameter, Recipe
 
@@ -129,7 +130,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
 
 def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
     """FLOP/s in the compute dtype; a GPU without bf16 does it at the rate of float32."""
-    if traffic.compute_bytes(recipe) == 4 or (_is_bf16(recipe) and not gpu.has_bf16):
+    if compute_bytes(recipe) == 4 or (_is_bf16(recipe) and not gpu.has_bf16):
         return gpu.fp32_flops
     return gpu.half_flops
 
@@ -207,7 +208,7 @@ def _phases(piece: Piece, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gp
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, and what it sends afterwards; nothing hides them."""
     elements = traffic.all_trained_numel(shape, recipe, layout) / layout.shard_ranks
-    moved = elements * ACCESSES[recipe.optimizer] * traffic.master_bytes(recipe, layout)
+    moved = elements * ACCESSES[recipe.optimizer] * master_bytes(recipe, layout)
     if layout.offload:
         yield "pcie", moved * min(layout.ranks, layout.ranks_per_node) / HOST_BYTES_PER_S
     else:
@@ -255,7 +256,7 @@ def _elementwise_bytes(block: Block, shape: ModelShape, recipe: Recipe) -> float
         for one in block.parameters
         if one.kind in ("linear", "experts")
     )
-    return ELEMENTWISE_PASSES * ends * traffic.compute_bytes(recipe)
+    return ELEMENTWISE_PASSES * ends * compute_bytes(recipe)
 
 
 def _unpacked_bytes(unit: Unit, recipe: Recipe) -> float:
@@ -263,7 +264,7 @@ def _unpacked_bytes(unit: Unit, recipe: Recipe) -> float:
     if recipe.method != "qlora":
         return 0
     packed = sum(one.numel for one in unit.parameters if traffic.is_adapted(one, unit))
-    return packed * (traffic.NF4_BYTES + traffic.compute_bytes(recipe))
+    return packed * (NF4_BYTES + compute_bytes(recipe))
 
 
 def _is_bf16(recipe: Recipe) -> bool:
@@ -279,6 +280,6 @@ def _assumptions(recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
         yield f"Each host's memory streams {HOST_BYTES_PER_S / 1e9:.0f} GB/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:
         yield f"{gpu.name} has no bf16 units and computes it at the rate of float32."
-    if traffic.compute_bytes(recipe) == 4:
+    if compute_bytes(recipe) == 4:
         yield "Float32 products run without TF32, torch's default."
     yield "Kernels are PyTorch's own, not compiled; data arrive in time and rows are full."

@@ -11,11 +11,8 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accel_fsdp.states import DTYPE_BYTES, NF4_BYTES, compute_bytes, master_bytes
 from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""A 4-bit weight: packed, its share of absmax in 8 bits per 64, and theirs in float32 per 256 blocks (QLoRA paper)."""
 
 
 @dataclass(frozen=True)
@@ -166,23 +163,12 @@ def is_adapted(one: Parameter, unit: Unit) -> bool:
     return unit.block is not None and one.kind == "linear"
 
 
-def compute_bytes(recipe: Recipe) -> int:
-    """Bytes per element in forward, backward and all-gather."""
-    return DTYPE_BYTES[recipe.dtype] if recipe.precision == "no" else 2
-
-
 def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a reduced gradient: DDP's are of the weights' dtype, the others reduce in the compute dtype.
 
     (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
     """
     return master_bytes(recipe, layout) if layout.engine in ("ddp", "single") else compute_bytes(recipe)
-
-
-def master_bytes(recipe: Recipe, layout: Layout) -> int:
-    """Bytes per element of a trained weight at rest: accelerate raises FSDP's to float32 under mixed precision."""
-    raised = recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")
-    return 4 if recipe.method != "full" or raised else DTYPE_BYTES[recipe.dtype]
 
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:

@@ -6,7 +6,8 @@ from math import isclose
 import pytest
 from throughput_accuracy import gated
 
-from accel_fsdp.traffic import NF4_BYTES, Traffic, step_traffic, units
+from accel_fsdp.states import NF4_BYTES
+from accel_fsdp.traffic import Traffic, step_traffic, units
 from accel_fsdp.types import Layout, Recipe
 
 LLAMA = gated(
