@@ -1,10 +1,14 @@
-"""Gives a block the adapters and 4-bit weights of a variant, on fake tensors."""
+"""Gives a block on the meta device the adapters and 4-bit weights of a variant."""
 
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners import lora
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from accel_fsdp.tapes import Variant
 
@@ -14,7 +18,7 @@ _NAME = "default"
 
 
 def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
-    """Puts PEFT's LoRA layers around all linear layers, or gives those that are there another rank.
+    """Puts PEFT's LoRA layers around all linear layers.
 
     Experts whose weights are one 3-D tensor are no linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
     """
@@ -22,33 +26,25 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
         return
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
-        if _is_linear(module) and not any(part in ("base_layer", "lora_A", "lora_B") for part in path.split(".")):
+        if _is_linear(module):
             parent, _, own = path.rpartition(".")
             layer.get_submodule(parent)._modules[own] = _wrapped(module, variant, rank)
     layer.requires_grad_(False)
     for module in layer.modules():
-        if hasattr(module, "lora_A"):
-            _set_rank(module, rank)
-            module.lora_A.to(dtype).requires_grad_(True)
-            module.lora_B.to(dtype).requires_grad_(True)
-    layer.train()
+        if isinstance(module, LoraLayer):
+            for adapters in (module.lora_A, module.lora_B):
+                adapters.to(dtype).requires_grad_(True)
 
 
 def _is_linear(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def _settings(rank: int, transposed: bool) -> Any:
-    from peft import LoraConfig
-
     return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, fan_in_fan_out=transposed)
 
 
 def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
-    from peft.tuners import lora
-
     transposed = not isinstance(module, nn.Linear)
     if variant.method == "qlora" and not transposed:  # bitsandbytes quantises no Conv1D in place
         packed = FourBitLinear(module)
@@ -56,11 +52,6 @@ def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
         return wrapped
     wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed), r=rank, lora_alpha=rank)
     return wrapped
-
-
-def _set_rank(module: Any, rank: int) -> None:
-    if module.r[_NAME] != rank:
-        module.update_layer(_NAME, rank, lora_alpha=rank, config=_settings(rank, module.fan_in_fan_out))
 
 
 class _FourBit(torch.autograd.Function):

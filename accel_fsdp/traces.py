@@ -74,22 +74,32 @@ class Recorder:
             self.shape: ModelShape = shape_of(name, settings, model)
             paths = [path for path, _ in blocks_of(model)]
             self._firsts = [block.layers[0] for block in self.shape.blocks]
-            self._originals = [model.get_submodule(path) for path in paths[: max(self._firsts) + 1]]
+            self._metas = [model.get_submodule(path) for path in paths[: max(self._firsts) + 1]]
             parent, self._list, _ = paths[0].rsplit(".", 2)
             self._lists = model.get_submodule(parent)._modules
             self._lists[self._list] = nn.ModuleList()
             with self._mode:
                 self.model = model.to_empty(device="cpu").train()
-                self.layers = {i: self._originals[i].to_empty(device="cpu").train() for i in self._firsts}
                 if variant.method != "full":
                     model.requires_grad_(False)
+        self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
+
+    def _layer(self, index: int, rank: int) -> nn.Module:
+        """A block with its adapters of one rank."""
+        if (index, rank) not in self._layers:
+            layer = copy.deepcopy(self._metas[index])
+            with torch.device("meta"), _quiet():
+                adapt(layer, self.variant, rank)
+            with self._mode, _quiet():
+                self._layers[index, rank] = layer.to_empty(device="cpu").train()
+        return self._layers[index, rank]
 
     def _stages(self, count: int, seen: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Puts stages in the place of the blocks."""
 
         def one(index: int) -> _Stage:
-            return _Stage(self._originals[index], lambda args, kwargs: seen(index, args, kwargs))
+            return _Stage(self._metas[index], lambda args, kwargs: seen(index, args, kwargs))
 
         self._lists[self._list] = nn.ModuleList([one(index) for index in range(count)])
 
@@ -101,12 +111,13 @@ class Recorder:
     def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
         """What the model calls the first block of each kind with, by its index: input, other arguments."""
         found = {}
+        layers = {index: self._layer(index, at.rank) for index in self._firsts if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, rest, named = _split(args, kwargs)
             found[index] = (hidden, rest, named)
-            if index in self.layers and index not in self._width:
-                result = self.layers[index](hidden, *rest, **named)
+            if index in layers:
+                result = layers[index](hidden, *rest, **named)
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
             return self._as_block(index, hidden)
 
@@ -118,15 +129,14 @@ class Recorder:
     def block(self, block: int, at: At, kernels: bool = True) -> Raw:
         """Runs one kind of block forward and backward."""
         index = self._firsts[block]
-        with self._mode, _quiet():
-            adapt(self.layers[index], self.variant, at.rank)
+        layer = self._layer(index, at.rank)
         hidden, args, kwargs = self.calls(at)[index]
 
         def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
             watch.start()
-            return self.layers[index](given(), *args, **kwargs)
+            return layer(given(), *args, **kwargs)
 
-        return self._run(call, hidden, self.layers[index], kernels)
+        return self._run(call, hidden, layer, kernels)
 
     def masked(self, block: int, at: At) -> bool:
         """Whether the model hands a mask to a kind of block at this length."""
@@ -306,15 +316,17 @@ def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """The hidden states and the other arguments of a call of a block."""
-    cache = {key: None for key in kwargs if key in ("past_key_values", "layer_past")}
-    rest = {**kwargs, **cache}
+    from transformers import Cache
+
+    rest = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
+    args = tuple(None if isinstance(value, Cache) else value for value in args)
     return (args[0], args[1:], rest) if args else (rest.pop("hidden_states"), (), rest)
 
 
 def _built(name: str, config: Any, variant: Variant) -> Any:
     dtype = DTYPES[variant.weights]
     try:
-        return build(name, config, dtype=dtype, attn_implementation=variant.attention)
+        return build(name, copy.deepcopy(config), dtype=dtype, attn_implementation=variant.attention)
     except ValueError:  # the class has no such attention: its own choice is what training gets
         return build(name, config, dtype=dtype)
 
