@@ -33,10 +33,10 @@ class Size(NamedTuple):
     rank_tokens: float = 0
     rows: float = 0
 
-    def at(self, at: At) -> int:
-        """The bytes for one batch, as the allocator rounds them."""
+    def exact(self, at: At) -> float:
+        """The bytes for one batch."""
         tokens = at.rows * at.length
-        exact = (
+        return (
             self.fixed
             + self.tokens * tokens
             + self.length * at.length
@@ -46,7 +46,10 @@ class Size(NamedTuple):
             + self.rank_tokens * at.rank * tokens
             + self.rows * at.rows
         )
-        return -(-round(exact) // ROUND_BYTES) * ROUND_BYTES
+
+    def at(self, at: At) -> int:
+        """The bytes for one batch, as the allocator rounds them."""
+        return -(-round(self.exact(at)) // ROUND_BYTES) * ROUND_BYTES
 
 
 class Event(NamedTuple):
@@ -67,12 +70,18 @@ class Tape:
     Autograd frees the gradient of the output or reuses it before the end of `backward`. Then `backward` has a release
     of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
     `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
+    `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it is no other.
     """
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     output: Size
     keeps_input: bool = True
+    alone: "Tape | None" = None
+
+    def of(self, rows: int) -> "Tape":
+        """The tape for as many rows."""
+        return self.alone if rows == 1 and self.alone is not None else self
 
     @property
     def saved(self) -> tuple[Event, ...]:

@@ -42,12 +42,30 @@ class CudaRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if func is F.grouped_mm and args[0].dtype != torch.bfloat16:
+            return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
         if torch.is_autocast_enabled("cpu") and args and isinstance(args[0], Tensor) and args[0].dtype in LOW:
             if func in FLOAT32_OPS:
                 args = tuple(a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for a in args)
             elif func in FLOAT32_RESULTS and not any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
                 kwargs = {**kwargs, "dtype": torch.float32}
         return func(*args, **kwargs)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """`grouped_mm` in dtypes other than bfloat16, which work on a device while their shape function refuses them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """What the operation allocates and saves."""
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(x.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both gradients, the weight's only if it is trained."""
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
 
 def _attention(
