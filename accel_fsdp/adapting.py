@@ -46,7 +46,7 @@ def _settings(rank: int, transposed: bool) -> Any:
 
 def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
     transposed = not isinstance(module, nn.Linear)
-    if variant.method == "qlora" and not transposed:  # bitsandbytes quantises no Conv1D in place
+    if variant.method == "qlora":
         packed = FourBitLinear(module)
         wrapped: nn.Module = lora.Linear4bit(packed, _NAME, config=_settings(rank, False), r=rank, lora_alpha=rank)
         return wrapped
@@ -80,8 +80,10 @@ def _unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
 class FourBitLinear(nn.Linear):
     """Takes the memory of bitsandbytes' `Linear4bit` with bf16 compute, without packed weights."""
 
-    def __init__(self, like: nn.Linear) -> None:
-        super().__init__(like.in_features, like.out_features, bias=False, device=like.weight.device)
+    def __init__(self, like: nn.Linear | Conv1D) -> None:
+        transposed = isinstance(like, Conv1D)  # transformers makes them linear when it quantises
+        inputs, outputs = like.weight.shape if transposed else reversed(like.weight.shape)
+        super().__init__(inputs, outputs, bias=False, device=like.weight.device)
         self.bias = like.bias
 
     def forward(self, x: Tensor) -> Tensor:

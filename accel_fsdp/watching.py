@@ -42,7 +42,7 @@ class CudaRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        if func is F.grouped_mm and args[0].dtype != torch.bfloat16:
+        if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
         if torch.is_autocast_enabled("cpu") and args and isinstance(args[0], Tensor) and args[0].dtype in LOW:
             if func in FLOAT32_OPS:
