@@ -6,6 +6,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from accel_fsdp import recorded
 from accel_fsdp.tapes import SHIPPED, At, Event, Size, Tape, Tapes, Variant
 from accel_fsdp.traces import Raw, Recorder
 from accel_fsdp.types import ModelShape
@@ -18,17 +19,31 @@ SEVERAL = (*ALONE, "length", "length2", "rows")
 RANKED = ("rank", "rank_tokens")
 
 
-def record_model(
-    name: str, config: Any, variants: tuple[str, ...] = SHIPPED
-) -> tuple[ModelShape, dict[str, Tapes]]:
-    """The shape of a config's model and its tapes in some variants.
+def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
+    """The shape of a config's model and its tapes in one variant, from the cache if they were recorded before.
 
     Raises:
         UserError: no language model can be built from the config.
         RuntimeError: what the model allocates is no polynomial, or not the same for every batch.
     """
-    recorders = {variant: Recorder(name, config, Variant.of(variant)) for variant in variants}
-    return next(iter(recorders.values())).shape, {variant: record(each) for variant, each in recorders.items()}
+    key = recorded.key_of(config.to_dict(), (variant,))
+    found = recorded.cached(key) or record_model(name, config, (variant,))
+    recorded.keep(key, *found)
+    return replace(found[0], name=name), found[1][variant]
+
+
+def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> tuple[ModelShape, dict[str, Tapes]]:
+    """The shape of a config's model and its tapes in some variants, recorded anew.
+
+    Raises:
+        UserError: no language model can be built from the config.
+        RuntimeError: what the model allocates is no polynomial, or not the same for every batch.
+    """
+    tapes: dict[str, Tapes] = {}
+    for variant in variants:
+        recorder = Recorder(name, config, Variant.of(variant))
+        shape, tapes[variant] = recorder.shape, record(recorder)
+    return shape, tapes
 
 
 def record(recorder: Recorder) -> Tapes:
@@ -92,7 +107,11 @@ def _replays(tape: Tape, raw: Raw, at: At) -> bool:
 
 
 def _fit(
-    run: Callable[[At], Raw], rows: tuple[int, ...], lengths: tuple[int, ...], ranks: tuple[int, ...], terms: tuple[str, ...]
+    run: Callable[[At], Raw],
+    rows: tuple[int, ...],
+    lengths: tuple[int, ...],
+    ranks: tuple[int, ...],
+    terms: tuple[str, ...],
 ) -> Tape:
     firsts = dict.fromkeys(rows[:2])
     points = [At(each, length, ranks[0]) for each in firsts for length in lengths[:3]]
@@ -134,7 +153,9 @@ def _check_same(first: Raw, other: Raw, at: At) -> None:
 
 def _solved(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:
     inverse = _inverse(points, terms)
-    found = {term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)}
+    found = {
+        term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)
+    }
     return Size(**{term: int(each) if each.denominator == 1 else float(each) for term, each in found.items()})
 
 

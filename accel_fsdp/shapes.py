@@ -119,7 +119,9 @@ def _looks(layer: "nn.Module") -> tuple[Any, ...]:
 
 def _parameters(layer: "nn.Module", prefix: str = "") -> tuple[Parameter, ...]:
     return tuple(
-        Parameter(f"{prefix}{path}.{name}".lstrip("."), tuple(p.shape), _kind(f".{prefix}{path}.", module, name, p.dim()))
+        Parameter(
+            f"{prefix}{path}.{name}".lstrip("."), tuple(p.shape), _kind(f".{prefix}{path}.", module, name, p.dim())
+        )
         for path, module in layer.named_modules()
         for name, p in module.named_parameters(recurse=False)
     )

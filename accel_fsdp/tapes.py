@@ -5,7 +5,7 @@ every size on it is a polynomial in them. So a peak is exact although it is only
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from accel_fsdp.types import LOW_DTYPES, Method, Recipe
 
@@ -157,8 +157,8 @@ VARIANTS = tuple(_every_variant())
 
 SHIPPED = (
     *("bf16-amp-full-sdpa", "bf16-full-sdpa", "fp32-amp-full-sdpa", "fp32-full-sdpa"),
-    *("bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-lora-sdpa", "fp32-amp-lora-sdpa"),
-    *("bf16-amp-qlora-sdpa", "bf16-amp-qlora32-sdpa", "fp32-amp-qlora-sdpa"),
+    *("bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-lora-sdpa", "bf16-lora32-sdpa", "fp32-amp-lora-sdpa"),
+    *("bf16-amp-qlora-sdpa", "bf16-amp-qlora32-sdpa", "bf16-qlora-sdpa", "bf16-qlora32-sdpa", "fp32-amp-qlora-sdpa"),
 )
 """The variants that are bundled for the models of the catalogue."""
 

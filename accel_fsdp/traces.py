@@ -8,9 +8,8 @@ has static shapes (`grouped_mm`, integrations/moe.py).
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_fsdp.adapting import adapt
 from accel_fsdp.shapes import blocks_of, build, shape_of
-from accel_fsdp.tapes import CHUNK_TOKENS, At, Event, Size, Tape, Tapes, Variant
+from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
 from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, summed_in_place
 
@@ -247,7 +246,7 @@ def record_run(
             loss = out if out.dim() == 0 else End.apply(out, watch) if out.requires_grad else None
             del out
             if loss is not None:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             del loss, rest
             watch.stop()
             backward, same = summed_in_place(watch.events[split:])
@@ -303,7 +302,7 @@ def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
 
     flat = hidden.reshape(-1, hidden.shape[-1])
     del hidden
-    first, second, _ = flat.split([CHUNK_TOKENS, CHUNK_TOKENS, flat.shape[0] - 2 * CHUNK_TOKENS])
+    first, second, _ = torch.split(flat, [CHUNK_TOKENS, CHUNK_TOKENS, flat.shape[0] - 2 * CHUNK_TOKENS])
 
     def part(piece: Tensor) -> Tensor:
         logits = head(piece).float()
@@ -315,12 +314,12 @@ def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states and the other arguments of a call of a block."""
+    """The hidden states and the other arguments of a call of a block, without the cache."""
     from transformers import Cache
 
-    rest = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
-    args = tuple(None if isinstance(value, Cache) else value for value in args)
-    return (args[0], args[1:], rest) if args else (rest.pop("hidden_states"), (), rest)
+    rest: dict[str, Any] = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
+    hidden: Tensor = args[0] if args else rest.pop("hidden_states")
+    return hidden, tuple(None if isinstance(value, Cache) else value for value in args[1:]), rest
 
 
 def _built(name: str, config: Any, variant: Variant) -> Any:

@@ -125,14 +125,14 @@ class Happening(NamedTuple):
     by: str
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes births and deaths of storages from `start` on; what existed before is not counted.
 
     With `kernels`, the workspaces inside of CUDA's attention kernels are added, which no dispatcher sees.
     """
 
     def __init__(self, kernels: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Happening] = []
         self._kernels = kernels
         self._keys: dict[int, int] = {}
