@@ -243,10 +243,12 @@ def record_run(
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             del result
             output, split = out.untyped_storage().nbytes(), len(watch.events)
-            loss = out if out.dim() == 0 else End.apply(out, watch) if out.requires_grad else None
+            loss = out
+            if out.dim() and out.requires_grad:
+                loss = End.apply(out, watch)  # type: ignore[no-untyped-call]
             del out
-            if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                loss.backward()
             del loss, rest
             watch.stop()
             backward, same = summed_in_place(watch.events[split:])

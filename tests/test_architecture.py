@@ -12,19 +12,19 @@ RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
-    *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
+    *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero", "tapes", "recorded"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
-    {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains"},
-    {"weights", "here"},
+    {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains", "tapes"},
+    {"weights", "here", "recorded"},
     {"asking", "facts", "check"},
-    {"defaults", "refusals", "draft", *RULES},
-    {"questions", "migrate_fsdp"},
-    {"migrate_zero"},
+    {"defaults", "refusals", "draft", "shapes", "watching", "adapting", *RULES},
+    {"questions", "migrate_fsdp", "traces"},
+    {"migrate_zero", "fitting"},
     {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
