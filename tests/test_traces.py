@@ -225,7 +225,7 @@ def test_what_is_saved_is_what_autograd_packs() -> None:
 
 
 def test_lora_trains_adapters_only_and_qlora_unpacks_a_weight_at_a_time() -> None:
-    at = At(2, 128, 16)
+    at = At(2, 96, 16)
     lora, qlora = (recorder(f"bf16-amp-{method}-sdpa").block(0, at) for method in ("lora", "qlora"))
     widths = {"q": (256, 256), "k": (256, 128), "v": (256, 128), "o": (256, 256)}
     ends = sum(a + b for a, b in widths.values()) + 3 * (256 + 704)
