@@ -20,10 +20,15 @@ def entries() -> dict[str, dict[str, Any]]:
     return content
 
 
-def find(name: str) -> ModelFacts | None:
-    """The facts of a hub id, in any case, or None; the hub's oldest models also go by a name without owner."""
+def canonical(name: str) -> str | None:
+    """A hub id as the catalogue has it, or None; the hub's oldest models also go by a name without owner."""
     by_name = {known.lower(): known for known in entries()}
-    known = by_name.get(name.lower()) or by_name.get(f"openai-community/{name.lower()}")
+    return by_name.get(name.lower()) or by_name.get(f"openai-community/{name.lower()}")
+
+
+def find(name: str) -> ModelFacts | None:
+    """The facts of a hub id, in any case, or None."""
+    known = canonical(name)
     return None if known is None else _facts(known, entries()[known]["facts"])
 
 

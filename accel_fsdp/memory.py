@@ -12,20 +12,11 @@ from accel_fsdp import states
 from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment
 from accel_fsdp.states import Unit
-from accel_fsdp.tapes import At, Replay, Tape, replay
+from accel_fsdp.tapes import At, Replay, Tape, Tapes, replay
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
 ID_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Tapes:
-    """The tapes of one variant: one per block of the shape, the embedding's, and the head's with its loss."""
-
-    blocks: tuple[Tape, ...]
-    embedding: Tape
-    head: Tape
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,12 @@ class _Walk:
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
         meter = Meter()
         engine = ENGINES[layout.engine](meter, units, recipe, layout)
-        played = tuple(replay(tape, at) for tape in tapes.blocks)
+
+        def play(tape: Tape) -> Replay:
+            return replay(tape.of(recipe.rows), at)
+
+        blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
+        head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
         head_unit = len(units) - 1 if units[-1].name == "head" else 0
         return _Walk(
             meter, engine, recipe, order, played, replay(tapes.embedding, at), replay(tapes.head, at), head_unit

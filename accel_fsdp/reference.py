@@ -1,16 +1,18 @@
 """Pages and schema made from the tables: `python -m accel_fsdp.reference` writes them, a test compares."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import catalogue, config, files, lint, wizard
+from accel_fsdp import catalogue, config, files, lint, recorded, wizard
 from accel_fsdp.check import full_name
 from accel_fsdp.facts import model_facts
 from accel_fsdp.fields import BY_NAME, FIELDS, Engine, Field, Kind
 from accel_fsdp.pains import PAINS, UNSEEN
 from accel_fsdp.presets import MODEL, PRESETS
+from accel_fsdp.tapes import SHIPPED
 
 ROOT = Path(__file__).parent.parent
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -123,6 +125,23 @@ def catalogue_text() -> str:
     return json.dumps(models, indent=1) + "\n"
 
 
+def recorded_texts() -> Iterator[tuple[str, str]]:
+    """The bundled tapes by path, one file for all models of one configuration; recorded only where that has changed."""
+    from transformers import AutoConfig
+
+    from accel_fsdp import fitting
+
+    for name, entry in catalogue.entries().items():
+        if recorded.first_alike(name) != name:
+            continue
+        path = f"accel_fsdp/{recorded.FOLDER}/{recorded.file_name(name)}"
+        key = recorded.key_of(entry["config"], SHIPPED)
+        text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        if not text or recorded.key_in(text) != key:
+            text = recorded.to_text(key, *fitting.record_model(name, AutoConfig.for_model(**entry["config"])))
+        yield path, text
+
+
 def shipped() -> dict[str, str]:
     """The ready-made YAMLs by file name, one per preset."""
     talks = {name: wizard.Interview({}, {"model": MODEL, **given}) for name, given in PRESETS.items()}
@@ -166,4 +185,6 @@ def pages() -> dict[str, str]:
 
 if __name__ == "__main__":
     for name, text in {**pages(), "accel_fsdp/catalogue.json": catalogue_text()}.items():
+        files.write_text(ROOT / name, text)
+    for name, text in recorded_texts():
         files.write_text(ROOT / name, text)

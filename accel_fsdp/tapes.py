@@ -5,7 +5,9 @@ every size on it is a polynomial in them. So a peak is exact although it is only
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
+
+from accel_fsdp.types import LOW_DTYPES, Method, Recipe
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -29,11 +31,12 @@ class Size(NamedTuple):
     length2: float = 0
     rank: float = 0
     rank_tokens: float = 0
+    rows: float = 0
 
-    def at(self, at: At) -> int:
-        """The bytes for one batch, as the allocator rounds them."""
+    def exact(self, at: At) -> float:
+        """The bytes for one batch."""
         tokens = at.rows * at.length
-        exact = (
+        return (
             self.fixed
             + self.tokens * tokens
             + self.length * at.length
@@ -41,8 +44,12 @@ class Size(NamedTuple):
             + self.length2 * at.length**2
             + self.rank * at.rank
             + self.rank_tokens * at.rank * tokens
+            + self.rows * at.rows
         )
-        return -(-round(exact) // ROUND_BYTES) * ROUND_BYTES
+
+    def at(self, at: At) -> int:
+        """The bytes for one batch, as the allocator rounds them."""
+        return -(-round(self.exact(at)) // ROUND_BYTES) * ROUND_BYTES
 
 
 class Event(NamedTuple):
@@ -59,32 +66,121 @@ class Tape:
     `forward` ends with the output and everything saved for backward alive. `backward` ends with all of that freed and
     the gradient of the input alive; its parameters' gradients are `grads`, in events of their own, so that their place
     among the others is known: an event with sign 0 marks where the gradient of that many bytes is born.
+
+    Autograd frees the gradient of the output or reuses it before the end of `backward`. Then `backward` has a release
+    of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
+    `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
+    `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it is no other.
     """
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     output: Size
+    keeps_input: bool = True
+    alone: "Tape | None" = None
 
-    def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads back; trailing zeros are left out."""
-        return {
-            "forward": [_short(event) for event in self.forward],
-            "backward": [_short(event) for event in self.backward],
-            "output": list(self.output),
-        }
+    def of(self, rows: int) -> "Tape":
+        """The tape for as many rows."""
+        return self.alone if rows == 1 and self.alone is not None else self
+
+    @property
+    def saved(self) -> tuple[Event, ...]:
+        """The allocations and releases that add up to what is saved for backward, without the output."""
+        return (*self.forward, Event(-1, self.output))
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """A model in one variant: a tape for each block of its `ModelShape`, and for what is before and after the blocks.
+
+    `embedding` goes from the token ids to the first block's input and the last's attention mask and rotary tables,
+    which live as long as its output. `head` goes from the last block's output to the loss, `chunked_head` never holds
+    the logits of more than `CHUNK_TOKENS` tokens. `masked` are the blocks where sliding attention needs a mask, None
+    where it never does.
+    """
+
+    blocks: tuple[Tape, ...]
+    masked: tuple[Tape | None, ...]
+    embedding: Tape
+    head: Tape
+    chunked_head: Tape
+
+    def block(self, index: int, length: int, window: int) -> Tape:
+        """The tape of a block for sequences of `length`: transformers masks a sliding window from its length on."""
+        masked = self.masked[index]
+        return self.blocks[index] if masked is None or length < window else masked
+
+
+CHUNK_TOKENS = 256
+"""Tokens whose logits a chunked loss holds at once: the default of TRL's `chunked_nll`."""
+
+
+class Variant(NamedTuple):
+    """What decides a tape besides the model: how weights and adapters are held when a block computes.
+
+    "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
+    casts them at each use.
+    """
+
+    weights: Literal["bf16", "fp32"] = "bf16"
+    autocast: bool = True
+    method: Method = "full"
+    adapters: Literal["bf16", "fp32"] = "bf16"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+    @property
+    def name(self) -> str:
+        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method with the adapters' bits if wider, attention."""
+        wide = "32" if self.method != "full" and self.adapters != self.weights else ""
+        return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention))
 
     @staticmethod
-    def from_json(content: dict[str, Any]) -> "Tape":
-        """Rebuilds a tape."""
-        forward, backward = (tuple(Event(e[0], Size(*e[1:])) for e in content[k]) for k in ("forward", "backward"))
-        return Tape(forward, backward, Size(*content["output"]))
+    def of(name: str) -> "Variant":
+        """The variant of a name."""
+        return next(variant for variant in VARIANTS if variant.name == name)
 
 
-def _short(event: Event) -> list[float]:
-    numbers = [event.sign, *event.size]
-    while not numbers[-1] and len(numbers) > 2:
-        numbers.pop()
-    return numbers
+def _every_variant() -> list[Variant]:
+    variants: list[Variant] = []
+    for attention in ("sdpa", "eager"):
+        for weights, autocast in (("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)):
+            for method in ("full", "lora", "qlora"):
+                held = {weights, "fp32"} if method != "full" else {weights}
+                variants += [
+                    Variant(weights, autocast, method, adapters, attention)  # type: ignore[arg-type]
+                    for adapters in sorted(held)
+                ]
+    return variants
+
+
+VARIANTS = tuple(_every_variant())
+
+SHIPPED = (
+    *("bf16-amp-full-sdpa", "bf16-full-sdpa", "fp32-amp-full-sdpa", "fp32-full-sdpa"),
+    *("bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-lora-sdpa", "bf16-lora32-sdpa", "fp32-amp-lora-sdpa"),
+    *("bf16-amp-qlora-sdpa", "bf16-amp-qlora32-sdpa", "bf16-qlora-sdpa", "bf16-qlora32-sdpa", "fp32-amp-qlora-sdpa"),
+)
+"""The variants that are bundled for the models of the catalogue."""
+
+
+def variant_of(recipe: Recipe, engine: str) -> str:
+    """The name of the variant that a recipe runs under an engine, as `Layout.engine` names them.
+
+    FSDP's mixed precision hands 16-bit copies of all parameters to the block, DeepSpeed keeps such copies; Accelerate
+    runs both precisions under autocast, except DeepSpeed's (accelerator.py, `native_amp`). DDP and one GPU compute
+    from the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`).
+    """
+    mixed = recipe.precision != "no"
+    sharded = engine in ("fsdp1", "fsdp2", "zero")
+    low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
+    kept_wide = not sharded or (engine == "fsdp2" and not mixed)  # one flat parameter of FSDP1 has one dtype
+    return Variant(
+        weights="bf16" if low else "fp32",
+        autocast=mixed and engine != "zero",
+        method=recipe.method,
+        adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
+        attention=recipe.attention,
+    ).name
 
 
 def levels(events: tuple[Event, ...], at: At) -> list[int]:

@@ -14,7 +14,7 @@ PURE = {
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
-    *("tapes", "meter", "states", "engines", "memory"),
+    *("tapes", "recorded", "meter", "states", "engines", "memory"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
@@ -22,11 +22,11 @@ MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
     {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains", "tapes", "meter", "states"},
-    {"weights", "here", "engines", "gpus", "traffic"},
+    {"weights", "here", "engines", "gpus", "traffic", "recorded"},
     {"asking", "facts", "check", "memory", "speed"},
-    {"defaults", "refusals", "draft", *RULES},
-    {"questions", "migrate_fsdp"},
-    {"migrate_zero"},
+    {"defaults", "refusals", "draft", "shapes", "watching", "adapting", *RULES},
+    {"questions", "migrate_fsdp", "traces"},
+    {"migrate_zero", "fitting"},
     {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},

@@ -1,0 +1,281 @@
+"""Sees each allocation and release of a PyTorch run without any memory or GPU, as a CUDA device would make them.
+
+`Watch` notes births and deaths of storages. `CudaRules` makes attention and autocast on fake CPU tensors choose what
+they choose on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 2.13: no device guard).
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+LOW = (torch.bfloat16, torch.float16)
+_ATEN = torch.ops.aten
+_FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
+_EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
+
+FLOAT32_OPS = {
+    *(F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss, F.softplus, F.cosine_similarity),
+    *(torch.pow, Tensor.pow, Tensor.__pow__, torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp, torch.log, Tensor.log),
+    *(torch.norm, Tensor.norm, torch.reciprocal, Tensor.reciprocal, torch.layer_norm),
+}
+"""Autocast's float32 list for CUDA as far as language models use it (aten/src/ATen/autocast_mode.h); CPU's differs."""
+FLOAT32_RESULTS = {
+    *(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+    *(torch.sum, Tensor.sum, torch.prod, Tensor.prod, torch.cumsum, Tensor.cumsum),
+}
+"""Autocast's list of what computes and returns float32 where no dtype is given, from the same place."""
+
+
+class CudaRules(TorchFunctionMode):
+    """Chooses attention kernels and, inside autocast, dtypes as CUDA does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replaces the call of one function."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+            return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+        if torch.is_autocast_enabled("cpu") and args and isinstance(args[0], Tensor) and args[0].dtype in LOW:
+            if func in FLOAT32_OPS:
+                args = tuple(a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for a in args)
+            elif func in FLOAT32_RESULTS and not any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+                kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """`grouped_mm` in dtypes other than bfloat16, which work on a device while their shape function refuses them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """What the operation allocates and saves."""
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(x.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both gradients, the weight's only if it is trained."""
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that `scaled_dot_product_attention` takes on CUDA (sdp_utils.cpp): flash, efficient, else plain math.
+
+    Flash needs 16 bits, no mask and heads up to 256 wide; the efficient one can't share key heads among query heads.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    width = query.shape[-1]
+    if attn_mask is None and query.dtype in LOW and width <= 256:
+        padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
+        out: Tensor = _ATEN._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :width] if width % 8 else out
+    if query.shape[1] == key.shape[1]:
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        done: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )[0]
+        return done
+    plain: Tensor = _ATEN._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return plain
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as numbers, as every layer's attention makes it anew, in rows of a multiple of 16 (attention.cpp)."""
+    bias = mask
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    width = bias.shape[-1]
+    if width % 16:
+        bias = F.pad(bias, (0, -width % 16))[..., :width]
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+class Happening(NamedTuple):
+    """A birth (`sign` 1) or a death (-1) of a storage; `key` is the same for both, `by` the operation that made it.
+
+    `sign` 0 is the birth of what the module's caller holds: its input, and the gradient of its output.
+    """
+
+    sign: int
+    size: int
+    key: int
+    by: str
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes births and deaths of storages from `start` on; what existed before is not counted.
+
+    With `kernels`, the workspaces inside of CUDA's attention kernels are added, which no dispatcher sees.
+    """
+
+    def __init__(self, kernels: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Happening] = []
+        self._kernels = kernels
+        self._keys: dict[int, int] = {}
+        self._refs: list[weakref.ref[Any]] = []
+        self._next = 0
+        self._on = False
+        self._sign = 1
+
+    def start(self) -> None:
+        """Begins the record."""
+        self._on = True
+
+    def stop(self) -> None:
+        """Ends the record."""
+        self._on = False
+
+    @contextmanager
+    def from_caller(self) -> Iterator[None]:
+        """What is born here is the caller's."""
+        self._sign = 0
+        try:
+            yield
+        finally:
+            self._sign = 1
+
+    def key_of(self, tensor: Tensor) -> int:
+        """The key of a tensor's storage, -1 if it was not born here."""
+        return self._keys.get(tensor.untyped_storage()._cdata, -1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation and notes the storages that it made."""
+        kwargs = kwargs or {}
+        if not self._on:
+            return func(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._keys and storage.nbytes():
+                    self._born(storage, str(func))
+        if self._kernels and func in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
+            self._workspaces(func, args)
+        return result
+
+    def _born(self, storage: torch.UntypedStorage, by: str) -> None:
+        key, size, address = self._next, storage.nbytes(), storage._cdata
+        self._next += 1
+        self._keys[address] = key
+        self.events.append(Happening(self._sign, size, key, by))
+
+        def died(_: object) -> None:
+            self._keys.pop(address, None)
+            if self._on:
+                self.events.append(Happening(-1, size, key, by))
+
+        self._refs.append(weakref.ref(storage, died))
+
+    def _workspaces(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Float32 sums of both kernels' backward, sizes before they are rounded to the kernels' tiles.
+
+        flash_api.cpp (mha_bwd): dq_accum and softmax_d; dk and dv of each query head where key heads are shared.
+        attention_backward.cu: an accumulator for the query's gradient if it has 16 bits, and delta.
+        """
+        query, key = args[1], args[2]
+        rows, heads, length, width = query.shape
+        sizes = [rows * heads * length * 4]
+        if func is _FLASH_BACKWARD:
+            sizes.append(rows * heads * length * -(-width // 32) * 32 * 4)
+            if key.shape[1] != heads:
+                sizes += [rows * heads * length * width * query.element_size()] * 2
+        elif query.dtype in LOW:
+            sizes.append(rows * heads * length * width * 4)
+        born = [Happening(1, size, self._next + number, str(func)) for number, size in enumerate(sizes)]
+        self._next += len(born)
+        self.events += [*born, *(Happening(-1, event.size, event.key, event.by) for event in reversed(born))]
+
+
+def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int, int]]:
+    """Drops the second buffer of autograd's sums of gradients, and says which keys stand for which others then.
+
+    Autograd sums in place where nobody else holds the first term, or else the second, but not while any dispatch mode
+    is on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which a term dies at once.
+    """
+    kept: list[Happening] = []
+    same: dict[int, int] = {}
+    skip: set[int] = set()
+    for number, event in enumerate(events):
+        if number in skip:
+            continue
+        if event.sign == 1 and event.by == "aten.add.Tensor":
+            dying = _dying_after(events, number)
+            if dying is not None:
+                skip.add(dying)
+                same[event.key] = same.get(events[dying].key, events[dying].key)
+                continue
+        kept.append(event._replace(key=same.get(event.key, event.key)))
+    return kept, same
+
+
+def _dying_after(events: list[Happening], born: int) -> int | None:
+    for number in range(born + 1, len(events)):
+        if events[number].sign >= 0:
+            return None
+        if events[number].size == events[born].size:
+            return number
+    return None
+
+
+class Begin(torch.autograd.Function):
+    """Gives a module an input that only the module holds, and catches the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, switch: Tensor, watch: Watch, like: Tensor, caught: list[Tensor]) -> Tensor:
+        """A fresh tensor of the shape and dtype of `like`, which requires a gradient because `switch` does."""
+        ctx.caught = caught
+        with watch.from_caller():
+            return torch.empty(like.shape, dtype=like.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        """Keeps the gradient."""
+        ctx.caught.extend(grads)
+        return None, None, None, None
+
+
+class End(torch.autograd.Function):
+    """Ends a module for the sake of its backward: gives it a gradient that nobody else holds, as the next module does.
+
+    A gradient that Python holds can't be reused by autograd, which would look like memory that training doesn't take.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, watch: Watch) -> Tensor:
+        """A scalar that depends on `out`."""
+        ctx.like, ctx.watch = (out.shape, out.dtype), watch
+        watch.stop()
+        loss = out.new_empty(())
+        watch.start()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """A fresh gradient."""
+        with ctx.watch.from_caller():
+            return torch.empty(ctx.like[0], dtype=ctx.like[1]), None
