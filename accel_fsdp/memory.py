@@ -77,9 +77,7 @@ class _Walk:
         blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
         head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
         head_unit = len(units) - 1 if units[-1].name == "head" else 0
-        return _Walk(
-            meter, engine, recipe, order, played, replay(tapes.embedding, at), replay(tapes.head, at), head_unit
-        )
+        return _Walk(meter, engine, recipe, order, blocks, play(tapes.embedding), head, head_unit)
 
     def micro_batch(self, name: str) -> None:
         """Forward and backward."""
