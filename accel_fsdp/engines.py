@@ -61,6 +61,10 @@ class Engine:
         """All gradients are there."""
         self.has_grads = True
 
+    def kept_gradients(self) -> int:
+        """Gradients that outlive `zero_grad`."""
+        return 0
+
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
@@ -190,6 +194,13 @@ class Fsdp2(Fsdp):
 
 class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    def kept_gradients(self) -> int:
+        """`zero_grad` clears the views only; the flat gradients go with the next forward.
+
+        (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
+        """
+        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.units)
 
     def _gather(self, unit: int) -> None:
         cast = states.cast_bytes(self.units[unit], self.layout)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from accel_fsdp import states
 from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment
+from accel_fsdp.quirks import TAPE_LOGIT_BYTES, Quirks
 from accel_fsdp.states import Unit
 from accel_fsdp.tapes import At, Replay, Tape, Tapes, replay
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
 ID_BYTES = 8
+TODAY = Quirks()
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,21 @@ class Prediction:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def predict(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Prediction:
+def predict(
+    shape: ModelShape,
+    tapes: Tapes,
+    recipe: Recipe,
+    layout: Layout,
+    workspace_bytes: int = 0,
+    quirks: Quirks = TODAY,
+) -> Prediction:
     """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
-    walk = _Walk.of(shape, tapes, recipe, layout)
+    walk = _Walk.of(shape, tapes, recipe, layout, quirks)
     walk.meter.enter("between steps")
     walk.meter.add(BUFFERS, shape.buffers_bytes)
     walk.meter.add(WORKSPACE, workspace_bytes)
     walk.engine.begin(with_states=True)
-    steady = sum(walk.meter.live.values())
+    steady = sum(walk.meter.live.values()) + walk.engine.kept_gradients()
     for micro_batch in range(1, min(recipe.accumulation, 2) + 1):
         walk.micro_batch(f" of micro-batch {micro_batch}" if recipe.accumulation > 1 else "")
     walk.meter.enter("optimizer step")
@@ -62,9 +71,11 @@ class _Walk:
     embedding: Replay
     head: Replay
     head_unit: int
+    more_logits: tuple[int, int]
+    retained: int
 
     @staticmethod
-    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "_Walk":
+    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
@@ -77,7 +88,15 @@ class _Walk:
         blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
         head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
         head_unit = len(units) - 1 if units[-1].name == "head" else 0
-        return _Walk(meter, engine, recipe, order, blocks, play(tapes.embedding), head, head_unit)
+        logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
+        loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
+        retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
+        retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
+        return _Walk(
+            *(meter, engine, recipe, order, blocks, play(tapes.embedding), head, head_unit),
+            more_logits=(loss * logits, backward * logits),
+            retained=blocks[-1].output if retains else 0,
+        )
 
     def micro_batch(self, name: str) -> None:
         """Forward and backward."""
@@ -112,18 +131,18 @@ class _Walk:
 
     def _loss(self) -> None:
         self.engine.before_forward(self.head_unit)
-        self.meter.touch({LOSS: self.head.forward_peak})
+        self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
         self.engine.before_backward(self.head_unit)
-        self._play_back(self.head, LOSS)
+        self._play_back(self.head, LOSS, self.more_logits[1])
         self.meter.add(LOSS, -self.head.forward_end)  # the hidden states go, their gradient comes: the same size
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
-    def _play_back(self, played: Replay, kind: str) -> None:
-        self.meter.touch({kind: played.backward_peak - played.backward_born, GRADIENTS: played.backward_born})
+    def _play_back(self, played: Replay, kind: str, more: int = 0) -> None:
+        self.meter.touch({kind: played.backward_peak - played.backward_born + more, GRADIENTS: played.backward_born})
         self.meter.add(GRADIENTS, played.born)
 
     def _backward(self) -> None:
@@ -138,7 +157,8 @@ class _Walk:
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
             self._play_back(played, ACTIVATIONS)
-            self.meter.add(ACTIVATIONS, -saved - before.output)
+            self.meter.add(ACTIVATIONS, -saved)
+            self.meter.add(ACTIVATIONS, -before.output if not self.retained else self.retained if unit > 2 else 0)
             self.engine.after_backward(unit, played.born)
         self.engine.before_backward(0)
         self._play_back(self.embedding, ACTIVATIONS)
@@ -146,6 +166,8 @@ class _Walk:
         self.meter.add(ACTIVATIONS, self.embedding.output - self.embedding.forward_end - gradient)
         born = self.embedding.born + (0 if self.head_unit else self.head.born)
         self.engine.after_backward(0, born)
+        if self.retained:  # the inputs of all blocks, and the gradients of all but two
+            self.meter.add(ACTIVATIONS, -self.retained * (2 * len(self.order) - 2))
         self.engine.end_backward()
 
 

@@ -14,16 +14,29 @@ PURE = {
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
-    *("tapes", "recorded", "meter", "states", "engines", "memory"),
+    *("tapes", "recorded", "quirks", "overheads", "meter", "states", "engines", "memory"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
 MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
-    {"machines", "catalogue", "fields", "presets", "files", "render", "editing", "pains", "tapes", "meter", "states"},
+    {
+        "machines",
+        "catalogue",
+        "fields",
+        "presets",
+        "files",
+        "render",
+        "editing",
+        "pains",
+        "tapes",
+        "meter",
+        "states",
+        "quirks",
+    },
     {"weights", "here", "engines", "gpus", "traffic", "recorded"},
-    {"asking", "facts", "check", "memory", "speed"},
+    {"asking", "facts", "check", "memory", "speed", "overheads"},
     {"defaults", "refusals", "draft", "shapes", "watching", "adapting", *RULES},
     {"questions", "migrate_fsdp", "traces"},
     {"migrate_zero", "fitting"},

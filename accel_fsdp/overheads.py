@@ -1,0 +1,98 @@
+"""From allocated bytes to what a device, a host and a disk need: ranges where the public figures are ranges. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_fsdp import states
+from accel_fsdp.memory import Prediction, units_of
+from accel_fsdp.types import Layout, ModelShape, Recipe
+
+GIB = 1 << 30
+CONTEXT_BYTES = round(0.9 * GIB)
+"""CUDA context with kernels loaded: 0.47 (lazy) to 0.92 GiB, A100, torch 2.1 (stas00, ml-engineering)."""
+COMMUNICATOR_BYTES = round(1.5 * GIB)
+"""NCCL's buffers and channels after the first collective: 1 to 2 GiB (stas00: 0.55 -> 2.00 GiB after a barrier)."""
+RESERVED: dict[str, tuple[float, float]] = {
+    "single": (1.02, 1.15),
+    "ddp": (1.02, 1.20),
+    "fsdp1": (1.05, 1.36),
+    "fsdp2": (1.05, 1.37),
+    "zero": (1.05, 1.40),
+}
+"""Reserved over allocated: public pairs give 1.20 to 1.37 for FSDP2 and 1.27 to 1.36 for FSDP1 without
+`expandable_segments`, less with it (torchtitan, fms-acceleration); the lower ends leave room for rounding alone."""
+MARGIN = 0.05
+"""What must stay free to call it a fit."""
+WORKSPACE_BYTES = 2 * 8_519_680
+"""cuBLAS's workspaces of the forward and the backward thread, which the allocator counts: 4096 KiB x 2 and 16 KiB x 8
+each (torch, `CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
+HOPPER_WORKSPACE_BYTES = 2 * 33_554_432
+"""The same on compute capability 9.0: 4096 KiB x 8."""
+
+Verdict = Literal["yes", "tight", "no"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank needs of its GPU: the allocator's reserved bytes and all that the driver counts, as ranges."""
+
+    allocated: int
+    reserved: tuple[int, int]
+    used: tuple[int, int]
+    verdict: Verdict
+
+
+def device(prediction: Prediction, layout: Layout, capacity_bytes: int) -> Device:
+    """Whether a rank fits: allocated + context + communicator + 5 % must.
+
+    Blocks that the allocator reserved and doesn't use are freed before it fails, so they don't count against a fit.
+    """
+    allocated = prediction.peak.total
+    outside = CONTEXT_BYTES + (COMMUNICATOR_BYTES if layout.ranks > 1 else 0)
+    low, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
+    most = max(capacity_bytes - outside, allocated)
+    reserved = (min(low, most), min(high, most))
+    needed = allocated + outside
+    verdict: Verdict = (
+        "no" if needed > capacity_bytes else "yes" if needed * (1 + MARGIN) <= capacity_bytes else "tight"
+    )
+    return Device(allocated, reserved, (reserved[0] + outside, reserved[1] + outside), verdict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes of one machine's memory at its fullest in each phase, and of its disk."""
+
+    loading: int
+    offload: int
+    gathering: int
+    checkpoint: int
+    export: int
+
+
+def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool = True) -> Host:
+    """Host memory and disk of the first machine.
+
+    Loading: the whole model on rank 0 where loading is RAM-efficient, on each of the machine's ranks where not.
+    Offload: pinned parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict.
+    A checkpoint holds trained and frozen parameters as stored and the optimizer's state, over all ranks.
+    """
+    numel = model_numel(shape)
+    load_bytes = numel * states.DTYPE_BYTES[recipe.dtype]
+    shards = layout.engine in ("fsdp1", "fsdp2")
+    copies = 1 if shards and ram_efficient else layout.ranks_per_node
+    units = units_of(shape, recipe, layout)
+    held = sum(states.shard_bytes(unit, layout) for unit in units)
+    optimizer = sum(states.optimizer_bytes(unit, recipe, layout) for unit in units)
+    per_element = states.master_bytes(recipe, layout)
+    gradients = sum(states.trained_bytes(unit, layout, per_element, shard=True) for unit in units)
+    offload = (held + gradients + optimizer) * layout.ranks_per_node if layout.offload else 0
+    export = numel * states.compute_bytes(recipe)
+    gathering = held * layout.shard_ranks if shards else 0
+    return Host(load_bytes * copies, offload, gathering, (held + optimizer) * layout.shard_ranks, export)
+
+
+def model_numel(shape: ModelShape) -> int:
+    """All parameters of the model."""
+    inside = sum(len(block.layers) * sum(one.numel for one in block.parameters) for block in shape.blocks)
+    return inside + sum(one.numel for one in shape.outer)

@@ -1,0 +1,37 @@
+"""What the libraries' versions change in the memory of a step. One row each, with its source. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+TAPE_LOGIT_BYTES = (10, 12)
+"""Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
+
+
+@dataclass(frozen=True)
+class Quirks:
+    """`logit_bytes` at the highest point of the loss and of its backward.
+
+    `keeps_block_gradients`: FSDP1 over frozen layers with reentrant checkpointing holds the blocks' inputs with their
+    gradients to the end of backward: its hook (`_register_post_backward_reshard_only_hook`) refers to the detached
+    inputs, which are leaves there and so own a gradient.
+    """
+
+    logit_bytes: tuple[int, int] = TAPE_LOGIT_BYTES
+    keeps_block_gradients: bool = False
+
+
+def of(versions: Mapping[str, str]) -> Quirks:
+    """The quirks of these versions; what isn't given counts as today's.
+
+    transformers: upcasting copies the logits and shifting copies them again in 4.45 (12 bytes), where 4.48 also keeps
+    the first ones in a frame (14): token slopes of PowerLM and Mistral in fms-acceleration's public runs. The retained
+    gradients: exactly (L - 2) hidden states per token in all their frozen FSDP1 runs with torch 2.4.1, none without
+    FSDP or when everything is trained.
+    """
+    transformers, torch = (Version(versions.get(name, "99")) for name in ("transformers", "torch"))
+    logits = TAPE_LOGIT_BYTES
+    if transformers < Version("5"):
+        logits = (12, 12) if transformers < Version("4.46") else (14, 12)
+    return Quirks(logits, torch < Version("2.5"))
