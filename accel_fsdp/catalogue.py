@@ -26,6 +26,12 @@ def canonical(name: str) -> str | None:
     return by_name.get(name.lower()) or by_name.get(f"openai-community/{name.lower()}")
 
 
+def short(name: str) -> str | None:
+    """The hub id whose last part is `name`, in any case, if there is exactly one."""
+    alike = [known for known in entries() if known.rpartition("/")[2].lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None
+
+
 def find(name: str) -> ModelFacts | None:
     """The facts of a hub id, in any case, or None."""
     known = canonical(name)

@@ -15,6 +15,7 @@ from accel_fsdp.asking import Question
 from accel_fsdp.errors import UsageError, guard
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
+from accel_fsdp.types import Checkpointing, Method, OptimizerName, Precision, Recipe
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,38 @@ class Migrate:
     ] = ""
 
 
+@dataclass(frozen=True)
+class PlanCommand:
+    """Predict memory, traffic and step time per strategy before a GPU is rented; recommend one and say why."""
+
+    model: Annotated[
+        str, tyro.conf.arg(metavar="ID_OR_FOLDER", help="A hub id, a local folder, or a catalogue name: llama-3.1-8b.")
+    ]
+    gpus: Annotated[str, tyro.conf.arg(metavar="NxNAME[-MEMORYGB]", help="8xH100-80GB; 2x8xA100-40GB: two machines.")]
+    nodes: Annotated[int | None, tyro.conf.arg(help="Machines of that kind.")] = None
+    seq_len: Annotated[int, tyro.conf.arg(help="Tokens per row.")] = 2048
+    batch: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help="Rows per GPU and micro-batch.", help_behavior_hint="(default: 1 in the table, searched otherwise)"
+        ),
+    ] = None
+    accumulation: Annotated[int, tyro.conf.arg(help="Micro-batches per step.")] = 1
+    method: Annotated[Method, tyro.conf.arg(help="What is trained.")] = "full"
+    precision: Annotated[Precision, tyro.conf.arg(help="Mixed precision.")] = "bf16"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        tyro.conf.arg(help="Dtype of the loaded weights.", help_behavior_hint="(default: float32, with LoRA bfloat16)"),
+    ] = None
+    optimizer: Annotated[OptimizerName, tyro.conf.arg(help="Trainer's name of the optimizer.")] = "adamw_torch_fused"
+    checkpointing: Annotated[Checkpointing, tyro.conf.arg(help="Activation checkpointing in the table.")] = "none"
+    lora_rank: Annotated[int, tyro.conf.arg(help="Rank of the adapters.")] = 16
+    chunked_loss: Annotated[bool, tyro.conf.arg(help="A loss that never holds all logits (Liger, chunked NLL).")] = (
+        False
+    )
+    json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False
+
+
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = tyro.conf.arg(
         metavar=question.metavar,
@@ -146,7 +179,7 @@ def main() -> None:
 def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     own, script_args = _split_script_args(words)
     command = tyro.extras.subcommand_cli_from_dict(
-        {"config": Config, "check": Check, "migrate": Migrate, "launch": Launch},
+        {"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
         args=own,
@@ -171,7 +204,28 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
 
         given = (command.output, command.force, command.json, command.dry_run, command.layer_class)
         return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
+    if isinstance(command, PlanCommand):
+        return _plan(command)
     return _config(command)
+
+
+def _plan(command: PlanCommand) -> int:
+    from accel_fsdp import planning
+
+    dtype = command.dtype or ("float32" if command.method == "full" else "bfloat16")
+    recipe = Recipe(
+        command.method,
+        command.precision,
+        dtype,
+        length=command.seq_len,
+        accumulation=command.accumulation,
+        optimizer=command.optimizer,
+        checkpointing=command.checkpointing,
+        chunked_loss=command.chunked_loss,
+        lora_rank=command.lora_rank,
+    )
+    options = planning.Options(command.model, command.gpus, command.nodes, recipe, command.batch, command.json)
+    return planning.show_plan(options)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

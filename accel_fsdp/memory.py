@@ -120,6 +120,8 @@ class _Walk:
             self.engine.before_forward(unit)
             self._rise(played.forward_peak)
             self.meter.add(ACTIVATIONS, self._kept(played))
+            if not self._holds_input(played):
+                self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
 
     def _rise(self, peak: int) -> None:
@@ -129,6 +131,13 @@ class _Walk:
         """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
         return played.forward_end if self.recipe.checkpointing == "none" else played.output
 
+    def _holds_input(self, played: Replay) -> bool:
+        """Whether a block's input lives until its backward: for its own sake, or to compute it again."""
+        return played.keeps_input or self.recipe.checkpointing != "none"
+
+    def _output_before(self, unit: int) -> int:
+        return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
+
     def _loss(self) -> None:
         self.engine.before_forward(self.head_unit)
         self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
@@ -136,8 +145,13 @@ class _Walk:
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
         self.engine.before_backward(self.head_unit)
+        hidden = self.blocks[self.order[-1]].output
+        if not self.head.keeps_input:
+            self.meter.add(ACTIVATIONS, -hidden)
         self._play_back(self.head, LOSS, self.more_logits[1])
-        self.meter.add(LOSS, -self.head.forward_end)  # the hidden states go, their gradient comes: the same size
+        self.meter.add(LOSS, -self.head.forward_end)
+        if not self.head.keeps_input:  # else the hidden states go when their gradient comes, of the same size
+            self.meter.add(ACTIVATIONS, hidden)
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
@@ -149,7 +163,7 @@ class _Walk:
         """Frees what each block saved, and its input: its output went with the block after it."""
         for unit in range(len(self.order), 0, -1):
             played = self.blocks[self.order[unit - 1]]
-            before = self.blocks[self.order[unit - 2]] if unit > 1 else self.embedding
+            held = self._output_before(unit) if self._holds_input(played) else 0
             self.engine.before_backward(unit)
             saved = played.forward_end - played.output
             if self.recipe.checkpointing != "none":
@@ -158,7 +172,7 @@ class _Walk:
                 self.meter.add(ACTIVATIONS, saved)
             self._play_back(played, ACTIVATIONS)
             self.meter.add(ACTIVATIONS, -saved)
-            self.meter.add(ACTIVATIONS, -before.output if not self.retained else self.retained if unit > 2 else 0)
+            self.meter.add(ACTIVATIONS, -held if not self.retained else self.retained if unit > 2 else 0)
             self.engine.after_backward(unit, played.born)
         self.engine.before_backward(0)
         self._play_back(self.embedding, ACTIVATIONS)

@@ -32,7 +32,9 @@ def find(name: str) -> tuple[ModelShape, dict[str, Tapes]] | None:
     if known is None:
         return None
     shape, tapes = _bundled(first_alike(known))
-    return replace(shape, name=known), tapes
+    config = catalogue.entries()[known]["config"]
+    positions = next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), 0)
+    return replace(shape, name=known, positions=positions), tapes
 
 
 @cache

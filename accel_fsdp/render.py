@@ -29,9 +29,9 @@ def show_yaml(text: str, title: str) -> None:
     talk.print(Panel(Syntax(text.rstrip(), "yaml", word_wrap=True, background_color="default"), title=title))
 
 
-def put(text: str, style: str = "") -> None:
-    """Data for a pipe: exactly `text` and a newline; the style shows in terminals only."""
-    data.print(text, style=style, markup=False, soft_wrap=True)
+def put(text: str, style: str = "", wrap: bool = False) -> None:
+    """Data for a pipe: exactly `text` and a newline, unless `wrap` breaks it; the style shows in terminals only."""
+    data.print(text, style=style, markup=False, soft_wrap=not wrap)
 
 
 def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:
@@ -52,6 +52,30 @@ def show_table(
     for row, style in zip(rows, styles, strict=True):
         table.add_row(*map(Text, row), style=style)
     (talk if to_stderr else data).print(table)
+
+
+def bar(parts: Sequence[tuple[str, str, float]], whole: float, cells: int) -> Text:
+    """A stacked bar of (letter, colour, size), `cells` wide where it fills `whole`; letters where no colours show."""
+    text, filled, total = Text(), 0, 0.0
+    for letter, colour, size in parts:
+        total += size
+        count = min(round(total / whole * cells), cells + 1) - filled
+        text.append(("█" if data.color_system else letter) * count, style=colour)
+        filled += count
+    return text if filled <= cells else text[:cells] + Text("▶" if data.color_system else ">", style="red")
+
+
+def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legend: list[tuple[str, str, str]]) -> None:
+    """A table whose numbers stand right, with a legend of the bars below."""
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for title, cell in zip(titles, rows[0], strict=True):
+        number = isinstance(cell, str) and cell[:1].isdigit()
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    data.print(table)
+    shown = (((("█" if data.color_system else letter) + f" {kind}  "), colour) for letter, colour, kind in legend)
+    data.print(Text.assemble(*shown))
 
 
 @contextmanager

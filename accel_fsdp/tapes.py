@@ -204,8 +204,8 @@ class Replay(NamedTuple):
     output: int
     backward_peak: int
     backward_born: int
-    backward_end: int
     born: int
+    keeps_input: bool
 
 
 def replay(tape: Tape, at: At) -> Replay:
@@ -220,4 +220,4 @@ def replay(tape: Tape, at: At) -> Replay:
         if alive + born > peak:
             peak, born_at_peak = alive + born, born
     end = forward[-1] if forward else 0
-    return Replay(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, alive, born)
+    return Replay(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input)

@@ -14,7 +14,7 @@ PURE = {
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
-    *("tapes", "recorded", "quirks", "overheads", "meter", "states", "engines", "memory"),
+    *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "memory"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
@@ -37,13 +37,13 @@ LAYERS = [
     },
     {"weights", "here", "engines", "gpus", "traffic", "recorded"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"defaults", "refusals", "draft", "shapes", "watching", "adapting", *RULES},
+    {"defaults", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
     {"questions", "migrate_fsdp", "traces"},
     {"migrate_zero", "fitting"},
     {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
-    {"lint", "configure", "rewrite"},
+    {"lint", "configure", "rewrite", "planning"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},

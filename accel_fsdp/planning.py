@@ -1,0 +1,246 @@
+"""The command `accel-fsdp plan`: read the model and the machine, search, show."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import catalogue, gpus, machines, overheads, plan, recorded, render
+from accel_fsdp.errors import UsageError
+from accel_fsdp.meter import KINDS
+from accel_fsdp.overheads import GIB
+from accel_fsdp.plan import Candidate, Job, Plan, name_of
+from accel_fsdp.tapes import VARIANTS, Tapes
+from accel_fsdp.traffic import step_traffic
+from accel_fsdp.types import ModelShape, Recipe
+
+BAR_CELLS = 20
+COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s")
+WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
+LETTERS = dict(zip(KINDS, "POGUALBW", strict=True))
+COLOURS = dict(
+    zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command takes. `rows` None: the table has one row per GPU, the search finds the largest that fits."""
+
+    model: str
+    gpus: str
+    nodes: int | None
+    recipe: Recipe
+    rows: int | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Recorded(Mapping[str, Tapes]):
+    """The tapes of a model that isn't in the catalogue, each variant recorded when it is asked for, and then kept."""
+
+    name: str
+    config: Mapping[str, Any]
+    kept: dict[str, Tapes]
+
+    def __getitem__(self, variant: str) -> Tapes:
+        if variant not in self.kept:
+            self.kept[variant] = _record(self.name, self.config, variant)[1]
+        return self.kept[variant]
+
+    def __iter__(self) -> Iterator[str]:
+        return (variant.name for variant in VARIANTS)
+
+    def __len__(self) -> int:
+        return len(VARIANTS)
+
+
+def show_plan(options: Options) -> int:
+    """Prints the plan; returns 0 where something fits, 1 where nothing does.
+
+    Raises:
+        UserError: the model or the GPUs are not known, or the numbers can't be.
+    """
+    job = make_job(options)
+    found = plan.make_plan(job)
+    if options.json:
+        render.put(json.dumps(as_json(job, found), indent=2))
+    else:
+        _show(job, found)
+    return 0 if found.choice else 1
+
+
+def make_job(options: Options) -> Job:
+    """What is to be planned.
+
+    Raises:
+        UserError: as `show_plan`.
+    """
+    machine, described = machines.parse(options.gpus)
+    if machine.accelerator is None:
+        raise UsageError(
+            "--gpus cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB"
+        )
+    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    nodes = options.nodes or described
+    _positive("--nodes", nodes)
+    for flag, value in (("--seq-len", options.recipe.length), ("--batch", 1 if options.rows is None else options.rows)):
+        _positive(flag, value)
+    shape, tapes = read_shape(options.model, options.recipe)
+    if shape.positions and options.recipe.length > shape.positions:
+        raise UsageError(
+            f"--seq-len {options.recipe.length} is longer than the {shape.positions} positions of {shape.name}",
+            why="the model was not made for them",
+            fix=f"--seq-len {shape.positions} or less",
+        )
+    recipe = replace(options.recipe, rows=1 if options.rows is None else options.rows)
+    return Job(shape, tapes, recipe, gpu, machine.count * nodes, machine.count, options.rows is not None)
+
+
+def _positive(flag: str, value: int) -> None:
+    if value < 1:
+        raise UsageError(f"{flag} {value} is less than 1", why="there would be nothing to train", fix=f"{flag} 1")
+
+
+def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tapes]]:
+    """The shape and tapes: bundled, else from the cache, else recorded from the model's config.
+
+    Raises:
+        UserError: there is no such model, or no language model can be built from its config.
+    """
+    folder = Path(name)
+    if not folder.exists() and (found := recorded.find(catalogue.short(name) or name)):
+        return found
+    if folder.is_dir() and (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    else:
+        from accel_fsdp.facts import read_config
+
+        config = read_config(name).to_dict()
+    first = f"{'bf16' if recipe.precision != 'no' else 'fp32'}-full-sdpa"
+    shape, tapes = _record(name, config, first)
+    return shape, Recorded(name, config, {first: tapes})
+
+
+def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
+    key = recorded.key_of(config, (variant,))
+    kept = recorded.cached(key)
+    if kept is None:
+        with render.waiting(f"Tracing {name} ({variant})"):
+            from accel_fsdp.facts import read_config
+            from accel_fsdp.fitting import record_model
+
+            kept = record_model(name, read_config(name), (variant,))
+        recorded.keep(key, *kept)
+    return replace(kept[0], name=name), kept[1][variant]
+
+
+def as_json(job: Job, found: Plan) -> dict[str, Any]:
+    """The plan as numbers; bytes are bytes, seconds seconds."""
+    return {
+        "model": job.shape.name,
+        "parameters": overheads.model_numel(job.shape),
+        "gpu": job.gpu.name,
+        "gpus": job.ranks,
+        "strategies": [_row_json(job, one) for one in found.rows],
+        "choice": _row_json(job, found.choice) if found.choice else None,
+        "runner_up": _row_json(job, found.runner_up) if found.runner_up else None,
+        "reason": found.reason,
+        "longest_sequence": found.longest,
+        "changes": list(found.changes),
+    }
+
+
+def _row_json(job: Job, one: Candidate) -> dict[str, Any]:
+    peak, traffic = one.prediction.peak, step_traffic(job.shape, one.recipe, one.layout)
+    host = overheads.host(job.shape, one.recipe, one.layout)
+    return {
+        "strategy": name_of(one.layout),
+        "rows": one.recipe.rows,
+        "checkpointing": one.recipe.checkpointing,
+        "fits": one.device.verdict,
+        "peak_bytes": peak.total,
+        "peak_phase": peak.phase,
+        "breakdown_bytes": {kind: size for kind, size in peak.live.items() if size},
+        "steady_bytes": one.prediction.steady,
+        "reserved_bytes": one.device.reserved,
+        "device_bytes": one.device.used,
+        "host_loading_bytes": host.loading,
+        "host_offload_bytes": host.offload,
+        "host_gathering_bytes": host.gathering,
+        "checkpoint_bytes": host.checkpoint,
+        "sent_bytes": {
+            "intra-node": traffic.intra_bytes,
+            "inter-node": traffic.inter_bytes,
+            "pcie": traffic.pcie_bytes,
+        },
+        "step_seconds": one.step.step_seconds,
+        "step_seconds_range": one.step.range_seconds,
+        "tokens_per_s_per_gpu": one.tokens_per_s,
+        "mfu": one.step.mfu,
+        "bound": one.step.bound,
+        "assumptions": one.step.assumptions,
+    }
+
+
+def _show(job: Job, found: Plan) -> None:
+    recipe = job.recipe
+    millions = overheads.model_numel(job.shape) / 1e6
+    render.put(
+        f"{job.shape.name}: {millions:,.1f} M parameters, {recipe.method} training on "
+        f"{job.ranks} x {job.gpu.name} with {job.gpu.memory_gib:.0f} GiB, "
+        f"{recipe.rows} x {recipe.length:,} tokens per GPU; all of it predicted.",
+        wrap=True,
+    )
+    shown = COLUMNS if render.data.width >= WIDE else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
+    rows = [_cells(job, one) for one in found.rows]
+    render.show_bars(shown, [[row[name] for name in shown] for row in rows], _legend())
+    for line in _recommendation(job, found):
+        render.put(line, wrap=True)
+
+
+def _cells(job: Job, one: Candidate) -> dict[str, Any]:
+    traffic = step_traffic(job.shape, one.recipe, one.layout)
+    sent = (traffic.intra_bytes + traffic.inter_bytes + traffic.pcie_bytes) / 1e9
+    parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in one.prediction.peak.live.items() if size]
+    cells = (
+        name_of(one.layout),
+        f"{one.device.allocated / GIB:,.1f}",
+        render.bar(parts, job.capacity_bytes, BAR_CELLS),
+        one.device.verdict,
+        one.prediction.peak.phase,
+        f"{sent:,.1f}",
+        f"{one.step.step_seconds:.2f}",
+        f"{one.tokens_per_s:,.0f}",
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def _legend() -> list[tuple[str, str, str]]:
+    return [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS]
+
+
+def _recommendation(job: Job, found: Plan) -> Iterator[str]:
+    choice, second = found.choice, found.runner_up
+    if choice is None:
+        yield f"Nothing fits into {job.gpu.memory_gib:.0f} GiB per GPU. What would:"
+        yield from (f"  {change}" for change in found.changes or ("a smaller model, or more machines",))
+        return
+    how = f"{_rows(choice)} per GPU, {_checkpointing(choice)}"
+    yield f"Take {name_of(choice.layout)} with {how}. {found.reason}"
+    if second:
+        slower = choice.tokens_per_s / second.tokens_per_s - 1
+        used = second.device.allocated / GIB
+        other = f"{_rows(second)}, {_checkpointing(second)}"
+        yield f"Next is {name_of(second.layout)} ({other}): {used:.1f} GiB, {slower:.1%} slower."
+    yield f"The longest sequence that fits this way has {found.longest:,} tokens."
+    yield "Assumed: " + " ".join(choice.step.assumptions)
+
+
+def _checkpointing(one: Candidate) -> str:
+    return "no checkpointing" if one.recipe.checkpointing == "none" else "activation checkpointing"
+
+
+def _rows(one: Candidate) -> str:
+    return "1 row" if one.recipe.rows == 1 else f"{one.recipe.rows} rows"

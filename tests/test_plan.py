@@ -1,0 +1,153 @@
+"""`accel-fsdp plan`: what it prints, that it is quick without torch, and that its numbers are those of known tables."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import accel_fsdp, run
+
+from accel_fsdp import gpus, memory, plan, recorded, states
+from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS
+from accel_fsdp.tapes import variant_of
+from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def predicted(recipe: Recipe, layout: Layout, name: str = LLAMA) -> memory.Prediction:
+    found = recorded.find(name)
+    assert found is not None
+    return memory.predict(found[0], found[1][variant_of(recipe, layout.engine)], recipe, layout)
+
+
+def planned(*flags: str | Path) -> dict[str, object]:
+    finished = accel_fsdp("plan", *flags, "--json")
+    content: dict[str, object] = json.loads(finished.output)
+    return content
+
+
+def test_the_table_of_a_known_model() -> None:
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096")
+    assert shown.code == 0
+    for name in ("DDP", "FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "ZeRO-3"):
+        assert name in shown.output
+    assert "Take FSDP2" in shown.output
+    assert "Next is" in shown.output
+
+
+def test_no_heavy_library_is_imported() -> None:
+    code = (
+        "import sys; sys.argv = ['accel-fsdp', 'plan', '--model', 'gpt2', '--gpus', '2xA100']\n"
+        "from accel_fsdp.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'transformers', 'accelerate', 'numpy') if name in sys.modules])"
+    )
+    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
+
+
+def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "accel_fsdp", "plan", "--model", tiny_model, "--gpus", "2xA100", "--seq-len", "64"]
+    first = run(words, XDG_CACHE_HOME=str(tmp_path))
+    assert first.code == 0, first.output
+    kept = sorted(path.name for path in (tmp_path / "accel-fsdp").iterdir())
+    assert kept
+    code = (
+        f"import sys; sys.argv = {['accel-fsdp', *map(str, words[3:])]!r}\n"
+        "from accel_fsdp.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    second = run([sys.executable, "-c", code], XDG_CACHE_HOME=str(tmp_path))
+    assert second.output.endswith("False\n")
+    assert second.output.removesuffix("False\n") in first.output  # the first import of bitsandbytes may add a line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "gpt2", "--gpus", "8xH1000"], "Did you mean H100?"),
+        (["--model", "gpt2", "--gpus", "0xH100"], "can't be read"),
+        (["--model", "gpt2", "--gpus", "8xH100", "--batch", "0"], "--batch 0 is less than 1"),
+        (["--model", "openai-community/gpt2", "--gpus", "cpu"], "a plan is about GPUs"),
+        (["--model", "./no/such", "--gpus", "8xH100"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_clear_error(flags: list[str], said: str) -> None:
+    refused = accel_fsdp("plan", *flags)
+    assert refused.code in (1, 2)
+    assert said in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_what_does_not_fit_comes_with_what_would() -> None:
+    found = accel_fsdp("plan", "--model", "llama-3.1-70b", "--gpus", "1xA100", "--json")
+    assert found.code == 1
+    content = json.loads(found.output)
+    assert content["choice"] is None
+    assert content["changes"]
+
+
+def test_the_choice_fits_and_is_the_fastest_that_was_found() -> None:
+    content = planned("--model", LLAMA, "--gpus", "8xH100-80GB", "--seq-len", "4096")
+    choice, second = content["choice"], content["runner_up"]
+    assert isinstance(choice, dict)
+    assert isinstance(second, dict)
+    assert choice["fits"] == "yes"
+    assert choice["tokens_per_s_per_gpu"] >= second["tokens_per_s_per_gpu"]
+    assert sum(choice["breakdown_bytes"].values()) == choice["peak_bytes"]
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_more_ranks_never_take_more_memory_each(ranks: int) -> None:
+    recipe = Recipe(length=2048)
+    few, more = (predicted(recipe, Layout("fsdp2", 1, count, 8)).peak.total for count in (ranks, ranks * 2))
+    assert more <= few
+
+
+def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
+    found = recorded.find(LLAMA)
+    assert found is not None
+    recipe, layout = Recipe(length=2048, checkpointing="full"), Layout("fsdp2", 1, 8, 8)
+    job = plan.Job(*found, recipe, gpus.find("H100", 80), 8, 8)
+    rows = plan.largest_rows(job, recipe, layout)
+    at, above = (plan.evaluate(job, replace(recipe, rows=count), layout).fits for count in (rows, rows + 1))
+    assert (at, above) == (True, False)
+
+
+def twelve_gigabytes() -> ModelShape:
+    """The lecture's model: 3 billion float32 parameters in 30 equal layers."""
+    layer = Block("Layer", tuple(range(30)), (Parameter("weight", (10_000, 10_000), "linear"),))
+    return ModelShape("lecture", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
+
+
+def test_the_lectures_picture() -> None:
+    """12 GB of parameters with Adam on 4 GPUs: 48 GB on each under DDP, 12 GB under FULL_SHARD beside one layer."""
+    recipe = Recipe(precision="no")
+
+    def held(layout: Layout) -> float:
+        units = memory.units_of(twelve_gigabytes(), recipe, layout)
+        parameters = sum(states.shard_bytes(unit, layout) for unit in units)
+        gradients = sum(states.trained_bytes(unit, layout, 4, shard=True) for unit in units)
+        return (parameters + gradients + sum(states.optimizer_bytes(unit, recipe, layout) for unit in units)) / 1e9
+
+    assert held(Layout("ddp", 1, 4, 4)) == 48
+    assert held(Layout("fsdp2", 1, 4, 4)) == 12
+    assert held(Layout("fsdp1", 1, 4, 4)) == pytest.approx(12, abs=1e-6)
+
+
+def test_steady_state_of_mixed_precision() -> None:
+    """12 bytes per parameter and rank between steps: float32 masters and two moments, no 16-bit copy."""
+    steady = predicted(Recipe(length=512), Layout("fsdp2", 1, 8, 8)).steady
+    assert steady == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
+
+
+def test_the_peak_names_what_is_alive() -> None:
+    peak = predicted(Recipe(rows=4, length=4096, checkpointing="full"), Layout("fsdp2", 1, 8, 8)).peak
+    assert peak.phase == "loss"
+    assert peak.live[PARAMETERS] > 0
+    assert peak.live[OPTIMIZER] == 2 * peak.live[PARAMETERS]
+    assert peak.live[GRADIENTS] == 0 or peak.live[GRADIENTS] < peak.live[PARAMETERS]
