@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from accel_fsdp.tapes import Variant
+from accel_fsdp.types import ATTENTION_LINEAR
 
 QUANT_BLOCK = 64
 """Weights that share one scale in bitsandbytes' nf4."""
@@ -18,7 +19,7 @@ _NAME = "default"
 
 
 def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
-    """Puts PEFT's LoRA layers around all linear layers.
+    """Puts PEFT's LoRA layers around the variant's linear layers; all of them are packed into 4 bits with QLoRA.
 
     Experts whose weights are one 3-D tensor are no linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
     """
@@ -28,7 +29,9 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
     for path, module in list(layer.named_modules()):
         if _is_linear(module):
             parent, _, own = path.rpartition(".")
-            layer.get_submodule(parent)._modules[own] = _wrapped(module, variant, rank)
+            adapted = variant.targets == "all" or own in ATTENTION_LINEAR
+            new = _wrapped(module, variant, rank) if adapted else _frozen(module, variant)
+            layer.get_submodule(parent)._modules[own] = new
     layer.requires_grad_(False)
     for module in layer.modules():
         if isinstance(module, LoraLayer):
@@ -52,6 +55,10 @@ def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
         return wrapped
     wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed), r=rank, lora_alpha=rank)
     return wrapped
+
+
+def _frozen(module: Any, variant: Variant) -> nn.Module:
+    return FourBitLinear(module) if variant.method == "qlora" else module
 
 
 class _FourBit(torch.autograd.Function):

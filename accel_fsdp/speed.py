@@ -263,7 +263,7 @@ def _unpacked_bytes(unit: Unit, recipe: Recipe) -> float:
     """What unpacking 4-bit weights for one use reads and writes."""
     if recipe.method != "qlora":
         return 0
-    packed = sum(one.numel for one in unit.parameters if traffic.is_adapted(one, unit))
+    packed = sum(one.numel for one in unit.parameters if traffic.is_quantized(one, unit))
     return packed * (NF4_BYTES + compute_bytes(recipe))
 
 

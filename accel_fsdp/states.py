@@ -72,7 +72,7 @@ def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, insi
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else DTYPE_BYTES[recipe.dtype]
         yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
-        if not full and inside and one.kind == "linear":
+        if not full and inside and one.is_adapted(recipe.lora_targets):
             rows, columns = one.shape
             yield Held((recipe.lora_rank, columns), 4, compute, trained=True, adapter=True)
             yield Held((rows, recipe.lora_rank), 4, compute, trained=True, adapter=True)

@@ -7,7 +7,7 @@ every size on it is a polynomial in them. So a peak is exact although it is only
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from accel_fsdp.types import LOW_DTYPES, Method, Recipe
+from accel_fsdp.types import LOW_DTYPES, LoraTargets, Method, Recipe
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -127,11 +127,13 @@ class Variant(NamedTuple):
     method: Method = "full"
     adapters: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    targets: LoraTargets = "all"
 
     @property
     def name(self) -> str:
-        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method with the adapters' bits if wider, attention."""
+        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, adapters' bits if wider, targets, attention."""
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
+        wide += "" if self.targets == "all" else f"@{self.targets}"
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention))
 
     @staticmethod
@@ -147,8 +149,9 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 held = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention)  # type: ignore[arg-type]
+                    Variant(weights, autocast, method, adapters, attention, targets)  # type: ignore[arg-type]
                     for adapters in sorted(held)
+                    for targets in (("all", "attention") if method != "full" else ("all",))
                 ]
     return variants
 
@@ -180,6 +183,7 @@ def variant_of(recipe: Recipe, engine: str) -> str:
         method=recipe.method,
         adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
         attention=recipe.attention,
+        targets="all" if recipe.method == "full" else recipe.lora_targets,
     ).name
 
 

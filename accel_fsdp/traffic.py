@@ -129,7 +129,7 @@ def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
 def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
     for one in unit.parameters:
-        quantized = recipe.method == "qlora" and is_adapted(one, unit)
+        quantized = recipe.method == "qlora" and is_quantized(one, unit)
         yield one.numel, NF4_BYTES if quantized else compute_bytes(recipe)
     if recipe.method != "full":
         yield trained_numel(unit, recipe), compute_bytes(recipe)
@@ -142,14 +142,15 @@ def gathered_alone(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """
     if recipe.method == "full" or layout.engine != "fsdp1" or layout.shard_ranks == 1:
         return 0
-    return 2 * sum(is_adapted(one, unit) for one in unit.parameters)
+    return 2 * sum(unit.block is not None and one.is_adapted(recipe.lora_targets) for one in unit.parameters)
 
 
 def trained_numel(unit: Unit, recipe: Recipe) -> int:
     """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
     if recipe.method == "full":
         return sum(one.numel for one in unit.parameters)
-    adapted = (one for one in unit.parameters if is_adapted(one, unit))
+    inside = unit.block is not None
+    adapted = (one for one in unit.parameters if inside and one.is_adapted(recipe.lora_targets))
     return sum(recipe.lora_rank * sum(one.shape) for one in adapted)
 
 
@@ -158,8 +159,8 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     return sum(unit.count * trained_numel(unit, recipe) for unit in units(shape, layout))
 
 
-def is_adapted(one: Parameter, unit: Unit) -> bool:
-    """Whether LoRA adapts it, and QLoRA quantises it: the linear layers inside of blocks."""
+def is_quantized(one: Parameter, unit: Unit) -> bool:
+    """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks."""
     return unit.block is not None and one.kind == "linear"
 
 

@@ -187,12 +187,17 @@ class Answers:
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
 Checkpointing = Literal["none", "full", "reentrant"]
+LoraTargets = Literal["all", "attention"]
 Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
+
+
+ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
+"""Linear layers of attention, by the names that models give them."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter by its full shape. `kind` decides what LoRA adapts and 4 bits quantise: linear and experts."""
+    """One parameter by its full shape. `kind` decides what 4 bits quantise, and LoRA adapts: linear layers."""
 
     name: str
     shape: tuple[int, ...]
@@ -202,6 +207,12 @@ class Parameter:
     def numel(self) -> int:
         """How many elements it has."""
         return math.prod(self.shape)
+
+    def is_adapted(self, targets: LoraTargets) -> bool:
+        """Whether LoRA adapts it inside of a block: every linear layer, or those of attention alone."""
+        return self.kind == "linear" and (
+            targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
+        )
 
 
 @dataclass(frozen=True)
@@ -265,6 +276,7 @@ class Recipe:
     checkpointing: Checkpointing = "none"
     chunked_loss: bool = False
     lora_rank: int = 16
+    lora_targets: LoraTargets = "all"
     attention: Literal["sdpa", "eager"] = "sdpa"
 
 
