@@ -43,17 +43,20 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def _settings(rank: int, transposed: bool) -> Any:
-    return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, fan_in_fan_out=transposed)
+def _settings(rank: int, transposed: bool, variant: Variant) -> Any:
+    dropout = 0.1 if variant.dropout else 0.0  # how much doesn't matter
+    return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, fan_in_fan_out=transposed)
 
 
 def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
     transposed = not isinstance(module, nn.Linear)
     if variant.method == "qlora":
         packed = FourBitLinear(module)
-        wrapped: nn.Module = lora.Linear4bit(packed, _NAME, config=_settings(rank, False), r=rank, lora_alpha=rank)
+        wrapped: nn.Module = lora.Linear4bit(
+            packed, _NAME, config=_settings(rank, False, variant), r=rank, lora_alpha=rank
+        )
         return wrapped
-    wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed), r=rank, lora_alpha=rank)
+    wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed, variant), r=rank, lora_alpha=rank)
     return wrapped
 
 

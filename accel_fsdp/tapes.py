@@ -128,12 +128,13 @@ class Variant(NamedTuple):
     adapters: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["sdpa", "eager"] = "sdpa"
     targets: LoraTargets = "all"
+    dropout: bool = False
 
     @property
     def name(self) -> str:
-        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, adapters' bits if wider, targets, attention."""
+        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention."""
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
-        wide += "" if self.targets == "all" else f"@{self.targets}"
+        wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention))
 
     @staticmethod
@@ -149,9 +150,10 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 held = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets)  # type: ignore[arg-type]
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout)  # type: ignore[arg-type]
                     for adapters in sorted(held)
                     for targets in (("all", "attention") if method != "full" else ("all",))
+                    for dropout in ((False, True) if method != "full" else (False,))
                 ]
     return variants
 
@@ -184,6 +186,7 @@ def variant_of(recipe: Recipe, engine: str) -> str:
         adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
         attention=recipe.attention,
         targets="all" if recipe.method == "full" else recipe.lora_targets,
+        dropout=recipe.method != "full" and recipe.lora_dropout,
     ).name
 
 

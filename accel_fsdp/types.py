@@ -277,6 +277,7 @@ class Recipe:
     chunked_loss: bool = False
     lora_rank: int = 16
     lora_targets: LoraTargets = "all"
+    lora_dropout: bool = False
     attention: Literal["sdpa", "eager"] = "sdpa"
 
 

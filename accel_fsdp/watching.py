@@ -42,6 +42,9 @@ class CudaRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if func is F.dropout and (kwargs.get("training") or args[2:3] == (True,)):
+            share = args[1] if len(args) > 1 else kwargs["p"]
+            return torch.native_dropout(args[0], share, True)[0] if share else args[0]
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
         if torch.is_autocast_enabled("cpu") and args and isinstance(args[0], Tensor) and args[0].dtype in LOW:
