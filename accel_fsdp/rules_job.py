@@ -48,9 +48,14 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF403", pains=("P46",))
 def no_meeting_point(subject: Subject) -> Iterator[Finding]:
-    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`."""
+    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`.
+
+    DeepSpeed's own launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
+    """
     machines = subject.top("num_machines")
-    if isinstance(machines, int) and machines > 1 and not subject.top("main_process_ip"):
+    section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
+    by_hostfile = section.get("deepspeed_multinode_launcher") != "standard" and section.get("deepspeed_hostfile")
+    if isinstance(machines, int) and machines > 1 and not subject.top("main_process_ip") and not by_hostfile:
         yield Finding(
             "num_machines",
             f"{machines} machines and no main_process_ip",

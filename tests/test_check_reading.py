@@ -18,7 +18,7 @@ from conftest import accel_fsdp, run
 
 from accel_fsdp import here, reference, weights
 from accel_fsdp.check import RULES
-from accel_fsdp.inputs import read_starter
+from accel_fsdp.inputs import command_words, starter_of
 from accel_fsdp.pains import PAINS, UNSEEN
 
 IDS = {f"P{number:02}" for number in range(1, 99)}
@@ -199,7 +199,7 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
 def test_what_a_command_line_starts_with(line: str, starter: str, tmp_path: Path) -> None:
     path = tmp_path / "args.sh"
     path.write_text(line)
-    assert read_starter(path) == starter
+    assert starter_of(command_words(path)) == starter
 
 
 @pytest.mark.parametrize(
