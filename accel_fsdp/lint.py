@@ -25,7 +25,9 @@ from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.inputs import Given, Sources, read_given, read_subject
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-REPAIR_ROUNDS = 5
+REPAIR_ROUNDS = 6
+NAMES = frozenset({"AF103", "AF104", "AF105", "AF108"})
+"""The rules that mend the names of keys."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,16 @@ def stops(path: Path) -> bool:
 
 
 def _repair(path: Path, options: Options, given: Given) -> None:
-    """Repairs until nothing more can be: one repair can make room for the next."""
+    """Repairs until nothing more can be: one repair can make room for the next.
+
+    Names come first: a rule that misses a key must not add it beside its misspelling.
+    """
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     for _ in range(REPAIR_ROUNDS):
         subject, document = read_subject(path, options, given)
-        if not repair(document, run(subject)):
+        found = run(subject)
+        names = [one for one in found if one.edits and one.code in NAMES]
+        if not repair(document, names or found):
             break
         files.write_text(path, config.dump(document))
     render.show_diff(before, path.read_text(encoding="utf-8"), str(path))

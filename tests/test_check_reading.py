@@ -78,6 +78,13 @@ def test_checkpoint_command(tmp_path: Path, fsdp2: Path) -> None:
     assert accel_fsdp("check", fsdp2, "--checkpoint", tmp_path / "none").code == 2
 
 
+def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
+    (tmp_path / "run" / "notes.txt").write_text("")
+    assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
+
+
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
     """`Accelerator.save_state` writes no trainer_state.json; an FSDP1 file of weights is no export."""
     state = sharded_checkpoint(tmp_path / "state")
