@@ -45,7 +45,8 @@ GPU = FSDP | DS | {Engine.DDP}
 ALL = frozenset(Engine)
 EXACT = frozenset({
     "compute_environment", "distributed_type", "parallelism_config_cp_backend", "parallelism_config_sp_backend",
-    "parallelism_config_cp_comm_strategy", "deepspeed_multinode_launcher", "dynamo_mode", "fp8_opt_level",
+    "parallelism_config_cp_comm_strategy", "deepspeed_multinode_launcher", "dynamo_mode", "fp8_backend",
+    "fp8_opt_level",
 })  # fmt: skip
 """Keys whose values Accelerate takes in this case only; the values of others it turns into upper or lower case."""
 NUMBERED = {"fsdp_state_dict_type": ("1", "2", "3"), "fsdp_backward_prefetch": ("1", "2")}

@@ -85,9 +85,10 @@ def launch(args: Any) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with warnings.catch_warnings():  # the launcher itself repeats them
-        warnings.simplefilter("ignore")
-        environment(copy.copy(args))
+    if args.use_fsdp or args.use_deepspeed or args.multi_gpu:
+        with warnings.catch_warnings():  # the launcher itself repeats them
+            warnings.simplefilter("ignore")
+            environment(copy.copy(args))
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
         launch_command(args)
@@ -95,6 +96,8 @@ def launch(args: Any) -> int:
         rank, failure = error.get_first_failure()
         print(f"accel-fsdp: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+    except ImportError as error:  # DeepSpeed
+        raise _refused(args.config_file, error) from error
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -13,8 +13,9 @@ OLD_TOP_KEYS = ("fp16", "dynamo_backend")
 
 
 def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
-    """Every known key that is written, as (dotted path, field, value)."""
-    for section in ("", *SECTIONS):
+    """Every known key that is written and may be read, as (dotted path, field, value)."""
+    fp8 = str(subject.top("mixed_precision")).lower() == "fp8"
+    for section in ("", *SECTIONS) if fp8 else ("", *SECTIONS[:-1]):
         for key, value in subject.section(section).items():
             if known := BY_NAME.get((section, key)):
                 yield f"{section}.{key}".lstrip("."), known, value

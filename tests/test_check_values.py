@@ -19,7 +19,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
     launch,
 )
-from accelerate.utils.dataclasses import TERecipeKwargs
+from accelerate.utils.dataclasses import FP8BackendType, TERecipeKwargs
 from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
 from conftest import accel_fsdp
 from jsonschema import Draft202012Validator
@@ -187,6 +187,9 @@ def test_dynamo_and_fp8_keys_are_accelerates_own() -> None:
     recipe = {f"fp8_{field.name.removeprefix('fp8_')}" for field in dataclasses.fields(TERecipeKwargs)}
     known = {field.key for field in FP8_FIELDS}
     assert known == recipe | {name for name in flags if name.startswith("fp8_")}
+    assert set(BY_NAME["fp8_config", "fp8_backend"].choices) == {"AO", "TE", "MSAMP"}
+    with pytest.raises(ValueError, match="te"):
+        FP8BackendType("te")  # the launcher's own spelling: case matters
     assert set(MISNAMED.values()) <= known
     assert not set(MISNAMED) & set(flags)
 
