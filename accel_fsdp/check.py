@@ -4,6 +4,7 @@ Pure: no torch, no files, no printing. Values are those that Accelerate sees, wh
 bare `no` is false and `1e8` is text); lines and edits go through ruamel.yaml, which keeps comments.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from accel_fsdp import editing
 from accel_fsdp.fields import BY_NAME, Engine, Field
-from accel_fsdp.types import STRATEGIES, CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
+from accel_fsdp.types import STATE_DICT_TYPES, STRATEGIES, CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
@@ -52,8 +53,9 @@ class Finding:
 class Subject:
     """What there is to look at; what wasn't given is None, and the rules about it stay silent.
 
-    `values` as PyYAML reads them, `args` the training script's arguments, `starter` the word that their command line
-    begins with (accelerate, torchrun, python), empty if they came as a mapping.
+    `values` as PyYAML reads them, `source` the text they were read from, `args` the training script's arguments,
+    `starter` the word that their command line begins with (accelerate, torchrun, python), empty if they came as a
+    mapping, and `launcher` the flags of that line that belong to `accelerate launch`.
     """
 
     values: Mapping[str, Any]
@@ -64,6 +66,8 @@ class Subject:
     checkpoint: CheckpointFacts | None = None
     script: ScriptFacts | None = None
     here: HereFacts | None = None
+    launcher: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     @cached_property
     def engine(self) -> Engine:
@@ -93,6 +97,11 @@ class Subject:
     def on(self, key: str) -> bool:
         """A boolean FSDP key as Accelerate's environment variables carry it."""
         return str(self.fsdp(key)).lower() in TRUE_WORDS
+
+    def spelt(self, key: str, otherwise: str) -> str:
+        """The word that stands behind a top-level key in the file, where it has a line of its own."""
+        found = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
+        return found[1] if found else otherwise
 
     def top(self, key: str) -> Any:
         """The value of a top-level key, or its default."""
@@ -133,15 +142,21 @@ class Subject:
         return self.args is not None and not self.uses_adapter
 
     @property
+    def state_dict_type(self) -> str:
+        """The name of the state dict type, in capitals, as given or by number; empty where there is none."""
+        text = str(self.fsdp("fsdp_state_dict_type") or "").upper()
+        return STATE_DICT_TYPES.get(text, text)
+
+    @property
     def full_state_dict(self) -> bool:
         """Whether checkpoints are gathered on rank 0: FSDP1's default, while FSDP2's is SHARDED."""
-        kind = str(self.fsdp("fsdp_state_dict_type") or "").upper()
+        kind = self.state_dict_type
         return kind == "FULL_STATE_DICT" or (not kind and self.engine is Engine.FSDP1)
 
     @property
     def sharded_state_dict(self) -> bool:
         """Whether every rank writes its part of a checkpoint."""
-        kind = str(self.fsdp("fsdp_state_dict_type") or "").upper()
+        kind = self.state_dict_type
         return kind == "SHARDED_STATE_DICT" or (not kind and self.engine is Engine.FSDP2)
 
     @property
@@ -211,9 +226,20 @@ def rule(
     return register
 
 
+PREFIXES = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}
+"""What Accelerate's launcher looks for at the start of a section's keys before it adds the prefix by itself."""
+
+
 def full_name(section: str, key: str) -> str:
-    """The name under which Accelerate looks for a key: inside `fsdp_config` the prefix may be left out."""
-    return f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp") else key
+    """The name under which Accelerate looks for a key: inside three sections the prefix may be left out."""
+    start = PREFIXES.get(section, "")
+    return key if key.startswith(start) else f"{start.removesuffix('_')}_{key}"
+
+
+def short_name(section: str, key: str) -> str:
+    """A key without the prefix that may be left out."""
+    start = PREFIXES.get(section)
+    return key.removeprefix(f"{start.removesuffix('_')}_") if start else key
 
 
 def known_fields(section: str) -> dict[str, Field]:
@@ -248,7 +274,7 @@ def locate(findings: list[Finding], document: Any) -> list[Finding]:
 def _line(document: Any, dotted: str) -> int | None:
     section, _, key = dotted.rpartition(".")
     inside = document.get(section) if section else document
-    for candidate in (key, key.removeprefix("fsdp_")):
+    for candidate in (key, short_name(section, key)):
         if hasattr(inside, "lc") and candidate in inside:
             return int(inside.lc.key(candidate)[0]) + 1
     if section and section in document:
@@ -283,7 +309,7 @@ def as_scalar(value: Any) -> Any:
 
 def _apply(document: Any, edit: Edit) -> None:
     place = (document.get(edit.section) or {}) if edit.section else document
-    key = edit.key if edit.key in place else edit.key.removeprefix("fsdp_")
+    key = edit.key if edit.key in place else short_name(edit.section, edit.key)
     if edit.new_key and key in place:
         editing.rename(place, key, edit.new_key)
         key = edit.new_key

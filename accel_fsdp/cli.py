@@ -69,7 +69,8 @@ class Check:
     """Lint Accelerate YAMLs against what Accelerate really reads; with --model and --args, against those too."""
 
     files: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs.")
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs.", help_behavior_hint="(one or more)"),
     ] = ()
     model: Annotated[
         str | None, tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")

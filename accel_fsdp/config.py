@@ -114,7 +114,12 @@ _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
 
 def to_text(answers: Answers) -> str:
     """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic."""
-    return "\n".join([*header(answers), dump({key: as_scalar(value) for key, value in to_mapping(answers).items()})])
+    return "\n".join([*header(answers), dump(_quoted(to_mapping(answers)))])
+
+
+def _quoted(value: Any) -> Any:
+    """Text in quotes where it needs them, at every level: a layer class may be called NO."""
+    return {key: _quoted(inner) for key, inner in value.items()} if isinstance(value, dict) else as_scalar(value)
 
 
 def header(answers: Answers) -> list[str]:

@@ -13,8 +13,6 @@ from accel_fsdp.types import STRATEGIES
 
 ChangeKind = Literal["kept", "renamed", "lost", "changed"]
 SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
-"""torch's numbers (`torch.distributed.fsdp.StateDictType`), which Accelerate takes in place of the names."""
 
 
 @dataclass(frozen=True)
@@ -216,11 +214,7 @@ def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple
 def _is_valid(known: Field, text: str) -> bool:
     if known.kind is Kind.BOOL:
         return text.lower() in TRUE_WORDS + FALSE_WORDS
-    if known.key == "fsdp_state_dict_type" and text in STATE_DICT_TYPES:
-        return True
-    if known.key == "fsdp_backward_prefetch" and text in ("1", "2"):
-        return True
-    return known.kind is not Kind.CHOICE or text.lower() in [choice.lower() for choice in known.choices]
+    return known.kind is not Kind.CHOICE or known.takes(text)
 
 
 def as_int(value: Any) -> int | None:

@@ -47,6 +47,53 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return by_lower[near[0]] if near else ""
 
 
+def near_key(name: str, known: Iterable[str]) -> str:
+    """The known key that `name` is near enough to for a question: a typo of it, or the same words and some more."""
+    known = list(known)
+    found = typo_of(name, known, certain=False)
+    words = [key for key in known if _holds(key, name) or _holds(name, key)]
+    return found or (words[0] if len(words) == 1 else "")
+
+
+def typo_of(name: str, known: Iterable[str], certain: bool = True) -> str:
+    """The one known key that `name` is surely a misspelling of, else the empty string.
+
+    That is at most two wrong, missing, doubled or swapped letters, one in a short name; no other digits, and no second
+    key as near. Three letters, if it need not be `certain`.
+    """
+    name = name.lower()
+    near = sorted((edits(name, key.lower()), key) for key in known if _digits(key) == _digits(name))
+    most = min(2 if certain else 3, max(1, len(name.rpartition("config_")[2].removeprefix("fsdp_")) // 4))
+    if not near or near[0][0] > most or (len(near) > 1 and near[1][0] <= near[0][0] + (1 if certain else 0)):
+        return ""
+    return near[0][1]
+
+
+def _digits(text: str) -> str:
+    return "".join(letter for letter in text if letter.isdigit())
+
+
+def _holds(long: str, short: str) -> bool:
+    """Whether `short`, of two words or more after its prefix, is the beginning or end of `long`, in whole words."""
+    words, part = long.lower().split("_"), short.lower().split("_")
+    inside = part == words[: len(part)] or part == words[-len(part) :]
+    return inside and len(part) < len(words) and len(short.removeprefix("fsdp_").split("_")) > 1
+
+
+def edits(one: str, other: str) -> int:
+    """Damerau's distance: letters to insert, remove, replace or swap with their neighbour."""
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(one, start=1):
+        row = [i]
+        for j, wanted in enumerate(other, start=1):
+            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                best = min(best, rows[-2][j - 2] + 1)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]
+
+
 def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     """Runs `main` and returns its exit code; a `UserError` becomes its three lines on stderr.
 

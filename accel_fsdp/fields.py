@@ -43,6 +43,14 @@ DS, XLA = frozenset({Engine.DEEPSPEED}), frozenset({Engine.TPU})
 MESHES = frozenset({Engine.FSDP2, Engine.DDP})
 GPU = FSDP | DS | {Engine.DDP}
 ALL = frozenset(Engine)
+EXACT = frozenset({
+    "compute_environment", "distributed_type", "parallelism_config_cp_backend", "parallelism_config_sp_backend",
+    "parallelism_config_cp_comm_strategy", "deepspeed_multinode_launcher", "dynamo_mode", "fp8_backend",
+    "fp8_opt_level",
+})  # fmt: skip
+"""Keys whose values Accelerate takes in this case only; the values of others it turns into upper or lower case."""
+NUMBERED = {"fsdp_state_dict_type": ("1", "2", "3"), "fsdp_backward_prefetch": ("1", "2")}
+"""Keys that also take the number of torch's enumeration."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,14 @@ class Field:
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variable: str = ""
     question: str = ""
+
+    def takes(self, text: str) -> bool:
+        """Whether text is one of the choices, in whatever case where Accelerate doesn't mind."""
+        if self.key in EXACT:
+            return text in self.choices
+        if text in NUMBERED.get(self.key, ()):
+            return True
+        return text.lower() in [choice.lower() for choice in self.choices]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -106,6 +122,12 @@ def _xla(name: str, kind: Kind, help: str) -> Field:
     """Nothing in Accelerate reads these: `TrainingArguments.fsdp_config` does, under the same names."""
     help += " Accelerate hands it to nobody; train/sft.py --accelerate_config FILE gives it to Trainer."
     return Field(f"fsdp_{name}", kind, False, XLA, help, "fsdp_config")
+
+
+def _extra(key: str, kind: Kind, default: Any, help: str, *choices: str) -> Field:
+    """A key of `dynamo_config` or `fp8_config`, which every engine reads."""
+    section = key.partition("_")[0]
+    return Field(key, kind, default, ALL, help, f"{section}_config", _any_of(*choices), f"ACCELERATE_{key.upper()}")
 
 
 STRATEGY_CHOICES = _any_of(*STRATEGIES.values(), *(str(number) for number in STRATEGIES))
@@ -239,8 +261,8 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
     Field("offload_optimizer_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
           "deepspeed_config_file.", "deepspeed_config"),
-    Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher, as above.",
-          "deepspeed_config"),
+    Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
+          "deepspeed_config_file.", "deepspeed_config"),
     _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto.",
                variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
     _deepspeed("gradient_clipping", Kind.TEXT, "Largest gradient norm, or auto.",
@@ -258,7 +280,33 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
                variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
 )  # fmt: skip
 
-FIELDS: tuple[Field, ...] = TOP + FSDP_FIELDS + MESH_FIELDS + DEEPSPEED_FIELDS
+DYNAMO_FIELDS: tuple[Field, ...] = (
+    _extra("dynamo_backend", Kind.CHOICE, "no", "Backend of torch.compile; no doesn't compile.", "no", "eager",
+           "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt",
+           "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
+    _extra("dynamo_mode", Kind.CHOICE, "default", "How hard torch.compile tries.", "default", "reduce-overhead",
+           "max-autotune", "max-autotune-no-cudagraphs", "lite"),
+    _extra("dynamo_use_fullgraph", Kind.BOOL, False, "Stops where the model can't be one graph."),
+    _extra("dynamo_use_dynamic", Kind.BOOL, False, "Compiles for shapes that change."),
+    _extra("dynamo_use_regional_compilation", Kind.BOOL, False, "Compiles one layer and uses it for all."),
+)  # fmt: skip
+
+FP8_FIELDS: tuple[Field, ...] = (
+    _extra("fp8_backend", Kind.CHOICE, None, "Library: torchao, TransformerEngine, MS-AMP.", "AO", "TE", "MSAMP"),
+    _extra("fp8_use_autocast_during_eval", Kind.BOOL, False, "TE: FP8 in evaluation too."),
+    _extra("fp8_margin", Kind.INT, 0, "TE: margin of the scaling factor."),
+    _extra("fp8_interval", Kind.INT, 1, "TE: steps between scaling factors."),
+    _extra("fp8_format", Kind.CHOICE, "HYBRID", "TE: number format.", "HYBRID", "E4M3", "E5M2"),
+    _extra("fp8_amax_history_len", Kind.INT, 1024, "TE: length of the history that scaling looks at."),
+    _extra("fp8_amax_compute_algo", Kind.CHOICE, "most_recent", "TE: how scaling looks at it.", "max", "most_recent"),
+    _extra("fp8_override_linear_precision", Kind.TEXT, None, "TE: three booleans, for fprop, dgrad and wgrad."),
+    _extra("fp8_use_mxfp8_block_scaling", Kind.BOOL, False, "TE: MXFP8 with block scaling."),
+    _extra("fp8_opt_level", Kind.CHOICE, "O2", "MS-AMP: level of 8-bit communication.", "O1", "O2"),
+    _extra("fp8_enable_fsdp_float8_all_gather", Kind.BOOL, True, "AO: gathers parameters in FP8."),
+    _extra("fp8_pad_inner_dim", Kind.BOOL, True, "AO: pads matrices to what FP8 needs."),
+)  # fmt: skip
+
+FIELDS: tuple[Field, ...] = TOP + FSDP_FIELDS + MESH_FIELDS + DEEPSPEED_FIELDS + DYNAMO_FIELDS + FP8_FIELDS
 BY_NAME: Mapping[tuple[str, str], Field] = {(field.section, field.key): field for field in FIELDS}
 
 RETIRED: Mapping[str, str] = {
@@ -267,3 +315,10 @@ RETIRED: Mapping[str, str] = {
     "fsdp_cpu_offload": "fsdp_offload_params",
 }
 """Keys of older releases, or of other tools, that Accelerate accepts and drops, with the key that is read today."""
+
+MISNAMED: Mapping[str, str] = {
+    "fp8_amax_history_length": "fp8_amax_history_len",
+    "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
+    "fp8_optimization_level": "fp8_opt_level",
+}
+"""Keys that `accelerate config` itself writes into `fp8_config` and its launcher doesn't read."""

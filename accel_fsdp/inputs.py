@@ -4,7 +4,8 @@ import ast
 import importlib.metadata
 import json
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import yaml
 
 from accel_fsdp import config
 from accel_fsdp.check import Subject
-from accel_fsdp.errors import UsageError
-from accel_fsdp.types import HereFacts, ScriptFacts
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.types import CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
 
@@ -33,13 +34,64 @@ class Sources:
     here: bool = False
 
 
-def read_subject(path: Path, sources: Sources | None = None) -> tuple[Subject, Any]:
-    """Returns what the rules see and the ruamel.yaml document for lines and repairs.
+@dataclass(frozen=True)
+class Given:
+    """What stands beside every YAML of one command, read once."""
+
+    model: ModelFacts | None = None
+    args: Mapping[str, Any] | None = None
+    starter: str = ""
+    launcher: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: CheckpointFacts | None = None
+    script: ScriptFacts | None = None
+
+
+def read_given(sources: Sources) -> Given:
+    """Reads model, arguments, checkpoint and script.
 
     Raises:
-        UserError: a file can't be read, or the model can't.
+        UsageError: one of them can't be read.
+    """
+    words = [] if sources.args is None else command_words(sources.args)
+    checkpoint = None
+    if sources.checkpoint is not None:
+        from accel_fsdp.weights import read_checkpoint
+
+        checkpoint = read_checkpoint(sources.checkpoint)
+    return Given(
+        model=None if sources.model is None else _read_model(sources.model),
+        args=None if sources.args is None else read_args(sources.args),
+        starter=starter_of(words),
+        launcher=launcher_flags(words),
+        checkpoint=checkpoint,
+        script=None if sources.script is None else read_script(sources.script),
+    )
+
+
+def _read_model(name: str) -> ModelFacts:
+    from accel_fsdp.facts import read_model
+
+    try:
+        return read_model(name)
+    except UserError as error:
+        raise UsageError(
+            error.what,
+            why="nothing can be held against the model",
+            fix="a folder with a config.json, or a hub id; for a gated model: hf auth login; offline only widely used "
+            "models are known",
+        ) from error
+
+
+def read_subject(path: Path, sources: Sources | None = None, given: Given | None = None) -> tuple[Subject, Any]:
+    """Returns what the rules see and the ruamel.yaml document for lines and repairs.
+
+    `given` is what `sources` name, if it has been read already.
+
+    Raises:
+        UsageError: a file can't be read, or the model can't.
     """
     sources = sources or Sources()
+    given = given or read_given(sources)
     document = config.load(path)
     try:
         values = yaml.safe_load(document.source)
@@ -47,30 +99,22 @@ def read_subject(path: Path, sources: Sources | None = None) -> tuple[Subject, A
         raise unreadable(path, str(error).splitlines()[0]) from error
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no keys for PyYAML")
-    facts = checkpoint = None
-    if sources.model is not None:
-        from accel_fsdp.facts import read_model
-
-        facts = read_model(sources.model)
-    if sources.checkpoint is not None:
-        from accel_fsdp.weights import read_checkpoint
-
-        checkpoint = read_checkpoint(sources.checkpoint)
-    args = None if sources.args is None else read_args(sources.args)
     subject = Subject(
         values=values,
-        args=args,
-        model=facts,
+        args=given.args,
+        model=given.model,
         versions=installed_versions(),
-        starter="" if sources.args is None else read_starter(sources.args),
-        checkpoint=checkpoint,
-        script=None if sources.script is None else read_script(sources.script),
-        here=_read_here(values, args or {}) if sources.here else None,
+        starter=given.starter,
+        checkpoint=given.checkpoint,
+        script=given.script,
+        here=_read_here(values, given.args or {}) if sources.here else None,
+        launcher=given.launcher,
+        source=document.source,
     )
     return subject, document
 
 
-def _read_here(values: dict[str, Any], args: dict[str, Any]) -> HereFacts:
+def _read_here(values: dict[str, Any], args: Mapping[str, Any]) -> HereFacts:
     from accel_fsdp.here import read_here
 
     port = values.get("main_process_port", PORT)
@@ -93,16 +137,21 @@ def read_script(path: Path) -> ScriptFacts:
         ) from error
 
 
-def read_starter(path: Path) -> str:
-    """The word that a command line in an arguments file begins with: accelerate, torchrun, python; else empty.
+def command_words(path: Path) -> list[str]:
+    """The words of a command line in an arguments file, without `VARIABLE=value` before it; none if it holds none."""
+    try:
+        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+    except (OSError, ValueError):
+        return []
+    start = next((at for at, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
+    return words[start:]
+
+
+def starter_of(words: list[str]) -> str:
+    """The word that a command line begins with: accelerate, torchrun, python; else empty.
 
     `python -m accelerate...` counts as accelerate and `python -m torch...` as torchrun.
     """
-    try:
-        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
-    except ValueError:
-        return ""
-    words = [word for word in words if "=" not in word or word.startswith("-")]  # drop VARIABLE=value before it
     first = words[0].rpartition("/")[2] if words else ""
     module = words[2] if len(words) > 2 and words[1] == "-m" else ""
     if first.startswith("python") and module.startswith(("accelerate", "torch.distributed")):
@@ -110,25 +159,42 @@ def read_starter(path: Path) -> str:
     return first if first in ("accelerate", "torchrun", "python", "python3") else ""
 
 
+def launcher_flags(words: list[str]) -> dict[str, Any]:
+    """The flags of `accelerate launch`, which stand before the script; none where no script can be seen."""
+    if starter_of(words) != "accelerate":
+        return {}
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    return {} if script is None else parse_command_line(words[:script])
+
+
 def read_args(path: Path) -> dict[str, Any]:
     """Reads a script's arguments: a YAML or JSON mapping, or a command line with `--name value` words.
 
     Raises:
-        UserError: it can't be read or holds neither.
+        UsageError: it can't be read or holds neither.
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _no_arguments(path, getattr(error, "strerror", None) or "it is no text") from error
+    try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise unreadable(path, str(error.strerror)) from error
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         content = None
     if isinstance(content, dict):
         return {str(key): value for key, value in content.items()}
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    if not any(word.startswith("--") for word in words):
-        raise unreadable(path, "neither a mapping nor a command line")
+    words = command_words(path)
+    if not any(word.startswith("--") or word.endswith((".py", ".sh")) for word in words) and not starter_of(words):
+        raise _no_arguments(path, "neither a mapping nor a command line")
     return parse_command_line(words)
+
+
+def _no_arguments(path: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"cannot read {path}: {reason}",
+        why="there are no arguments to hold against the YAML",
+        fix="--args with a YAML or JSON mapping, or a command line such as accelerate launch train.py --bf16",
+    )
 
 
 def parse_command_line(words: list[str]) -> dict[str, Any]:

@@ -16,15 +16,18 @@ from accel_fsdp import (  # noqa: F401 (rules register)
     rules_machine,
     rules_model,
     rules_script,
+    rules_values,
     rules_versions,
     rules_yaml,
 )
 from accel_fsdp.check import RULES, Finding, Rule, Severity, locate, repair, run
-from accel_fsdp.errors import UsageError, did_you_mean
-from accel_fsdp.inputs import Sources, read_subject
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.inputs import Given, Sources, read_given, read_subject
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-REPAIR_ROUNDS = 5
+REPAIR_ROUNDS = 6
+NAMES = frozenset({"AF103", "AF104", "AF105", "AF108"})
+"""The rules that mend the names of keys."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +40,58 @@ class Options(Sources):
 
 
 def lint_all(paths: tuple[Path, ...], options: Options) -> int:
-    """Lints each file and reports; returns the exit code: 1 when one has errors (or warnings, if strict).
+    """Lints each file and reports; returns the exit code.
+
+    That is 2 when a file can't be read, which hides nothing of the others; else 1 when one has errors (or warnings, if
+    strict).
 
     Raises:
-        UsageError: no file is given, or one can't be read.
+        UsageError: no file is given.
     """
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
-    found = {path: lint(path, options) for path in paths}
+    found, unread = _lint_each(paths, options)
     if options.json:
         listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
+        listed += [{"file": name, **_as_json(_unreadable(error))} for name, error in unread.items()]
         render.put(json.dumps(listed, indent=2))
     else:
         for path, findings in found.items():
             _show(path, findings)
+    for error in () if options.json else unread.values():
+        render.say(str(error))
+    if unread:
+        return UsageError.exit_code
     counted = {"error", "warning"} if options.strict else {"error"}
     return int(any(one.severity in counted for findings in found.values() for one in findings))
 
 
-def lint(path: Path, options: Options) -> list[Finding]:
+def _lint_each(paths: tuple[Path, ...], options: Options) -> tuple[dict[Path, list[Finding]], dict[str, UserError]]:
+    """The findings of the files that can be read, and what is wrong with the others, or with what all are held to."""
+    found: dict[Path, list[Finding]] = {}
+    unread: dict[str, UserError] = {}
+    try:
+        given = read_given(options)
+    except UserError as error:
+        return {}, {"": error}
+    for path in paths:
+        try:
+            found[path] = lint(path, options, given)
+        except UserError as error:
+            unread[str(path)] = error
+    return found, unread
+
+
+def _unreadable(error: UserError) -> Finding:
+    return Finding("", error.what, error.why, error.fix, code="unreadable")
+
+
+def lint(path: Path, options: Options, given: Given | None = None) -> list[Finding]:
     """The findings of one file, in the order of its lines; with `options.fix` those left after the repair."""
+    given = given or read_given(options)
     if options.fix:
-        _repair(path, options)
-    subject, document = read_subject(path, options)
+        _repair(path, options, given)
+    subject, document = read_subject(path, options, given)
     return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
 
 
@@ -71,12 +103,17 @@ def stops(path: Path) -> bool:
     return bool(errors)
 
 
-def _repair(path: Path, options: Options) -> None:
-    """Repairs until nothing more can be: one repair can make room for the next."""
+def _repair(path: Path, options: Options, given: Given) -> None:
+    """Repairs until nothing more can be: one repair can make room for the next.
+
+    Names come first: a rule that misses a key must not add it beside its misspelling.
+    """
     before = config.load(path).source
     for _ in range(REPAIR_ROUNDS):
-        subject, document = read_subject(path, options)
-        if not repair(document, run(subject)):
+        subject, document = read_subject(path, options, given)
+        found = run(subject)
+        names = [one for one in found if one.edits and one.code in NAMES]
+        if not repair(document, names or found):
             break
         files.write_text(path, config.dump(document))
     render.show_diff(before, config.load(path).source, str(path))
@@ -93,8 +130,15 @@ def _show(path: Path, findings: list[Finding]) -> None:
         place = f"{path}:{one.line}" if one.line else str(path)
         render.put(f"{place}: {one.severity} {one.code}: {one.what}", style=COLOURS[one.severity])
         render.put(f"  why: {one.why}\n  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
-    counts = [f"{sum(one.severity == kind for one in findings)} {kind}s" for kind in COLOURS]
-    render.say(f"{path}: " + (", ".join(counts) if findings else "clean"))
+    render.say(f"{path}: {summary(findings)}")
+
+
+def summary(findings: list[Finding]) -> str:
+    """How many findings there are of each kind; clean where nothing has to be done."""
+    counts = {kind: sum(one.severity == kind for one in findings) for kind in COLOURS}
+    words = [f"{number} {kind}{'s' * (number != 1)}" for kind, number in counts.items() if number]
+    serious = counts["error"] or counts["warning"]
+    return ", ".join(words if serious else ["clean", *words])
 
 
 def all_rules() -> list[Rule]:

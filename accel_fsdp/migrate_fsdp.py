@@ -3,9 +3,9 @@
 FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
 """
 
-from accel_fsdp.draft import SIZES, STATE_DICT_TYPES, Change, Draft, as_int
+from accel_fsdp.draft import SIZES, Change, Draft, as_int
 from accel_fsdp.fields import Engine
-from accel_fsdp.types import RESHARDS
+from accel_fsdp.types import RESHARDS, STATE_DICT_TYPES
 
 STATE_DICT_DEFAULT = {Engine.FSDP1: "FULL_STATE_DICT", Engine.FSDP2: "SHARDED_STATE_DICT"}
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import catalogue, config, files, lint, recorded, wizard
-from accel_fsdp.check import full_name
+from accel_fsdp.check import full_name, short_name
 from accel_fsdp.facts import model_facts
-from accel_fsdp.fields import BY_NAME, FIELDS, Engine, Field, Kind
+from accel_fsdp.fields import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind
 from accel_fsdp.pains import PAINS, UNSEEN
 from accel_fsdp.presets import MODEL, PRESETS
+from accel_fsdp.rules_yaml import SECTIONS
 from accel_fsdp.tapes import SHIPPED
 
 ROOT = Path(__file__).parent.parent
@@ -24,8 +25,7 @@ def schema() -> dict[str, Any]:
     Stricter than Accelerate, which accepts any key inside a section and drops it.
     """
     sections = {
-        name: {"type": "object", "properties": _properties(name), "additionalProperties": False}
-        for name in ("fsdp_config", "parallelism_config", "deepspeed_config")
+        name: {"type": "object", "properties": _properties(name), "additionalProperties": False} for name in SECTIONS
     }
     top = {key: {**value, **sections.get(key, {})} for key, value in _properties("").items()}
     return {
@@ -41,24 +41,30 @@ def schema() -> dict[str, Any]:
 def _properties(section: str) -> dict[str, Any]:
     fields = [field for field in FIELDS if field.section == section]
     named = {field.key: _property(field) for field in fields}
-    if section == "fsdp_config":  # Accelerate adds the prefix where it is missing
-        short = {key.removeprefix("fsdp_") for key in named}
-        named |= {key: named[full_name(section, key)] for key in sorted(short)}
-    return named
+    short = {short_name(section, key) for key in named}  # Accelerate adds the prefix where it is missing
+    return named | {key: named[full_name(section, key)] for key in sorted(short)}
 
 
 def _property(field: Field) -> dict[str, Any]:
     types: dict[Kind, dict[str, Any]] = {
-        Kind.BOOL: {"type": ["boolean", "string"]},
+        Kind.BOOL: {"anyOf": [{"type": ["boolean", "string"]}, {"enum": [0, 1]}]},
         Kind.INT: {"type": "integer"},
         Kind.SECTION: {"type": "object"},
         Kind.NAMES: {"type": "string", "pattern": r"^\S+$"},
     }
     shape = types.get(field.kind, {})
     if field.choices:
-        numbers = [int(choice) for choice in field.choices if choice.isdecimal()]
-        shape = {"enum": [*field.choices, *numbers]}
+        choices = [*field.choices, *NUMBERED.get(field.key, ())]
+        shape = {"enum": [*choices, *(int(choice) for choice in choices if choice.isdecimal())]}
+        if field.key not in EXACT:
+            words = "|".join(map(_any_case, field.choices))
+            shape = {"anyOf": [shape, {"type": "string", "pattern": f"^({words})$"}]}
     return {"description": f"{field.help} Read by {readers(field)}.", **shape}
+
+
+def _any_case(word: str) -> str:
+    """A pattern for a word in whatever case; JSON schemas know no flag for that."""
+    return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else letter for letter in word)
 
 
 def readers(field: Field) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_fsdp.check import Finding, Subject, rule
-from accel_fsdp.errors import did_you_mean
+from accel_fsdp.errors import near_key
 from accel_fsdp.fields import Engine
 from accel_fsdp.types import LOW_DTYPES
 
@@ -89,6 +89,11 @@ def offload_from_the_arguments(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _near(key: str) -> str:
+    near = near_key(key, TRAINING_KEYS)
+    return f" Did you mean {near}?" if near else ""
+
+
 @rule("AF619", pains=("P52",))
 def unknown_training_key(subject: Subject) -> Iterator[Finding]:
     """A key in `--fsdp_config` that transformers doesn't read: TrainingArguments has names of its own.
@@ -98,7 +103,7 @@ def unknown_training_key(subject: Subject) -> Iterator[Finding]:
     given = training_config(subject)
     for key in given:
         if key not in TRAINING_KEYS:
-            near = " Did you mean cpu_offload?" if key == "offload_params" else did_you_mean(key, TRAINING_KEYS)
+            near = " Did you mean cpu_offload?" if key == "offload_params" else _near(key)
             yield Finding(
                 "", f"--fsdp_config: nothing reads {key}.{near}", "it is dropped without a word", f"remove {key}"
             )

@@ -194,6 +194,21 @@ def export_without_weights(subject: Subject) -> Iterator[Finding]:
     )
 
 
+@rule("AF814")
+def folder_without_checkpoint(subject: Subject) -> Iterator[Finding]:
+    """The folder of `--checkpoint` holds neither a checkpoint nor an export."""
+    found = subject.checkpoint
+    if found is None or found.is_checkpoint or found.by_accelerator or found.rng_states or found.without_metadata:
+        return
+    if not (found.hub or found.has_config or found.broken or found.adapter_tensors is not None):
+        yield Finding(
+            "",
+            f"{found.name} holds no checkpoint",
+            "there is nothing to resume or to load",
+            "--checkpoint RUN/checkpoint-N, or the folder of an export",
+        )
+
+
 @rule("AF813", "note", pains=("P62",))
 def export_is_private(subject: Subject) -> Iterator[Finding]:
     """Weights that their owner alone may read: safetensors 0.8.0 sets that mode whatever the umask says."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.check import Edit, Finding, Subject, rule
+from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, rule
 from accel_fsdp.fields import BY_NAME, Engine
 from accel_fsdp.types import RESHARDS, STRATEGIES
 
@@ -12,22 +12,25 @@ def version_missing(subject: Subject) -> Iterator[Finding]:
     """`fsdp_version` is missing.
 
     In the YAML that means FSDP1; the same omission in `TrainingArguments` means FSDP2. The settings of one are ignored
-    by the other.
+    by the other. A boolean `fsdp_reshard_after_forward` without keys of FSDP1 looks as if FSDP2 was meant, while FSDP1
+    is what runs: `--fix` then leaves the choice to you.
     """
     if subject.is_fsdp and not subject.has("fsdp_version"):
-        version = 2 if isinstance(subject.fsdp("fsdp_reshard_after_forward"), bool) and _looks_like_2(subject) else 1
+        both = _looks_like_2(subject)
         yield Finding(
             "fsdp_config.fsdp_version",
-            "fsdp_version is missing, so Accelerate takes FSDP1",
+            "fsdp_version is missing, so Accelerate takes FSDP1"
+            + (", though fsdp_reshard_after_forward looks like FSDP2" if both else ""),
             "most keys mean something under one version only",
-            f"fsdp_version: {version}",
-            (Edit("fsdp_config", "fsdp_version", version),),
+            "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if both else "fsdp_version: 1",
+            () if both else (Edit("fsdp_config", "fsdp_version", 1),),
         )
 
 
 def _looks_like_2(subject: Subject) -> bool:
     only_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
-    return subject.has("fsdp_reshard_after_forward") and not any(subject.has(key) for key in only_1)
+    boolean = str(subject.fsdp("fsdp_reshard_after_forward")).lower() in TRUE_WORDS + FALSE_WORDS
+    return subject.has("fsdp_reshard_after_forward") and boolean and not any(subject.has(key) for key in only_1)
 
 
 @rule("AF302", pains=("P04",))
@@ -35,21 +38,34 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
 
     Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
-    given, and that one is used.
+    given, and that one is used. `--fix` renames a strategy's name and removes what stands beside a strategy; false may
+    have meant SHARD_GRAD_OP, which is not what runs, and stays.
     """
     if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
         return
-    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
-    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_reshard_after_forward"),)
-    if value in STRATEGIES.values() and not subject.has("fsdp_sharding_strategy"):
-        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", new_key="fsdp_sharding_strategy"),)
+    fix, edits = _instead_of_reshard(subject)
     yield Finding(
         "fsdp_config.fsdp_reshard_after_forward",
         "FSDP1 ignores fsdp_reshard_after_forward",
         f"the model is trained with {subject.strategy}",
-        "fsdp_sharding_strategy: 1 to 5",
+        fix,
         edits,
     )
+
+
+def _instead_of_reshard(subject: Subject) -> tuple[str, tuple[Edit, ...]]:
+    """What to write under FSDP1 in place of `fsdp_reshard_after_forward`, and the edit if one is right."""
+    key, strategy = "fsdp_reshard_after_forward", "fsdp_sharding_strategy"
+    value = str(subject.fsdp(key)).upper()
+    if not subject.has("fsdp_version") and _looks_like_2(subject):
+        return f"keep it with fsdp_version: 2, or {strategy} in its place with fsdp_version: 1", ()
+    if subject.has(strategy):
+        return f"remove it; {strategy}: {subject.fsdp(strategy)} stays", (Edit("fsdp_config", key),)
+    if value in STRATEGIES.values():
+        return f"{strategy}: {value}", (Edit("fsdp_config", key, new_key=strategy),)
+    if value.lower() in TRUE_WORDS:
+        return f"{strategy}: FULL_SHARD", (Edit("fsdp_config", key, "FULL_SHARD", new_key=strategy),)
+    return f"{strategy}: SHARD_GRAD_OP if {value.lower()} meant that, else remove it", ()
 
 
 @rule("AF303", pains=("P40",))
@@ -117,10 +133,11 @@ def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
     """
     if subject.is_fsdp and not subject.has("fsdp_auto_wrap_policy"):
         edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+        layer = "fsdp_transformer_layer_cls_to_wrap"
         yield Finding(
             "fsdp_config.fsdp_auto_wrap_policy",
             "fsdp_auto_wrap_policy is missing: NO_WRAP",
-            "every rank gathers the whole model at once; fsdp_transformer_layer_cls_to_wrap is ignored",
+            "every rank gathers the whole model at once" + (f"; {layer} is ignored" if subject.has(layer) else ""),
             "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             (edit,),
         )
@@ -162,7 +179,7 @@ def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
 @rule("AF309", pains=("P68", "P71"))
 def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`LOCAL_STATE_DICT` under FSDP2: Accelerate stops."""
-    if subject.engine is Engine.FSDP2 and _kind(subject) == "LOCAL_STATE_DICT":
+    if subject.engine is Engine.FSDP2 and subject.state_dict_type == "LOCAL_STATE_DICT":
         edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -176,7 +193,7 @@ def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
 @rule("AF310", "warning", pains=("P57",))
 def local_state_dict(subject: Subject) -> Iterator[Finding]:
     """`LOCAL_STATE_DICT`: such checkpoints load on the same number of ranks only, and nothing exports them."""
-    if subject.engine is Engine.FSDP1 and _kind(subject) == "LOCAL_STATE_DICT":
+    if subject.engine is Engine.FSDP1 and subject.state_dict_type == "LOCAL_STATE_DICT":
         edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -207,9 +224,10 @@ def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF312", pains=("P70",))
 def checkpointing_without_wrapping(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_activation_checkpointing` without TRANSFORMER_BASED_WRAP.
+    """`fsdp_activation_checkpointing` with NO_WRAP, which is also what a missing policy means.
 
-    FSDP2 stops with "'NoneType' object is not callable"; FSDP1 checkpoints every single submodule.
+    FSDP2 stops with "'NoneType' object is not callable"; FSDP1 checkpoints every single submodule. AF325 is about
+    SIZE_BASED_WRAP.
     """
     if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and _policy(subject) == "NO_WRAP":
         yield Finding(
@@ -247,7 +265,17 @@ def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF314", pains=("P08",))
 def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
-    """An `fsdp_config` under another `distributed_type`: plain DDP runs, and every GPU holds the whole model."""
+    """An `fsdp_config` under another `distributed_type`, which doesn't read it.
+
+    Under MULTI_GPU plain DDP runs, and every GPU holds the whole model; under DEEPSPEED `deepspeed_config` decides.
+    """
+    if subject.section("fsdp_config") and subject.engine is Engine.DEEPSPEED:
+        yield Finding(
+            "fsdp_config",
+            "fsdp_config stands beside distributed_type: DEEPSPEED",
+            "DeepSpeed shards as deepspeed_config says, and nothing reads fsdp_config",
+            "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
+        )
     if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
         if subject.values.get("distributed_type") is None:
             return  # AF101
@@ -280,9 +308,12 @@ def mesh_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF316", pains=("P42",))
 def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
-    """The sizes in `parallelism_config` multiplied are not `num_processes`: Accelerate stops."""
+    """The sizes in `parallelism_config` multiplied are not `num_processes`: Accelerate stops.
+
+    A mesh whose sizes are all 1 is none.
+    """
     mesh = subject.section("parallelism_config")
-    if subject.engine is not Engine.FSDP2 or not mesh:
+    if subject.engine not in (Engine.FSDP2, Engine.DDP) or not mesh:
         return
     total = 1
     for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
@@ -291,7 +322,7 @@ def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
             return
         total *= size
     processes = subject.top("num_processes")
-    if isinstance(processes, int) and processes > 0 and total != processes:
+    if isinstance(processes, int) and processes > 0 and total not in (1, processes):
         yield Finding(
             "parallelism_config",
             f"the mesh has {total} ranks, num_processes is {processes}",
@@ -323,7 +354,8 @@ def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
     0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
     """
-    if subject.engine is Engine.FSDP1 and subject.top("mixed_precision") in ("bf16", "fp16"):
+    version = str(subject.fsdp("fsdp_version"))
+    if subject.engine is Engine.FSDP1 and version == "1" and subject.top("mixed_precision") in ("bf16", "fp16"):
         yield Finding(
             "mixed_precision",
             "FSDP1 casts RoPE frequencies to 16 bits",
@@ -351,7 +383,3 @@ def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
 
 def _policy(subject: Subject) -> str:
     return str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
-
-
-def _kind(subject: Subject) -> str:
-    return str(subject.fsdp("fsdp_state_dict_type")).upper()

@@ -11,7 +11,8 @@ from accel_fsdp.types import LOW_DTYPES, TORCH_DTYPES
 @rule("AF401")
 def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
     """`num_processes` is missing: `accelerate launch` stops unless it is on the command line."""
-    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE:
+    given = "num_processes" in subject.launcher
+    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE and not given:
         yield Finding(
             "num_processes",
             "num_processes is missing",
@@ -48,9 +49,15 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF403", pains=("P46",))
 def no_meeting_point(subject: Subject) -> Iterator[Finding]:
-    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`."""
+    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`.
+
+    DeepSpeed's own launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
+    """
     machines = subject.top("num_machines")
-    if isinstance(machines, int) and machines > 1 and not subject.top("main_process_ip"):
+    section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
+    by_hostfile = section.get("deepspeed_multinode_launcher") != "standard" and section.get("deepspeed_hostfile")
+    address = subject.launcher.get("main_process_ip") or subject.top("main_process_ip")
+    if isinstance(machines, int) and machines > 1 and not address and not by_hostfile:
         yield Finding(
             "num_machines",
             f"{machines} machines and no main_process_ip",

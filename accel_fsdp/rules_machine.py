@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.check import Finding, Subject, rule
-from accel_fsdp.fields import Engine
+from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Finding, Subject, rule
+from accel_fsdp.fields import BY_NAME, Engine
 
 GIB = 1 << 30
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
@@ -49,6 +49,88 @@ def mesh_beside_use_fsdp(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("AF411")
+def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
+    """`machine_rank` outside 0 to `num_machines` - 1: the machines wait for one that never comes."""
+    rank, machines = subject.values.get("machine_rank"), subject.number("num_machines")
+    if isinstance(rank, int) and not isinstance(rank, bool) and machines > 1 and not 0 <= rank < machines:
+        yield Finding(
+            "machine_rank",
+            f"machine_rank: {rank} of {machines} machines",
+            "they wait for a machine of another number",
+            f"0 to {machines - 1}, one for each: --machine_rank N",
+        )
+
+
+@rule("AF412", "warning")
+def machine_rank_of_one(subject: Subject) -> Iterator[Finding]:
+    """`machine_rank` other than 0 and one machine: every machine with this file trains on its own."""
+    rank, machines = subject.values.get("machine_rank"), subject.values.get("num_machines", 1)
+    if isinstance(rank, int) and rank != 0 and machines in (1, None):
+        yield Finding(
+            "machine_rank",
+            f"machine_rank: {rank} and one machine",
+            "num_machines is 1, so this machine trains on its own",
+            "num_machines: all that take part, or machine_rank: 0",
+        )
+
+
+@rule("AF413", pains=("P47",))
+def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
+    """`gpu_ids` names fewer GPUs than there are processes on a machine: two ranks meet on one and NCCL refuses.
+
+    One id under MULTI_GPU on one machine is refused by the launcher.
+    """
+    chosen, ranks = _chosen(subject), subject.ranks_here
+    if subject.engine not in (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED) or not chosen:
+        return
+    if subject.values.get("distributed_type") == "MULTI_CPU" or subject.values.get("use_cpu") is True:
+        return
+    single = chosen == 1 and subject.engine is Engine.DDP and subject.top("num_machines") == 1
+    if chosen < ranks or single:
+        yield Finding(
+            "gpu_ids",
+            f"gpu_ids: {subject.top('gpu_ids')} and {max(ranks, 1)} processes on each machine",
+            "the launcher stops: less than two GPU ids" if single else "NCCL stops: Duplicate GPU detected",
+            "gpu_ids: all, or as many ids as processes",
+        )
+
+
+def _chosen(subject: Subject) -> int:
+    """How many GPUs `gpu_ids` names; 0 for all of them."""
+    chosen = subject.top("gpu_ids")
+    if not isinstance(chosen, str) or chosen == "all":
+        return 0
+    return len([entry for entry in chosen.split(",") if entry.strip()])
+
+
+MAY_DIFFER = frozenset({"machine_rank", "main_process_ip", "main_process_port"})
+"""Flags that differ from machine to machine, or from run to run, by their nature."""
+
+
+@rule("AF414", "warning")
+def flag_beats_the_file(subject: Subject) -> Iterator[Finding]:
+    """A flag of `accelerate launch` in `--args` that says something else than the file: the flag wins.
+
+    The launcher's flags stand before the script. `--machine_rank` and the address are meant to differ.
+    """
+    for (section, key), known in BY_NAME.items():
+        flag, written = subject.launcher.get(key), subject.section(section).get(key)
+        if key in MAY_DIFFER or not known.engines or None in (flag, written) or _same(flag, written):
+            continue
+        yield Finding(
+            f"{section}.{key}".lstrip("."),
+            f"--{key} {str(flag).lower() if isinstance(flag, bool) else flag} wins over {key}: {written}",
+            "the file doesn't say what is trained",
+            f"drop --{key}, or write its value here",
+        )
+
+
+def _same(flag: object, written: object) -> bool:
+    texts = str(flag).lower(), str(written).lower()
+    return texts[0] == texts[1] or any(texts[0] in words and texts[1] in words for words in (TRUE_WORDS, FALSE_WORDS))
+
+
 @rule("AF420", "warning", pains=("P07",))
 def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
     """No accelerator on this machine (`--here`).
@@ -82,17 +164,17 @@ def _gpus(subject: Subject) -> int:
     """The GPUs that the ranks of this machine will see; 0 if unknown or none."""
     if subject.here is None or not subject.here.gpus:
         return 0
-    chosen = subject.top("gpu_ids")
-    if isinstance(chosen, str) and chosen != "all":
-        return len([entry for entry in chosen.split(",") if entry.strip()])
-    return subject.here.usable_gpus or 0
+    return _chosen(subject) or subject.here.usable_gpus or 0
 
 
 @rule("AF422", pains=("P47",))
 def more_processes_than_gpus(subject: Subject) -> Iterator[Finding]:
-    """More processes than GPUs on this machine (`--here`): two ranks meet on one GPU and NCCL refuses."""
+    """More processes than GPUs on this machine (`--here`): two ranks meet on one GPU and NCCL refuses.
+
+    AF413 is about `gpu_ids`.
+    """
     gpus = _gpus(subject)
-    if subject.engine is not Engine.NONE and 0 < gpus < subject.ranks_here:
+    if subject.engine is not Engine.NONE and 0 < gpus < subject.ranks_here and not _chosen(subject):
         yield Finding(
             "num_processes",
             f"{subject.ranks_here} processes and {gpus} GPUs on this machine",

@@ -4,12 +4,14 @@ Only what can be seen for sure is reported, and as a warning: a script may never
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
 from accel_fsdp.check import Finding, Subject, rule
 from accel_fsdp.fields import Engine
 
 RANK_WORDS = ("is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero")
+RANKS = {"rank", "local_rank", "global_rank", "get_rank", "process_index", "local_process_index", "RANK", "LOCAL_RANK"}
 GATHERING = ("get_state_dict", "get_model_state_dict", "save_model", "save_fsdp_model", "save_state")
 TRL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "ORPOConfig", "CPOConfig")
 ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "parse_args_into_dataclasses", *TRL)
@@ -68,15 +70,45 @@ def own_calls(scope: ast.Module | ast.FunctionDef) -> list[ast.Call]:
     return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
 
+def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
+    """Every name or attribute that the script gives a value, with that value; each of a tuple with the same."""
+    for node in ast.walk(subject.script.tree) if subject.script else []:
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if node.value is not None:
+                    yield ast.unparse(one), node.value
+
+
+def trainers(subject: Subject) -> set[str]:
+    """The names that hold a Trainer, as the script's own assignments show."""
+    return {name for name, value in assigned(subject) if isinstance(value, ast.Call) and _makes_trainer(value)}
+
+
+def _makes_trainer(call: ast.Call) -> bool:
+    return name_of(call).endswith("Trainer")
+
+
+def on_trainer(call: ast.Call, known: set[str]) -> bool:
+    """Whether a method is called on a Trainer: by its assignment, or by its name."""
+    on = call.func.value if isinstance(call.func, ast.Attribute) else None
+    made = isinstance(on, ast.Call) and _makes_trainer(on)
+    return made or "trainer" in receiver(call).lower() or receiver(call) in known
+
+
 def wrapped_names(subject: Subject) -> set[str]:
     """Names and expressions that hold the sharded model: of `prepare`, `unwrap_model`, and a Trainer's."""
-    names = {"trainer.model", "trainer.model_wrapped", "self.model_wrapped"}
-    for node in ast.walk(subject.script.tree) if subject.script else []:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if name_of(node.value) not in ("prepare", "unwrap_model"):
-                continue
-            for target in node.targets:
-                names |= {ast.unparse(one) for one in (target.elts if isinstance(target, ast.Tuple) else [target])}
+    owners = {"trainer"} | trainers(subject)
+    names = {"self.model_wrapped", *(f"{one}.{name}" for one in owners for name in ("model", "model_wrapped"))}
+    for name, value in assigned(subject):
+        made = isinstance(value, ast.Call) and name_of(value) in ("prepare", "unwrap_model")
+        if made or (isinstance(value, ast.Attribute) and ast.unparse(value) in names):
+            names.add(name)
     return names
 
 
@@ -99,9 +131,9 @@ def _has_config(subject: Subject, names: tuple[str, ...], *keywords: str) -> ast
 def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
     """`trainer.save_model()` with SHARDED_STATE_DICT and nothing in the script that gathers: it writes no model."""
     gathers = calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
-    trainers = [call for call in calls(subject, "save_model") if "trainer" in receiver(call).lower()]
+    known = trainers(subject)
     if subject.sharded_state_dict and not gathers:
-        for call in trainers:
+        for call in (call for call in calls(subject, "save_model") if on_trainer(call, known)):
             yield at(
                 subject,
                 call,
@@ -130,19 +162,19 @@ def shard_saved_as_model(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF903", "warning", pains=("P19",))
 def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
-    """A gathering save inside `if ...is_main_process`: the other ranks never join, and the job hangs."""
-    guards = [
-        node
-        for node in ast.walk(subject.script.tree if subject.script and subject.is_fsdp else ast.Module([], []))
-        if isinstance(node, ast.If) and not isinstance(node.test, ast.UnaryOp) and _is_rank_test(node.test)
-    ]
-    seen = set()
-    for call in (call for guard in guards for part in guard.body for call in ast.walk(part)):
+    """A gathering save on one rank: the other ranks never join, and the job hangs.
+
+    Seen below `if ...is_main_process`, `if rank == 0` and their like, and in the `else` of `if not ...is_main_process`.
+    """
+    everything = ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else iter(())
+    alone = [part for node in everything if isinstance(node, ast.If) for part in _of_one_rank(node)]
+    known, seen = trainers(subject), set()
+    for call in (call for part in alone for call in ast.walk(part)):
         gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in seen
         if not gathers or not isinstance(call, ast.Call):
             continue
         seen.add(call)
-        if name_of(call) == "save_state" and "trainer" in receiver(call).lower():
+        if name_of(call) == "save_state" and on_trainer(call, known):
             continue  # Trainer.save_state writes a small JSON on rank 0
         if name_of(call) == "save_model" and not receiver(call):
             continue  # a function of the script's own
@@ -151,9 +183,23 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _is_rank_test(test: ast.expr) -> bool:
+def _of_one_rank(node: ast.If) -> list[ast.stmt]:
+    """What rank 0 alone runs below an `if`."""
+    if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+        return node.orelse if _chooses(node.test.operand, ast.Eq) else []
+    return node.body if _chooses(node.test, ast.Eq) else node.orelse if _chooses(node.test, ast.NotEq) else []
+
+
+def _chooses(test: ast.expr, operator: type[ast.cmpop]) -> bool:
+    """Whether a condition is one about rank 0: a property of that meaning, or a rank compared with 0."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return operator is ast.Eq and any(_chooses(part, operator) for part in test.values)
+    if isinstance(test, ast.Compare):
+        zero = len(test.ops) == 1 and isinstance(test.ops[0], operator) and constant(test.comparators[0]) in (0, "0")
+        return zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))
     text = ast.unparse(test)
-    return any(word in text for word in RANK_WORDS) and "not " not in text and " or " not in text
+    plain = isinstance(test, ast.Name | ast.Attribute | ast.Call)
+    return operator is ast.Eq and plain and any(word in text for word in RANK_WORDS)
 
 
 @rule("AF904", "warning", pains=("P20",))
@@ -171,7 +217,7 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
         else []
     )
     for call in [] if resets else calls(subject, "train", "save_state", "save_fsdp_model"):
-        trains = name_of(call) != "train" or "trainer" in receiver(call).lower()
+        trains = name_of(call) != "train" or on_trainer(call, trainers(subject))
         if trains and call.lineno > switches[0].lineno:
             yield at(
                 subject,
@@ -185,8 +231,9 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
 @rule("AF905", "warning", pains=("P24",))
 def evaluating_first(subject: Subject) -> Iterator[Finding]:
     """`trainer.evaluate()` before `trainer.train()`: FSDP2 stops there, FSDP1 in `train()`."""
+    known = trainers(subject)
     for scope in scopes(subject.script.tree) if subject.script and subject.is_fsdp else []:
-        inside = [call for call in own_calls(scope) if "trainer" in receiver(call).lower()]
+        inside = [call for call in own_calls(scope) if on_trainer(call, known)]
         trains = {receiver(call): call.lineno for call in reversed(inside) if name_of(call) == "train"}
         first = [c for c in inside if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
         for call in first[:1]:

@@ -4,15 +4,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, full_name, known_fields, rule
-from accel_fsdp.errors import did_you_mean, nearest
-from accel_fsdp.fields import BY_NAME, RETIRED, Engine, Field, Kind
+from accel_fsdp.errors import did_you_mean, near_key, typo_of
+from accel_fsdp.fields import BY_NAME, MISNAMED, RETIRED, Engine, Field, Kind
 
-SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config")
+SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
+OLD_TOP_KEYS = ("fp16", "dynamo_backend")
+"""Top-level keys of old releases that Accelerate still understands."""
 
 
-def _written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
-    """Every known key that is written, as (dotted path, field, value)."""
-    for section in ("", *SECTIONS):
+def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
+    """Every known key that is written and may be read, as (dotted path, field, value)."""
+    fp8 = str(subject.top("mixed_precision")).lower() == "fp8"
+    for section in ("", *SECTIONS) if fp8 else ("", *SECTIONS[:-1]):
         for key, value in subject.section(section).items():
             if known := BY_NAME.get((section, key)):
                 yield f"{section}.{key}".lstrip("."), known, value
@@ -43,33 +46,35 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     """
     known = known_fields("")
     for key in subject.section(""):
-        if key not in known:
+        if key not in known and key not in OLD_TOP_KEYS:
             inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
-            hint = f" It belongs into {inside}." if inside else did_you_mean(key, known)
+            near = near_key(key, known)
+            hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
             yield Finding(key, f"unknown key {key}.{hint}", "Accelerate refuses the file", f"correct or remove {key}")
 
 
 @rule("AF103", pains=("P05", "P84"))
 def unknown_section_key(subject: Subject) -> Iterator[Finding]:
-    """A key inside `fsdp_config`, `parallelism_config` or `deepspeed_config` that nothing reads.
+    """A key inside a section, such as `fsdp_config` or `deepspeed_config`, that nothing reads.
 
-    Accelerate accepts any key there and drops it without a word, so a typo means the default. The rules for retired
-    keys (AF104) and for missing prefixes (AF105) say more where they apply.
+    Accelerate accepts any key there and drops it without a word, so a typo means the default. `--fix` renames what is
+    surely a typo. Three keys that `accelerate config` itself writes into `fp8_config` are among them. The rules for
+    retired keys (AF104) and for missing prefixes (AF105) say more where they apply.
     """
     for section in SECTIONS:
         known = known_fields(section)
         for key in subject.section(section):
             prefixed = f"parallelism_config_{key}" in known
             if key not in known and key not in RETIRED and not prefixed:
-                meant = nearest(key, known)
-                fits = bool(meant) and meant not in subject.section(section)
-                edits = (Edit(section, key, new_key=meant),) if fits else ()
+                sure = MISNAMED.get(key) or typo_of(key, known)
+                meant = sure or near_key(key, known)
+                fits = bool(sure) and sure not in subject.section(section)
                 yield Finding(
                     f"{section}.{key}",
-                    f"nothing reads {key}.{did_you_mean(key, known)}",
+                    f"nothing reads {key}.{f' Did you mean {meant}?' if meant else ''}",
                     "Accelerate drops it without a word",
-                    f"rename it to {meant}" if meant else f"remove {key}",
-                    edits,
+                    f"rename it to {meant}" if sure else f"{meant}, or remove {key}" if meant else f"remove {key}",
+                    (Edit(section, key, new_key=sure),) if fits else (),
                 )
 
 
@@ -132,44 +137,77 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
     """A key that Accelerate takes from the command line only, or that its launcher forgets to hand on.
 
     `rdzv_backend`, `same_network` and `enable_cpu_affinity` have defaults on the command line, and those win over the
-    file. The NVMe paths of `deepspeed_config` are not exported to the ranks.
+    file. The NVMe paths of `deepspeed_config` are not exported to the ranks, so offload to NVMe needs a
+    `deepspeed_config_file` for all of its settings.
     """
-    for path, known, _ in _written(subject):
+    for path, known, _ in written(subject):
         if not known.engines and known.kind is not Kind.SECTION:
+            device = known.key.replace("_nvme_path", "_device")
+            needed = device != known.key and str(subject.section(known.section).get(device)).lower() == "nvme"
             yield Finding(
                 path,
                 f"{known.key} has no effect in the file",
                 known.help,
-                f"remove {known.key}",
-                (Edit(known.section, known.key),),
+                f"a deepspeed_config_file for {device}: nvme and its path" if needed else f"remove {known.key}",
+                () if needed else (Edit(known.section, known.key),),
             )
 
 
 @rule("AF201", pains=("P63",))
 def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
-    """`mixed_precision: no` without quotes.
+    """`mixed_precision: no` without quotes, or `dynamo_backend: no`.
 
-    YAML 1.1 reads a bare `no` as false, and Accelerate stops with "'bool' object has no attribute 'lower'".
+    YAML 1.1 reads a bare `no`, `off` or `false` as a boolean, and Accelerate stops with "'bool' object has no attribute
+    'lower'".
     """
     if subject.values.get("mixed_precision") is False:
+        word = subject.spelt("mixed_precision", "no")
         yield Finding(
             "mixed_precision",
-            "mixed_precision: no without quotes is the boolean false",
+            f"mixed_precision: {word} without quotes is the boolean false",
             "Accelerate stops: 'bool' object has no attribute 'lower'",
             "mixed_precision: 'no'",
             (Edit("", "mixed_precision", "no"),),
+        )
+    if subject.section("dynamo_config").get("dynamo_backend") is False:
+        yield Finding(
+            "dynamo_config.dynamo_backend",
+            "dynamo_backend: no without quotes is the boolean false",
+            "Accelerate stops: 'bool' object has no attribute 'upper'",
+            "dynamo_backend: 'no'",
+            (Edit("dynamo_config", "dynamo_backend", "no"),),
+        )
+
+
+@rule("AF208", "warning")
+def distributed_type_is_a_boolean(subject: Subject) -> Iterator[Finding]:
+    """`distributed_type: NO` without quotes: YAML 1.1 reads it as false.
+
+    Accelerate runs one process, as 'NO' means, but only where `num_processes` is given: it knows the default of 'NO'
+    and none of false.
+    """
+    if subject.values.get("distributed_type") is False:
+        word = subject.spelt("distributed_type", "NO")
+        yield Finding(
+            "distributed_type",
+            f"distributed_type: {word} without quotes is the boolean false",
+            "it counts as 'NO' where num_processes is given; elsewhere Accelerate stops",
+            "distributed_type: 'NO', in quotes",
+            (Edit("", "distributed_type", "NO"),),
         )
 
 
 @rule("AF202", pains=("P66",))
 def null_value(subject: Subject) -> Iterator[Finding]:
-    """A key with nothing behind it, under FSDP.
+    """A key with nothing behind it in `fsdp_config` or `dynamo_config`.
 
     Accelerate turns the null into the text "None" and stops with "invalid truth value none", or looks for a layer class
     of that name.
     """
-    for path, known, value in _written(subject):
-        if value is None and known.section == "fsdp_config":
+    for path, known, value in written(subject):
+        if known.key == "dynamo_backend":
+            continue  # null counts as no
+        if value is None and known.section in ("fsdp_config", "dynamo_config"):
             yield Finding(
                 path,
                 f"{known.key} has no value",
@@ -182,14 +220,13 @@ def null_value(subject: Subject) -> Iterator[Finding]:
 @rule("AF203", pains=("P67",))
 def not_a_choice(subject: Subject) -> Iterator[Finding]:
     """A value that is not among those Accelerate knows for this key."""
-    for path, known, value in _written(subject):
-        if known.kind is not Kind.CHOICE or value is None or (known.key == "mixed_precision" and value is False):
+    quoted = ("mixed_precision", "distributed_type", "dynamo_backend")  # false there is AF201 or AF208
+    for path, known, value in written(subject):
+        if known.kind is not Kind.CHOICE or value is None or (known.key in quoted and value is False):
             continue
-        text = str(value) if known.key == "distributed_type" else str(value).lower()
-        choices = known.choices if known.key == "distributed_type" else tuple(c.lower() for c in known.choices)
-        if text in choices:
+        if known.takes(str(value)):
             continue
-        hint = did_you_mean(text, known.choices)
+        hint = did_you_mean(str(value), known.choices)
         yield Finding(
             path,
             f"{known.key}: {value} is unknown.{hint}",
@@ -201,7 +238,7 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
 @rule("AF204")
 def not_a_boolean(subject: Subject) -> Iterator[Finding]:
     """A value that is neither true nor false where one is needed."""
-    for path, known, value in _written(subject):
+    for path, known, value in written(subject):
         if known.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
             if known.key == "fsdp_reshard_after_forward" and subject.engine is Engine.FSDP1:
                 continue  # AF302
@@ -219,7 +256,7 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
 
     YAML 1.1 reads `1e8` as text and `1.0e+8` as a float; the value travels as text and `int("1e8")` fails.
     """
-    for path, known, value in _written(subject):
+    for path, known, value in written(subject):
         if known.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
             continue
         if isinstance(value, str) and value.isdecimal():
@@ -250,7 +287,7 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
     The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
     part of the name.
     """
-    for path, known, value in _written(subject):
+    for path, known, value in written(subject):
         if known.kind is not Kind.NAMES or value is None:
             continue
         parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")

@@ -19,6 +19,8 @@ STRATEGIES: dict[int, str] = {
     5: "HYBRID_SHARD_ZERO2",
 }
 """Accelerate's numbers and names (`FSDP_SHARDING_STRATEGY` in accelerate.utils.constants, 1-based)."""
+STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
+"""torch's numbers (`torch.distributed.fsdp.StateDictType`), which Accelerate takes in place of the names."""
 RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 """FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_config import answers
 
 from accel_fsdp import config, lint
-from accel_fsdp.check import RULES, Subject
+from accel_fsdp.check import RULES, Finding, Severity, Subject
 from accel_fsdp.check import run as run_rules
 from accel_fsdp.errors import UsageError
 from accel_fsdp.fields import BY_NAME
@@ -29,6 +29,29 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF105": (V2 + "parallelism_config: {dp_shard_size: 2}\n", V2 + MESH),
     "AF106": (TOP + "fsdp_config: FULL_SHARD\n", V2),
     "AF107": (V2 + "rdzv_backend: c10d\n", V2 + "main_process_port: 29501\n"),
+    "AF108": (V2 + "  offload_params: true\n  fsdp_offload_params: true\n", V2 + "  offload_params: true\n"),
+    "AF208": ("distributed_type: NO\nnum_processes: 1\n", "distributed_type: 'NO'\nnum_processes: 1\n"),
+    "AF209": (V2 + "debug: 'false'\n", V2 + "debug: false\n"),
+    "AF210": (V2 + "  fsdp_ignored_modules: [a, b]\n", V2 + "  fsdp_ignored_modules: '.*mlp'\n"),
+    "AF211": (V2 + "main_process_port: '29501'\n", V2 + "main_process_port: 29501\n"),
+    "AF212": (V2 + "main_process_port: 99999\n", V2 + "main_process_port: 65535\n"),
+    "AF213": (DS + "  gradient_clipping: none\n", DS + "  gradient_clipping: '1.0'\n"),
+    "AF214": (
+        V2.replace("'no'", "fp8") + "fp8_config: {override_linear_precision: 'true,false,false'}\n",
+        V2.replace("'no'", "fp8") + "fp8_config: {override_linear_precision: [true, false, false]}\n",
+    ),
+    "AF323": (V2 + MESH + "  parallelism_config_tp_size: 2\n", V2 + MESH + SHARD.format(2)),
+    "AF324": (
+        DS + "  deepspeed_config_file: ds.json\n",
+        DS.replace("mixed_precision: bf16\n", "") + "  deepspeed_config_file: ds.json\n",
+    ),
+    "AF325": (SIZE + "  fsdp_activation_checkpointing: true\n", SIZE),
+    "AF411": (
+        V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 2\n",
+        V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 1\n",
+    ),
+    "AF412": (V2 + "machine_rank: 1\n", V2 + "machine_rank: 0\n"),
+    "AF413": (V2 + "gpu_ids: '3'\n", V2 + "gpu_ids: '3,4'\n"),
     "AF201": (V2.replace("'no'", "no"), V2),
     "AF202": (V2 + "  fsdp_offload_params:\n", V2 + "  fsdp_offload_params: false\n"),
     "AF203": (V2 + "  fsdp_state_dict_type: SHARDED\n", V2 + "  fsdp_state_dict_type: sharded_state_dict\n"),
@@ -205,6 +228,74 @@ def test_json_is_for_programs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_fsdp", "check", str(bad), "--json"]
     (found,) = json.loads(run(command).output)
     assert (found["code"], found["line"], found["severity"], found["fixable"]) == ("AF103", 8, "error", True)
+
+
+def test_an_unreadable_file_hides_nothing(tmp_path: Path) -> None:
+    bad, none = tmp_path / "bad.yaml", tmp_path / "none.yaml"
+    bad.write_text(V2 + "  fsdp_ofload_params: true\n")
+    finished = accel_fsdp("check", none, bad)
+    assert finished.code == 2
+    assert "AF103" in finished.output
+    assert f"error: cannot read {none}" in finished.output
+    listed = accel_fsdp("check", none, bad, "--json")
+    assert listed.code == 2
+    entries = json.loads(listed.output)
+    assert [(one["file"], one["code"]) for one in entries] == [(str(bad), "AF103"), (str(none), "unreadable")]
+    assert entries[0].keys() == entries[1].keys()
+    finished = accel_fsdp("check", bad, "--args", none, "--json")
+    assert finished.code == 2
+    assert [one["code"] for one in json.loads(finished.output)] == ["unreadable"]
+
+
+def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
+    good = tmp_path / "good.yaml"
+    good.write_text(V2)
+    finished = accel_fsdp("check", good, "--model", "nope/none")
+    assert finished.code == 2
+    assert "--layer-class" not in finished.output
+    assert "error: cannot read the config of nope/none" in finished.output
+
+
+def finding(severity: Severity) -> Finding:
+    return Finding("", "", "", "", severity=severity)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ([], "clean"),
+        (["note"], "clean, 1 note"),
+        (["note", "note"], "clean, 2 notes"),
+        (["error", "note"], "1 error, 1 note"),
+        (["warning", "warning", "error"], "1 error, 2 warnings"),
+    ],
+)
+def test_summary_line(kinds: list[Severity], text: str) -> None:
+    assert lint.summary([finding(kind) for kind in kinds]) == text
+
+
+def test_help_shows_no_empty_default() -> None:
+    assert "(default: )" not in accel_fsdp("check", "--help").output
+
+
+@pytest.mark.parametrize("line", ["python train.py", "accelerate launch train.py", "train.py", "torchrun train.py"])
+def test_a_command_line_without_flags(line: str, tmp_path: Path) -> None:
+    path, args = tmp_path / "good.yaml", tmp_path / "args.sh"
+    path.write_text(V2)
+    args.write_text(line)
+    found = {one.code for one in lint.lint(path, lint.Options(args=args))}
+    assert found == ({"AF408"} if line.startswith(("python", "torchrun")) else set())
+
+
+@pytest.mark.parametrize("content", [None, b"just prose", b"", b"don't", b"\xff\xfe", b"- a\n- b\n"])
+def test_what_holds_no_arguments(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "args"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read_args(path)
+    assert "Accelerate YAML" not in str(caught.value)
+    assert "--args" in caught.value.fix
 
 
 def test_checking_imports_no_heavy_library(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         subject(V2 + MESH, "--use_fsdp", starter="accelerate"),
         subject(V2, "--use_fsdp", starter="accelerate"),
     ),
+    "AF414": (
+        subject(V2, launcher={"mixed_precision": "fp16"}),
+        subject(V2, launcher={"mixed_precision": "no", "machine_rank": "1"}),
+    ),
     "AF420": (here(V2, gpus=0), here(V2, gpus=None)),
     "AF421": (here(V1, visible=""), here(V2, gpus=0)),
     "AF422": (here(V2, visible="3"), here(V2, visible="3,5")),
@@ -161,6 +165,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF811": (folder(V1 + SHARDED, SHARDED_CHECKPOINT), folder(V1 + FULL, FULL_CHECKPOINT)),
     "AF812": (folder(V2, EXPORT, hub=False), folder(V2, EXPORT)),
+    "AF814": (
+        subject(V2, checkpoint=CheckpointFacts("run/empty")),
+        subject(V2, checkpoint=EXPORT),
+    ),
     "AF813": (folder(V2, EXPORT, private="model.safetensors"), folder(V2, EXPORT)),
 }
 

@@ -18,7 +18,7 @@ from conftest import accel_fsdp, run
 
 from accel_fsdp import here, reference, weights
 from accel_fsdp.check import RULES
-from accel_fsdp.inputs import read_starter
+from accel_fsdp.inputs import command_words, starter_of
 from accel_fsdp.pains import PAINS, UNSEEN
 
 IDS = {f"P{number:02}" for number in range(1, 99)}
@@ -76,6 +76,13 @@ def test_checkpoint_command(tmp_path: Path, fsdp2: Path) -> None:
     (newer / "pytorch_model_fsdp_0" / ".metadata").unlink()
     assert "checkpoint-10" in found(fsdp2, "--checkpoint", tmp_path / "run")["AF803"]
     assert accel_fsdp("check", fsdp2, "--checkpoint", tmp_path / "none").code == 2
+
+
+def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
+    (tmp_path / "run" / "notes.txt").write_text("")
+    assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
 
 
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
@@ -199,7 +206,7 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
 def test_what_a_command_line_starts_with(line: str, starter: str, tmp_path: Path) -> None:
     path = tmp_path / "args.sh"
     path.write_text(line)
-    assert read_starter(path) == starter
+    assert starter_of(command_words(path)) == starter
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,61 @@ def test_rule_on_a_script(code: str) -> None:
     assert code not in codes_of(subject("distributed_type: MULTI_GPU\n", script=script(bad)))
 
 
+OTHER_NAMES: list[tuple[str, str, str]] = [
+    ("AF901", V2, "t = Trainer(m)\nt.train()\nt.save_model('x')\n"),
+    ("AF901", V2, "self.t: T = SFTTrainer(m)\nself.t.save_model('x')\n"),
+    ("AF901", V2, "Trainer(m).save_model('x')\n"),
+    ("AF902", V2, "t = Trainer(m)\nt.model.save_pretrained('x')\n"),
+    ("AF902", V2, "t = Trainer(m)\nmodel = t.model\nmodel.save_pretrained('x')\n"),
+    ("AF904", SHARDED1, "t = Trainer(m)\n" + SWITCH + "t.train()\n"),
+    ("AF905", V2, "t = SFTTrainer(m)\nt.evaluate()\nt.train()\n"),
+    ("AF905", V2, "if (t := Trainer(m)):\n    t.evaluate()\n    t.train()\n"),
+    ("AF907", V1, "t = Trainer(m)\nt.train()\nt.model.generate(x)\n"),
+    ("AF911", V2, "t = SFTTrainer(m)\nt.train()\nt.model.merge_and_unload()\n"),
+    ("AF911", V2, "net = accelerator.prepare(net)\nnet.merge_and_unload()\n"),
+]
+
+
+@pytest.mark.parametrize(("code", "text", "lines"), OTHER_NAMES)
+def test_a_trainer_by_another_name(code: str, text: str, lines: str) -> None:
+    assert code in codes_of(subject(text, script=script(lines)))
+    silent = lines.replace("SFTTrainer(", "Thing(").replace("Trainer(", "Thing(").replace("prepare(", "other(")
+    assert code not in codes_of(subject(text, script=script(silent)))
+
+
+SAVE = "    trainer.save_model()\n"
+ALONE = [
+    "if int(os.environ['RANK']) == 0:\n" + SAVE,
+    "if os.environ.get('LOCAL_RANK', '0') == '0':\n" + SAVE,
+    "if torch.distributed.get_rank() == 0:\n" + SAVE,
+    "if rank == 0 and wanted:\n" + SAVE,
+    "if accelerator.process_index == 0:\n" + SAVE,
+    "if trainer.is_world_process_zero():\n" + SAVE,
+    "if not accelerator.is_main_process:\n    pass\nelse:\n" + SAVE,
+    "if rank != 0:\n    pass\nelse:\n" + SAVE,
+    "if wanted:\n    pass\nelif rank == 0:\n" + SAVE,
+]
+TOGETHER = [
+    "if not accelerator.is_main_process:\n" + SAVE,
+    "if accelerator.is_main_process or True:\n" + SAVE,
+    "if lora_rank == 0:\n" + SAVE,
+    "if rank == 1:\n    pass\nelse:\n" + SAVE,
+    "if rank == 0:\n    pass\nelse:\n    pass\ntrainer.save_model()\n",
+    "if rank == 0:\n    save_model(state)\n    trainer.save_state()\n",
+    "if step == 0:\n" + SAVE,
+]
+
+
+@pytest.mark.parametrize("lines", ALONE)
+def test_a_save_on_one_rank(lines: str) -> None:
+    assert "AF903" in codes_of(subject(V2, script=script(lines)))
+
+
+@pytest.mark.parametrize("lines", TOGETHER)
+def test_a_save_on_all_ranks(lines: str) -> None:
+    assert "AF903" not in codes_of(subject(V2, script=script(lines)))
+
+
 @pytest.mark.parametrize("text", [V1, V2, AC2, SHARDED1])
 def test_our_own_script_is_clean(text: str) -> None:
     assert not {code for code in codes_of(subject(text, script=script(SFT.read_text()))) if code.startswith("AF9")}

@@ -1,5 +1,6 @@
 """The wizard's YAML means to Accelerate what the answers say. Judge: Accelerate's own parser and plugin."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_fsdp import config, jobs, reedit
+from accel_fsdp import config, jobs, reedit, wizard
 from accel_fsdp.errors import UserError
 from accel_fsdp.fields import Engine
 from accel_fsdp.inputs import read_subject
@@ -201,3 +202,10 @@ def test_lines_that_were_not_edited_come_back_byte_for_byte(yaml_file: Path) -> 
     changed = config.dump(document).splitlines()
     assert changed[2:] == ODD_SPACING.splitlines()[2:]
     assert "MULTI_GPU" in changed[1]
+
+
+def test_a_class_named_like_a_boolean_stays_text() -> None:
+    flags = {"model": "gpt2", "gpus": "2xA100-80GB"}
+    made = dataclasses.replace(wizard.answers(wizard.interview(flags, {}, "defaults")), layer_class=("NO",))
+    written = yaml.safe_load(config.to_text(made))
+    assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "NO"

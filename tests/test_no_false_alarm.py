@@ -52,6 +52,20 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "ZeRO-2": (LLAMA, DEEPSPEED + "2\n  gradient_accumulation_steps: auto\n  gradient_clipping: auto\n"),
     "ZeRO-3 with offload": (LLAMA, DEEPSPEED + "3\n  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"
                             "  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"),
+    "ZeRO by pdsh": (LLAMA, "num_machines: 2\n" + DEEPSPEED + "2\n  deepspeed_multinode_launcher: pdsh\n"
+                     "  deepspeed_hostfile: hosts\n"),
+    "ZeRO of DeepSpeed's own file": (LLAMA, "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n"
+                                     "  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"),
+    "GPUs by number": (LLAMA, "gpu_ids: 0,1,2,3,4,5,6,7\n" + V2),
+    "a machine's own file": (LLAMA, V2.replace("num_machines: 1", "num_machines: 1\nmachine_rank: 0\n"
+                             "main_process_port: 29501")),
+    "ignored modules": (LLAMA, V2 + "  fsdp_ignored_modules: 'model\\.(embed_tokens|norm)'\n"),
+    "a mesh of ones": (LLAMA, V2 + MESH.format(1, 1)),
+    "shards beside tensor parallelism": (LLAMA, V2 + MESH.format(1, 4) + "  parallelism_config_tp_size: 2\n"),
+    "sections that stay empty": (LLAMA, V2 + "deepspeed_config: {}\nparallelism_config: {}\ndynamo_config: {}\n"),
+    "compiled by layers": (LLAMA, V2 + "dynamo_config: {backend: inductor, use_regional_compilation: true}\n"),
+    "FP8": (LLAMA, V2.replace("bf16", "fp8") + "fp8_config: {backend: TE, fp8_format: HYBRID, amax_history_len: 16,"
+            " override_linear_precision: [false, false, false]}\n"),
     "debugging": (LLAMA, "debug: true\n" + V2),
     "compiled": (GPT2, "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 2\ndynamo_config:\n"
                  "  dynamo_backend: INDUCTOR\n"),

@@ -105,6 +105,13 @@ def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
     assert seen["fsdp2"] == ["torch.float32", pytest.approx(10**-0.5, rel=1e-6)]
 
 
+def test_size_based_checkpointing_measures_shards(sharding: Seen) -> None:
+    """AF325: a layer of 8768 parameters is a unit of 8000 and more, and half of it on each rank is none."""
+    seen = same(sharding["size_based_checkpointing"])
+    assert [name for name in seen["units"] if name in LAYERS] == LAYERS
+    assert not set(seen["checkpointed"]) & set(LAYERS)
+
+
 @pytest.mark.pain("P27")
 def test_size_based_wrapping_fails_under_fsdp2(sharding: Seen) -> None:
     """AF307: the list of layers is large enough to be picked, and has no forward."""

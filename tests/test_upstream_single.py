@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from accel_fsdp import rules_fsdp, rules_job, rules_yaml  # noqa: F401 (rules register)
 from accel_fsdp.check import RULES
+from accel_fsdp.errors import UserError
 
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 LAYERWISE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -251,7 +252,7 @@ def test_fsdp2_has_no_local_state_dict(plugin: Plugin) -> None:
 @pytest.mark.pain("P69")
 def test_the_launcher_checks_a_key_that_fsdp2_does_not_use(tmp_path: Path) -> None:
     """AF311: a false is refused under version 2 too, the text 'false' slips past."""
-    with pytest.raises(ValueError, match="set `--fsdp_sync_module_states` to `True`"):
+    with pytest.raises(UserError, match="set `--fsdp_sync_module_states` to `True`"):
         environment(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_sync_module_states": False})
     seen = environment(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_sync_module_states": "false"})
     assert (seen["FSDP_SYNC_MODULE_STATES"], seen["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("false", "true")

@@ -104,6 +104,14 @@ def rope_buffers(folder: Path) -> Any:
     return seen
 
 
+def size_based_checkpointing(folder: Path) -> Any:
+    sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 8000}
+    settings = {**_without(V1, "fsdp_auto_wrap_policy"), **sized, "fsdp_activation_checkpointing": True}
+    _, model, _ = prepared(llama(), settings)
+    wrappers = [module for module in model.modules() if type(module).__name__ == "CheckpointWrapper"]
+    return {"units": units(model), "checkpointed": [type(one._checkpoint_wrapped_module).__name__ for one in wrappers]}
+
+
 def size_based(folder: Path) -> Any:
     sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
     default = prepared(llama(), {**V1, **sized})[1]
