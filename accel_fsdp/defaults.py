@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp import machines
+from accel_fsdp import machines, notes
 from accel_fsdp.asking import Context
 
 ADAM_BYTES = 16
@@ -35,7 +35,10 @@ def strategy(context: Context) -> tuple[int, str]:
     if context.model is None or context["method"] != "full" or not ranks:
         return 1, "FULL_SHARD fits the largest model"
     total = context.model.parameters * ADAM_BYTES / 1e9
-    return 1, f"{total:,.0f} GB of weights, gradients and Adam: {total / ranks:,.1f} GB on each of {ranks} GPUs"
+    told = (
+        f"; ~GiB: predicted peak, {notes.ROWS} x {notes.LENGTH:,} tokens" if notes.note("strategy", 1, context) else ""
+    )
+    return 1, f"{total:,.0f} GB of weights, gradients and Adam: {total / ranks:,.1f} GB on each of {ranks} GPUs{told}"
 
 
 def layer_class(context: Context) -> tuple[tuple[str, ...], str]:

@@ -7,7 +7,7 @@ YAML come from `fields.py`; here is what depends on the other answers, on the mo
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp import defaults, refusals
+from accel_fsdp import defaults, notes, refusals
 from accel_fsdp.asking import Context, Option, Question, is_ddp
 from accel_fsdp.fields import BY_NAME, Kind
 from accel_fsdp.types import STRATEGIES, Answers, WrapPolicy
@@ -71,7 +71,9 @@ def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config"
 def _options(name: str, meanings: dict[Any, str]) -> Callable[[Context], list[Option]]:
     def options(context: Context) -> list[Option]:
         return [
-            Option(value, _label(value, meaning), refusals.reason(name, value, context))
+            Option(
+                value, _label(value, meaning) + notes.note(name, value, context), refusals.reason(name, value, context)
+            )
             for value, meaning in meanings.items()
         ]
 

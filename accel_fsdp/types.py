@@ -188,6 +188,7 @@ class Answers:
 
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
+EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
 Checkpointing = Literal["none", "full", "reentrant"]
 LoraTargets = Literal["all", "attention"]
 Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
@@ -290,7 +291,7 @@ class Layout:
     FSDP2 has strategies 1, 2, 4 and 5. `sync_each_batch` reduces gradients after each micro-batch.
     """
 
-    engine: Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
+    engine: EngineKind
     strategy: int
     ranks: int
     ranks_per_node: int

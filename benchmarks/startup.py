@@ -1,0 +1,63 @@
+"""How long a user waits for the first sign of life: `python benchmarks/startup.py`.
+
+Medians of 5, as multiples of an empty Python process, beside Accelerate's own command line.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pexpect
+
+ROOT = Path(__file__).parent.parent
+REPEATS = 5
+FILE = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
+TOOL = [sys.executable, "-m", "accel_fsdp"]
+PLAN = ["plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096"]
+
+
+def finished(*words: str) -> Callable[[], None]:
+    """Runs a command to its end."""
+    return lambda: subprocess.run(words, capture_output=True, cwd=ROOT, check=False) and None
+
+
+def first_prompt() -> None:
+    """Starts the wizard in a terminal and waits for its first question."""
+    child = pexpect.spawn(TOOL[0], [*TOOL[1:], "config", "-o", "never-written.yaml"], cwd=str(ROOT), encoding="utf-8")
+    child.expect("Which model")
+    child.close(force=True)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "an empty Python process": finished(sys.executable, "-c", "pass"),
+    "accel-fsdp --help": finished(*TOOL, "--help"),
+    "accel-fsdp config, first question": first_prompt,
+    "accel-fsdp check FILE": finished(*TOOL, "check", FILE),
+    "accel-fsdp plan (bundled model)": finished(*TOOL, *PLAN),
+    "accelerate --help": finished(sys.executable, "-m", "accelerate.commands.accelerate_cli", "--help"),
+}
+
+
+def seconds(case: Callable[[], None]) -> float:
+    """The median time of one case."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        case()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def main() -> None:
+    """Prints the table."""
+    found = {name: seconds(case) for name, case in CASES.items()}
+    empty = next(iter(found.values()))
+    for name, taken in found.items():
+        print(f"{name:36} {taken:6.2f} s  {taken / empty:6.1f} x")
+
+
+if __name__ == "__main__":
+    main()
