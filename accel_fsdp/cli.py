@@ -143,6 +143,9 @@ class PlanCommand:
     chunked_loss: Annotated[bool, tyro.conf.arg(help="A loss that never holds all logits (Liger, chunked NLL).")] = (
         False
     )
+    config: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
+    ] = None
     json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False
 
 
@@ -225,7 +228,9 @@ def _plan(command: PlanCommand) -> int:
         chunked_loss=command.chunked_loss,
         lora_rank=command.lora_rank,
     )
-    options = planning.Options(command.model, command.gpus, command.nodes, recipe, command.batch, command.json)
+    options = planning.Options(
+        command.model, command.gpus, command.nodes, recipe, command.batch, command.json, command.config
+    )
     return planning.show_plan(options)
 
 

@@ -142,6 +142,15 @@ def make_plan(job: Job) -> Plan:
     return Plan(rows, choice, second, _reason(job, choice), longest, ())
 
 
+def judge(job: Job, layout: Layout) -> Plan:
+    """One given layout: whether it fits, and the largest micro-batch and sequence that would."""
+    one = evaluate(job, job.recipe, layout)
+    if not one.fits:
+        return Plan((one,), None, None, "", 0, tuple(_changes(job)))
+    longest = longest_sequence(job, job.recipe, layout, job.shape.positions or MOST_TOKENS)
+    return Plan((one,), one, None, f"It fits, up to {largest_rows(job, job.recipe, layout)} rows per GPU.", longest, ())
+
+
 def _search(job: Job) -> Iterator[Candidate]:
     for layout in layouts(job.ranks, job.ranks_per_node):
         if layout.engine in ("fsdp1", "zero"):
@@ -180,7 +189,9 @@ def _changes(job: Job) -> Iterator[str]:
     layout = next(one for one in layouts(job.ranks, job.ranks_per_node) if one.engine in ("fsdp2", "single"))
     smallest = replace(job.recipe, checkpointing="full", rows=1)
     used = "1 row per GPU and activation checkpointing"
-    if length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
+    if _fits(job, smallest, layout):
+        yield used
+    elif length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
         yield f"--seq-len {length}, with {used}"
     more = (Layout("fsdp2", 1, job.ranks * 2**power, job.ranks_per_node) for power in range(1, 11))
     if enough := next((one for one in more if _fits(job, smallest, one)), None):

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import catalogue, gpus, machines, overheads, plan, recorded, render
+from accel_fsdp import catalogue, gpus, layouts, machines, overheads, plan, recorded, render
 from accel_fsdp.errors import UsageError
+from accel_fsdp.inputs import read_subject
 from accel_fsdp.meter import KINDS
 from accel_fsdp.overheads import GIB
 from accel_fsdp.plan import Candidate, Job, Plan, name_of
 from accel_fsdp.tapes import VARIANTS, Tapes
 from accel_fsdp.traffic import step_traffic
-from accel_fsdp.types import ModelShape, Recipe
+from accel_fsdp.types import Layout, ModelShape, Recipe
 
 BAR_CELLS = 20
 COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s")
@@ -34,6 +35,7 @@ class Options:
     recipe: Recipe
     rows: int | None = None
     json: bool = False
+    config: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,12 @@ def show_plan(options: Options) -> int:
     Raises:
         UserError: the model or the GPUs are not known, or the numbers can't be.
     """
-    job = make_job(options)
-    found = plan.make_plan(job)
+    layout = None
+    if options.config is not None:
+        layout, recipe = layouts.of_subject(read_subject(options.config)[0], options.recipe)
+        options = replace(options, recipe=recipe)
+    job = make_job(options, layout)
+    found = plan.make_plan(job) if layout is None else plan.judge(job, layout)
     if options.json:
         render.put(json.dumps(as_json(job, found), indent=2))
     else:
@@ -71,8 +77,8 @@ def show_plan(options: Options) -> int:
     return 0 if found.choice else 1
 
 
-def make_job(options: Options) -> Job:
-    """What is to be planned.
+def make_job(options: Options, layout: Layout | None = None) -> Job:
+    """What is to be planned; with the layout of a YAML on as many GPUs as it has ranks.
 
     Raises:
         UserError: as `show_plan`.
@@ -95,6 +101,14 @@ def make_job(options: Options) -> Job:
             fix=f"--seq-len {shape.positions} or less",
         )
     recipe = replace(options.recipe, rows=1 if options.rows is None else options.rows)
+    if layout is not None:
+        if machine.count * nodes != layout.ranks:
+            raise UsageError(
+                f"--gpus {options.gpus} is {machine.count * nodes} GPUs, the YAML has {layout.ranks} processes",
+                why="each process drives one GPU",
+                fix=f"--gpus {layout.ranks}x{machine.accelerator}, or change num_processes",
+            )
+        return Job(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node, True)
     return Job(shape, tapes, recipe, gpu, machine.count * nodes, machine.count, options.rows is not None)
 
 

@@ -12,7 +12,7 @@ RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
-    *("gpus", "traffic", "speed", "notes"),
+    *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
     *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "memory"),
 }
@@ -37,7 +37,7 @@ LAYERS = [
     },
     {"weights", "here", "engines", "gpus", "traffic", "recorded"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"defaults", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
+    {"defaults", "layouts", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
     {"questions", "migrate_fsdp", "traces"},
     {"migrate_zero", "fitting"},
     {"migrate"},

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import accel_fsdp, run
+from conftest import ROOT, accel_fsdp, run
 
 from accel_fsdp import gpus, memory, notes, plan, recorded, states
 from accel_fsdp.asking import Context
@@ -162,3 +162,35 @@ def test_the_wizard_shows_the_same_prediction() -> None:
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
     assert notes.note("method", 1, context) == ""
     assert notes.note("strategy", 1, Context({**given, "engine": "fsdp", "model": "./mine"})) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus_flag", "layout"),
+    [
+        ("fsdp1_shard_grad_op", "8xH100", Layout("fsdp1", 2, 8, 8)),
+        ("fsdp2_no_reshard", "8xH100", Layout("fsdp2", 2, 8, 8)),
+        ("fsdp2_hybrid_2x8", "2x8xH100", Layout("fsdp2", 4, 16, 8)),
+        ("fsdp2_offload", "8xH100", Layout("fsdp2", 1, 8, 8, offload=True)),
+        ("zero3", "8xH100", Layout("zero", 3, 8, 8)),
+        ("ddp", "8xH100", Layout("ddp", 1, 8, 8)),
+    ],
+)
+def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout) -> None:
+    path = ROOT / "accelerate_configs" / f"{name}.yaml"
+    finished = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", gpus_flag, "--json")
+    row = json.loads(finished.output)["strategies"]
+    assert len(row) == 1
+    assert row[0]["peak_bytes"] == plan.evaluate(job_of(layout), Recipe(), layout).prediction.peak.total
+
+
+def job_of(layout: Layout) -> plan.Job:
+    found = recorded.find(LLAMA)
+    assert found is not None
+    return plan.Job(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
+
+
+def test_a_yaml_for_other_gpus_is_refused() -> None:
+    path = ROOT / "accelerate_configs" / "fsdp2.yaml"
+    refused = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", "4xH100")
+    assert refused.code == 2
+    assert "8 processes" in refused.output
