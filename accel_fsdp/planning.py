@@ -249,6 +249,12 @@ def _recommendation(job: Job, found: Plan) -> Iterator[str]:
         other = f"{_rows(second)}, {_checkpointing(second)}"
         yield f"Next is {name_of(second.layout)} ({other}): {used:.1f} GiB, {slower:.1%} slower."
     yield f"The longest sequence that fits this way has {found.longest:,} tokens."
+    host = overheads.host(job.shape, choice.recipe, choice.layout)
+    offload = f", {host.offload / GIB:,.0f} GiB to train from" if host.offload else ""
+    yield (
+        f"Each machine needs {host.loading / GIB:,.0f} GiB of memory to load the model{offload}; a checkpoint takes "
+        f"{host.checkpoint / 1e9:,.0f} GB of disk, the exported model {host.export / 1e9:,.0f} GB."
+    )
     yield "Assumed: " + " ".join(choice.step.assumptions)
 
 

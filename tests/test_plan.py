@@ -10,7 +10,7 @@ from conftest import ROOT, accel_fsdp, run
 
 from accel_fsdp import gpus, memory, notes, plan, recorded, states
 from accel_fsdp.asking import Context
-from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS
+from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 from accel_fsdp.tapes import variant_of
 from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
 
@@ -194,3 +194,21 @@ def test_a_yaml_for_other_gpus_is_refused() -> None:
     refused = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", "4xH100")
     assert refused.code == 2
     assert "8 processes" in refused.output
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters on 64 GPUs (arXiv 1910.02054, figure 1): weights, gradients and Adam, without buckets."""
+    layer = Block("Layer", tuple(range(30)), (Parameter("weight", (25_000, 10_000), "linear"),))
+    shape = ModelShape("paper", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
+    recipe, meter = Recipe(), Meter()
+    layout = Layout("zero", stage, 64, 8) if stage else Layout("ddp", 1, 64, 8)  # 16 bytes each without ZeRO
+    units = memory.units_of(shape, recipe, layout)
+    engine = memory.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], recipe, layout)
+    engine.begin(with_states=True)
+    for number, unit in enumerate(engine.units):
+        born = sum(one.numel for one in unit.held) * (2 if stage else 4)
+        meter.add(GRADIENTS, born)
+        engine.after_backward(number, born)
+    held = sum(meter.live[kind] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) / 1e9
+    assert round(held, 1) == gigabytes
