@@ -193,7 +193,11 @@ class Fsdp2(Fsdp):
 
 
 class Fsdp1(Fsdp):
-    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end.
+
+    Only units whose forward ran with gradients are prefetched in backward, which reentrant checkpointing's did not
+    (`_runtime_utils.py`, `_get_handle_to_prefetch`: `_needs_pre_backward_unshard`).
+    """
 
     def kept_gradients(self) -> int:
         """`zero_grad` clears the views only; the flat gradients go with the next forward.
@@ -211,7 +215,8 @@ class Fsdp1(Fsdp):
 
     def before_backward(self, unit: int) -> None:
         """Makes sure of the unit, and prefetches the one before it."""
-        for one in (unit, unit - 1):
+        prefetched = () if self.recipe.checkpointing == "reentrant" else (unit - 1,)
+        for one in (unit, *prefetched):
             if one >= 0 and one not in self.gathered:
                 self._gather(one)
 

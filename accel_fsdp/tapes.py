@@ -178,7 +178,7 @@ def variant_of(recipe: Recipe, engine: str) -> str:
     mixed = recipe.precision != "no"
     sharded = engine in ("fsdp1", "fsdp2", "zero")
     low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
-    kept_wide = not sharded or (engine == "fsdp2" and not mixed)  # one flat parameter of FSDP1 has one dtype
+    kept_wide = not sharded or (engine != "zero" and not mixed)  # under FSDP1 adapters are flat parameters of their own
     return Variant(
         weights="bf16" if low else "fp32",
         autocast=mixed and engine != "zero",
