@@ -22,7 +22,11 @@ class Quirks:
     keeps_block_gradients: bool = False
 
 
-def of(versions: Mapping[str, str]) -> Quirks:
+PLAIN_LOSS = frozenset({"gpt_bigcode"})
+"""Model types whose own loss took the 16-bit logits as they were, before transformers 5 gave all of them one loss."""
+
+
+def of(versions: Mapping[str, str], model_type: str = "", autocast: bool = True) -> Quirks:
     """The quirks of these versions; what isn't given counts as today's.
 
     transformers: upcasting copies the logits and shifting copies them again in 4.45 (12 bytes), where 4.48 also keeps
@@ -34,4 +38,6 @@ def of(versions: Mapping[str, str]) -> Quirks:
     logits = TAPE_LOGIT_BYTES
     if transformers < Version("5"):
         logits = (12, 12) if transformers < Version("4.46") else (14, 12)
+        if model_type in PLAIN_LOSS and not autocast:  # which upcasts
+            logits = (6, 8)  # logits, shifted copy, log-softmax; and the gradient
     return Quirks(logits, torch < Version("2.5"))

@@ -6,7 +6,7 @@ Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to th
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from accel_fsdp.types import Layout, ModelShape, Parameter, Recipe
@@ -108,18 +108,19 @@ def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
     return places
 
 
-def shard_bytes(unit: Unit, layout: Layout, trained: bool | None = None, per_element: float | None = None) -> int:
-    """The bytes of one unit's parameters at rest on rank 0; with `per_element` of a copy in another dtype."""
-    chosen = tuple(one for one in unit.held if trained is None or one.trained == trained)
-    ranks = layout.shard_ranks
+def shard_bytes(unit: Unit, layout: Layout) -> int:
+    """The bytes of one unit's parameters at rest on rank 0."""
     if layout.engine == "fsdp1":
-        return round(sum(_flat_bytes(group, layout, per_element) for group in _flat_groups(chosen)))
-    sizes = (shard_numel(one, ranks) * (one.stored if per_element is None else per_element) for one in chosen)
-    return round(sum(sizes))
+        return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.held)))
+    return round(sum(shard_numel(one, layout.shard_ranks) * one.stored for one in unit.held))
 
 
-def _flat_bytes(group: tuple[Held, ...], layout: Layout, per_element: float | None) -> float:
-    return flat_numel(group, layout) * (group[0].stored if per_element is None else per_element) if group else 0
+def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held], float]) -> float:
+    """The shard of one flat parameter; packed weights lie in it as fewer elements of the 16-bit dtype."""
+    widths = {width(one) for one in group}
+    if len(widths) > 1:
+        return sum(one.numel * width(one) for one in group) / layout.shard_ranks
+    return flat_numel(group, layout) * widths.pop() if group else 0
 
 
 def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
@@ -167,7 +168,7 @@ def gathered_bytes(unit: Unit, layout: Layout) -> int:
     ranks = layout.shard_ranks
     if layout.engine == "fsdp1":
         groups = _flat_groups(unit.held)
-        return round(sum(flat_numel(g, layout) * ranks * _used_bytes(g[0]) for g in groups if g))
+        return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * ranks
     return round(sum(shard_numel(one, ranks) * ranks * _used_bytes(one) for one in unit.held))
 
 
@@ -185,6 +186,10 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
         groups = [g for g in _flat_groups(unit.held) if g and any(one.trained for one in g)]
         return round(sum(flat_numel(g, layout) for g in groups) * times * per_element)
     return round(sum(shard_numel(one, ranks) for one in unit.held if one.trained) * times * per_element)
+
+
+def _stored_bytes(one: Held) -> float:
+    return one.stored
 
 
 def _used_bytes(one: Held) -> float:

@@ -51,7 +51,10 @@ def result(row: dict[str, Any]) -> Result:
     recipe = Recipe(**{name: value for name, value in row.items() if name in names})
     layout = Layout(row["engine"], 1, row["gpus"], row["gpus"], offload=row["offload"])
     shape, tapes = model(row["model"], variant_of(recipe, layout.engine))
-    made = memory.predict(shape, tapes, recipe, layout, overheads.WORKSPACE_BYTES, quirks.of(row["versions"]))
+    known = quirks.of(row["versions"], shape.model_type, recipe.precision != "no")
+    made = memory.predict(
+        shape, tapes, recipe, layout, overheads.WORKSPACE_BYTES, quirks.of(row["versions"], shape.model_type)
+    )
     peak = made.peak.total
     within = None
     if row["kind"] == "reserved":
