@@ -52,9 +52,7 @@ def result(row: dict[str, Any]) -> Result:
     layout = Layout(row["engine"], 1, row["gpus"], row["gpus"], offload=row["offload"])
     shape, tapes = model(row["model"], variant_of(recipe, layout.engine))
     known = quirks.of(row["versions"], shape.model_type, recipe.precision != "no")
-    made = memory.predict(
-        shape, tapes, recipe, layout, overheads.WORKSPACE_BYTES, quirks.of(row["versions"], shape.model_type)
-    )
+    made = memory.predict(shape, tapes, recipe, layout, overheads.WORKSPACE_BYTES, known)
     peak = made.peak.total
     within = None
     if row["kind"] == "reserved":
