@@ -20,7 +20,7 @@ demo: $(VENV)/.demo
 	python train/demo.py ask demo/run/final "What does FULL_SHARD shard?"
 
 test: $(VENV)/.test
-	python -m pytest
+	python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.test
 	ruff check .
