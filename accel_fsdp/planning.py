@@ -244,10 +244,11 @@ def _recommendation(job: Job, found: Plan) -> Iterator[str]:
     how = f"{_rows(choice)} per GPU, {_checkpointing(choice)}"
     yield f"Take {name_of(choice.layout)} with {how}. {found.reason}"
     if second:
-        slower = choice.tokens_per_s / second.tokens_per_s - 1
+        times = choice.tokens_per_s / second.tokens_per_s
+        slower = f"{times - 1:.1%} slower" if times < 1.5 else f"{times:.1f} times as slow"
         used = second.device.allocated / GIB
         other = f"{_rows(second)}, {_checkpointing(second)}"
-        yield f"Next is {name_of(second.layout)} ({other}): {used:.1f} GiB, {slower:.1%} slower."
+        yield f"Next is {name_of(second.layout)} ({other}): {used:.1f} GiB, {slower}."
     yield f"The longest sequence that fits this way has {found.longest:,} tokens."
     host = overheads.host(job.shape, choice.recipe, choice.layout)
     offload = f", {host.offload / GIB:,.0f} GiB to train from" if host.offload else ""

@@ -8,6 +8,7 @@ Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to th
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from accel_fsdp.types import Layout, ModelShape, Parameter, Recipe
 
@@ -39,7 +40,10 @@ class Held:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
+CACHED = 256  # equal layers share one unit, which is compared by identity: each size is summed once per walk
+
+
+@dataclass(frozen=True, eq=False)
 class Unit:
     """What is gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy)."""
 
@@ -108,6 +112,7 @@ def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
     return places
 
 
+@lru_cache(CACHED)
 def shard_bytes(unit: Unit, layout: Layout) -> int:
     """The bytes of one unit's parameters at rest on rank 0."""
     if layout.engine == "fsdp1":
@@ -129,6 +134,7 @@ def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
     return [base, *((one,) for one in held if one.adapter)]
 
 
+@lru_cache(CACHED)
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
     whole = sum(one.numel for one in unit.held if one.quantized) * (NF4_BYTES - 0.5)
@@ -163,6 +169,7 @@ def _adafactor_numel(one: Held, ranks: int) -> int:
     return rows + math.prod(one.shape[1:]) if len(one.shape) > 1 else rows
 
 
+@lru_cache(CACHED)
 def gathered_bytes(unit: Unit, layout: Layout) -> int:
     """The unit unsharded, in the dtype of forward and backward, padding included."""
     ranks = layout.shard_ranks
@@ -172,12 +179,14 @@ def gathered_bytes(unit: Unit, layout: Layout) -> int:
     return round(sum(shard_numel(one, ranks) * ranks * _used_bytes(one) for one in unit.held))
 
 
+@lru_cache(CACHED)
 def cast_bytes(unit: Unit, layout: Layout) -> int:
     """The shard's copy in the dtype of forward and backward, where that is not the stored one."""
     same = all(one.stored == _used_bytes(one) for one in unit.held)
     return 0 if same else gathered_bytes(unit, layout) // layout.shard_ranks
 
 
+@lru_cache(CACHED)
 def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -> int:
     """The trained parameters' elements, whole or as the shard, padding included, times `per_element`."""
     ranks = layout.shard_ranks
