@@ -177,7 +177,7 @@ class Fsdp2(Fsdp):
         self.reducing = 0
         if not born:
             return
-        per_element = states.compute_bytes(self.recipe)  # Accelerate reduces in the dtype of mixed precision
+        per_element = states.reduce_bytes(self.recipe)
         whole, shard = (states.trained_bytes(self.units[unit], self.layout, per_element, s) for s in (False, True))
         self.meter.add(GRADIENTS, whole)
         self.meter.add(GRADIENTS, -born)
@@ -223,7 +223,7 @@ class Fsdp1(Fsdp):
     def after_backward(self, unit: int, born: int) -> None:
         """Frees the unit and reduces its gradients."""
         if born:
-            per_element = states.compute_bytes(self.recipe)
+            per_element = states.reduce_bytes(self.recipe)
             whole, shard = (states.trained_bytes(self.units[unit], self.layout, per_element, s) for s in (False, True))
             self.meter.add(GRADIENTS, whole)  # the backward of torch.split joins the views' gradients in a new tensor
             self.meter.add(GRADIENTS, -born)

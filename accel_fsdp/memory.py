@@ -90,6 +90,7 @@ class _Walk:
         head_unit = len(units) - 1 if units[-1].name == "head" else 0
         logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
         loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
+        backward += states.compute_bytes(recipe) if recipe.keeps_logits else 0
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         return _Walk(

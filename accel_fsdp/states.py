@@ -56,6 +56,11 @@ def compute_bytes(recipe: Recipe) -> int:
     return PRECISION_BYTES.get(recipe.precision, DTYPE_BYTES[recipe.dtype])
 
 
+def reduce_bytes(recipe: Recipe) -> int:
+    """Bytes per element of a gradient that FSDP reduces."""
+    return 4 if recipe.reduce == "float32" else compute_bytes(recipe)
+
+
 def master_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a trained weight: FSDP with mixed precision keeps it in float32 (accelerate >= 1.13)."""
     if recipe.method != "full" or (recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")):

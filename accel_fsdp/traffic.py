@@ -11,7 +11,7 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from accel_fsdp.states import DTYPE_BYTES, NF4_BYTES, compute_bytes, master_bytes
+from accel_fsdp.states import DTYPE_BYTES, NF4_BYTES, compute_bytes, master_bytes, reduce_bytes
 from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
 
 
@@ -91,7 +91,7 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One reduction of one unit's gradients: reduce-scatter where they are sharded, all-reduce over replicas."""
     elements = trained_numel(unit, recipe)
-    volume = elements * reduce_bytes(recipe, layout)
+    volume = elements * sent_gradient_bytes(recipe, layout)
     shard = volume / layout.shard_ranks
     scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
     replicas = layout.ranks // layout.shard_ranks
@@ -164,12 +164,12 @@ def is_quantized(one: Parameter, unit: Unit) -> bool:
     return unit.block is not None and one.kind == "linear"
 
 
-def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
-    """Bytes per element of a reduced gradient: DDP's are of the weights' dtype, the others reduce in the compute dtype.
+def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Bytes per element of a reduced gradient: DDP's are of the weights' dtype, FSDP's of the reduce dtype.
 
     (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
     """
-    return master_bytes(recipe, layout) if layout.engine in ("ddp", "single") else compute_bytes(recipe)
+    return master_bytes(recipe, layout) if layout.engine in ("ddp", "single") else reduce_bytes(recipe)
 
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:

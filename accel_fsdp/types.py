@@ -267,6 +267,8 @@ class Recipe:
     `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
     "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind. `chunked_loss` never holds all logits at once.
+    Trainer drops them before backward, another script may have `keeps_logits`; `reduce` is the dtype in which FSDP
+    reduces gradients, which Accelerate makes that of mixed precision.
     """
 
     method: Method = "full"
@@ -278,6 +280,8 @@ class Recipe:
     optimizer: OptimizerName = "adamw_torch_fused"
     checkpointing: Checkpointing = "none"
     chunked_loss: bool = False
+    keeps_logits: bool = False
+    reduce: Literal["compute", "float32"] = "compute"
     lora_rank: int = 16
     lora_targets: LoraTargets = "all"
     lora_dropout: bool = False

@@ -123,10 +123,14 @@ def main() -> None:
     lines = table(found)
     print("\n".join(lines))
     if options.write:
-        write(lines)
+        write(found, lines)
 
 
-def write(lines: list[str]) -> None:
+def _outside(found: list[Result]) -> list[Result]:
+    return [one for one in found if one.within is None and abs(one.peak) > 0.01]
+
+
+def write(found: list[Result], lines: list[str]) -> None:
     """Replaces this benchmark's part of RESULTS.md."""
     left = content()["left_out"]
     reasons = {why: [name for name in left if left[name] == why] for why in dict.fromkeys(left.values())}
@@ -137,6 +141,8 @@ def write(lines: list[str]) -> None:
         "",
         *lines,
     ]
+    part += ["", "Allocated and active rows outside of 1 %:", ""]
+    part += [f"- {one.row['id']} {one.peak:+.2%}: {one.row.get('note', 'not explained')}" for one in _outside(found)]
     part += ["", "Left out:", "", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items()), ""]
     text = RESULTS.read_text() if RESULTS.exists() else f"# Results\n\n{START}{END}"
     before, _, rest = text.partition(START)
