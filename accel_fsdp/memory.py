@@ -83,9 +83,7 @@ class _Walk:
     retained: int
 
     @staticmethod
-    def of(
-        meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks
-    ) -> "_Walk":
+    def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)

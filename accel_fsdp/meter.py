@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gradients", "optimizer state"
 ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
 KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, LOSS, BUFFERS, WORKSPACE)
+LETTERS: Mapping[str, str] = dict(zip(KINDS, "POGUALBW", strict=True))
+"""What figures write where there is no room for the kind."""
 
 
 @dataclass(frozen=True)
