@@ -11,6 +11,7 @@ from itertools import accumulate, groupby, pairwise
 
 TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
+NARROW = 500
 AROUND_CAPACITY = 1.12
 SMALL = 4  # of a capacity more than so many times the highest value only a word is shown
 
@@ -63,8 +64,8 @@ class Words:
 
 
 def gib(size: float) -> str:
-    """A size as the terminal shows it; what would round to nothing gets one more digit."""
-    return f"{size:,.1f}" if size >= 1 or not size else f"{size:.2f}"
+    """A size as the terminal shows it; a small one gets one more digit."""
+    return f"{size:,.1f}" if size >= 1 or size < 0.005 else f"{size:.2f}"
 
 
 def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> str:
@@ -75,7 +76,7 @@ def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> s
     shapes = [shape for place, row in enumerate(rows) for shape in _bar(row, LINE + 44 * place, scale, width - 8)]
     if capacity.gib <= top:
         x = capacity.gib * scale
-        shapes.append(_line(x, LINE - 4, x, height, "capacity"))
+        shapes += [_line(x, y + 35, x, y + 56, "capacity") for y in range(0, height - 57, 44)]
         shapes.append(_text(x, TEXT - 2, f"{capacity.name}: {capacity.gib:.0f} GiB", "end"))
     else:
         shapes.append(_text(width, TEXT - 2, f"{capacity.name}: {capacity.gib:.0f} GiB, beyond the edge →", "end"))
@@ -109,7 +110,7 @@ def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tu
         shapes.append(_text(0, y + 13, kind, style="name"))
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))
-            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib(size)}"))
+            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib(size)} GiB"))
     return _figure(words, width, 66 * len(rows) - 6, shapes)
 
 
@@ -134,7 +135,7 @@ def lines(
     shapes.append(_line(x, top, x, height - BOTTOM, "here"))
     shapes.append(_text(min(max(x, LEFT + 40), right - 40), top - 8, here[1], "middle"))
     shapes.append(_line(LEFT, y, right, y, "capacity"))
-    ends = [("", f"{capacity.name}: {capacity.gib:.0f}", y)]
+    ends = [("", f"GPU: {capacity.gib:.0f} GiB", y)]
     for curve in curves:
         places = [at(*point) for point in curve.points]
         shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
@@ -158,7 +159,7 @@ def areas(
     totals = [sum(sizes.values()) for _, sizes in samples]
     limit = capacity.top(max(totals), max(1, max(totals) / capacity.gib) * AROUND_CAPACITY)
     counts = [(name, len(list(group))) for name, group in groupby(name for name, _ in samples)]
-    places, bounds = _places([count for _, count in counts], width - 8)
+    places, bounds = _places([count for _, count in counts], width - 8, 1 if width < NARROW else 0.7)
 
     def at(size: float) -> float:
         return height - BOTTOM - size / limit * (height - BOTTOM - top)
@@ -174,7 +175,9 @@ def areas(
     for (name, _), (start, end) in zip(counts, pairwise(bounds), strict=True):
         shapes.append(_line(start, top, start, height - BOTTOM, "rung"))
         for row, word in enumerate(_phase(name, len(counts) > phases)):
-            shapes.append(_text((start + end) / 2, height - BOTTOM + LINE * (row + 1), word, "middle"))
+            last = end == bounds[-1]
+            x, anchor = (width, "end") if last else ((start + end) / 2, "middle")
+            shapes.append(_text(x, height - BOTTOM + LINE * (row + 1), word, anchor))
     shapes += _capacity_line(capacity, at(capacity.gib), limit, width - 8)
     peak = max(range(len(totals)), key=totals.__getitem__)
     x, y = places[peak], at(totals[peak])
@@ -190,9 +193,9 @@ def _capacity_line(capacity: Capacity, y: float, limit: float, right: float) -> 
     return [_line(LEFT, y, right, y, "capacity"), _text(right, y - 5, label, "end", "halo")]
 
 
-def _places(counts: Sequence[int], right: float) -> tuple[list[float], list[float]]:
-    """The x of all samples, and the bounds of the phases; short phases get room for their name."""
-    weights = [max(count, 0.7 * max(counts)) for count in counts]
+def _places(counts: Sequence[int], right: float, least: float) -> tuple[list[float], list[float]]:
+    """The x of all samples, and the bounds of the phases; short phases get `least` of the longest, for their name."""
+    weights = [max(count, least * max(counts)) for count in counts]
     scale = (right - LEFT) / sum(weights)
     bounds = [LEFT + scale * before for before in accumulate(weights, initial=0.0)]
     spread = [

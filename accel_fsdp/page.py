@@ -26,6 +26,8 @@ AGAINST = {kind: kind for kind in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS
     BUFFERS: "buffers (DDP: its buckets)",
 }
 TOO_THIN = 0.01
+CASTS = " DDP's are larger in mixed precision, as autocast keeps 16-bit copies of the weights until backward."
+SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of two micro-batches, optimizer step (step)."
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 :root{color-scheme:light dark;--back:#fff;--ink:#1b1f24;--dim:#57606a;--rule:#d0d7de;--limit:#a40e26;
@@ -53,8 +55,11 @@ rect,.area{stroke:var(--back);stroke-width:.75}
 .key{display:flex;flex-wrap:wrap;gap:4px 14px;list-style:none;padding:0;margin:8px 0;font-size:.875rem}
 .key svg{display:inline-block;width:20px;height:18px;vertical-align:-4px;margin-right:5px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
-th,td{padding:4px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
-th:first-child,td:first-child{text-align:left;padding-left:0}summary{cursor:pointer;margin:12px 0}
+th,td{padding:4px 7px;text-align:right;border-bottom:1px solid var(--rule)}thead th{vertical-align:bottom}
+th:first-child{text-align:left;padding-left:0;min-width:9em;position:sticky;left:0;background:var(--back)}
+summary{cursor:pointer;margin:12px 0}
+@media(min-width:1100px){.wide{margin:0 calc((800px - min(1240px,100vw - 56px))/2)}
+.wide th:first-child{white-space:nowrap}}
 @media(max-width:719px){.w720{display:none}.w360{display:block}}
 """
 
@@ -102,8 +107,9 @@ def _against(job: Job) -> str:
     words = Words("Parameters, gradients, optimizer state, activations per GPU: DDP against FSDP", said)
     return _section(
         words.title,
-        "DDP keeps everything on every GPU. FSDP keeps a share of the model's state on each, gathers one unit at a "
-        "time to compute with it, and leaves the activations as they are.",
+        "DDP keeps everything on every GPU. FSDP keeps a share of the model's state on each and gathers one unit at a "
+        "time to compute with it. Activations are not sharded."
+        + (CASTS if ddp[ACTIVATIONS] > 1.05 * fsdp[ACTIVATIONS] else ""),
         _figure(
             [drawing.pairs(words, rows, ("DDP", "FULL_SHARD"), width) for width in WIDTHS],
             f"Predicted for FSDP2 on {job.ranks:,} GPUs, {_how(job.recipe)}. Each kind where it is highest; they are "
@@ -114,13 +120,15 @@ def _against(job: Job) -> str:
 
 def _strategies(job: Job, found: Plan) -> str:
     rows = [_bar(one, name_of(one.layout)) for one in found.rows]
+    how = f"The highest point of one step, {_how(job.recipe)}."
     if found.choice and found.choice.recipe != job.recipe:
-        rows.insert(0, _bar(found.choice, f"Recommended: {name_of(found.choice.layout)}, {_how(found.choice.recipe)}"))
+        rows.insert(0, _bar(found.choice, f"Recommended, {rows_in(found.choice.recipe)}"))
+        how += f" The recommended one: {name_of(found.choice.layout)}, {_how(found.choice.recipe)}."
     said = "; ".join(f"{row.name}: {row.note}" for row in rows)
     words = Words("Memory of one GPU at the highest point of a step, by strategy", said)
     return _section(
         "All strategies",
-        f"The highest point of one step, {_how(job.recipe)} where nothing else is said.",
+        how,
         _key(KINDS)
         + _figure(
             [drawing.bars(words, rows, _capacity(job), width) for width in WIDTHS],
@@ -151,7 +159,8 @@ def _step(job: Job, shown: Candidate, chosen: bool) -> str:
         + _figure(
             [drawing.areas(words, drawn, _capacity(job), width) for width in WIDTHS],
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
-            "head) its highest point and what it leaves. The dot is the highest point of all.",
+            "head) its highest point and what it leaves. The dot is the highest point of all."
+            + (SHORT_PHASES if shown.recipe.accumulation > 1 else ""),
         ),
     )
 
@@ -165,8 +174,8 @@ def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> s
         "More GPUs, longer sequences",
         f"With {how}. More GPUs make the sharded state smaller, not the activations; longer sequences make the "
         "activations larger.",
-        f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per row. Each mark doubles.')}"
-        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {job.ranks:,} GPUs. Each mark doubles.')}",
+        f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per row. Both scales double.')}"
+        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {job.ranks:,} GPUs. Both scales double.')}",
     )
 
 
@@ -212,7 +221,7 @@ def _timeline(job: Job, recipe: Recipe, layout: Layout) -> memory.Timeline:
 
 
 def _numbers(job: Job, found: Plan) -> str:
-    titles = ("strategy", "per GPU", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
+    titles = ("strategy", "rows", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
     rows = [_cells(one, name_of(one.layout)) for one in found.rows]
     if found.choice:
         rows.insert(0, _cells(found.choice, f"{name_of(found.choice.layout)} (recommended)"))
@@ -220,16 +229,16 @@ def _numbers(job: Job, found: Plan) -> str:
         "The numbers",
         f"All predicted, {job.recipe.length:,} tokens per row. GiB at the highest point of the step, then what is "
         "alive there.",
-        _table(titles, rows),
+        _table(titles, rows, "wide"),
     )
 
 
 def _cells(one: Candidate, name: str) -> list[str]:
     peak = one.prediction.peak
-    how = f"{rows_in(one.recipe)}, {checkpointing_in(one.recipe)}"
+    how = (f"{one.recipe.rows}", one.recipe.checkpointing)
     sizes = [_size(peak.total), *(_size(peak.live[kind]) for kind in KINDS)]
     speed = [f"{one.step.step_seconds:.2f}", f"{one.tokens_per_s:,.0f}"]
-    return [escape(name), how, one.device.verdict, *sizes, peak.phase, *speed]
+    return [escape(name), *how, one.device.verdict, *sizes, peak.phase, *speed]
 
 
 def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
@@ -254,13 +263,13 @@ def _size(size: int) -> str:
     return f'<data value="{size}">{gib(size / GIB)}</data>'
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     body = "".join(
         f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
     )
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="table">'
+        f'<div class="scroll {style}" tabindex="0" role="region" aria-label="table">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
