@@ -1,6 +1,7 @@
 """Figures as SVG text: stacked bars, pairs, lines over doublings, stacked areas. Knows sizes and names, no plans. Pure.
 
-Sizes are GiB. Classes name the colours, which the page's style sheet gives: a part's letter is its class.
+Sizes are GiB. `STYLE` goes into the page's style sheet; a part's letter is the class that gives its colour (Okabe and
+Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim, --limit, --c1, --c2, --c3.
 """
 
 import math
@@ -13,6 +14,18 @@ TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
 NARROW = 500
 AROUND_CAPACITY = 1.12
+STYLE = """
+text{font:13px system-ui,sans-serif;fill:var(--ink)}.name{font-weight:600}
+.halo{paint-order:stroke;stroke:var(--back);stroke-width:4px;stroke-linejoin:round}
+rect{stroke:var(--back);stroke-width:.75}
+.P{fill:#0072b2}.O{fill:#56b4e9}.G{fill:#e69f00}.U{fill:#f0e442}.A{fill:#009e73}.L{fill:#d55e00}.B{fill:#cc79a7}
+.W{fill:#999}[class^=on-]{fill:#000}.on-P{fill:#fff}
+.capacity{stroke:var(--limit);stroke-width:2;stroke-dasharray:6 4}.cut{fill:var(--limit);stroke:var(--back)}
+.here,.rung{stroke:var(--rule)}.here{stroke:var(--dim);stroke-dasharray:2 3}
+.curve{fill:none;stroke-width:2.5}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}
+.curve.c3{stroke:var(--c3);stroke-dasharray:7 4}.dot{fill:var(--ink)}.dot.c1,.end.c1{fill:var(--c1)}
+.dot.c2,.end.c2{fill:var(--c2)}.dot.c3,.end.c3{fill:var(--c3)}
+"""
 SMALL = 4  # of a capacity more than so many times the highest value only a word is shown
 
 

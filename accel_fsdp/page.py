@@ -26,7 +26,7 @@ AGAINST = {kind: kind for kind in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS
     BUFFERS: "buffers (DDP: its buckets)",
 }
 TOO_THIN = 0.01
-CASTS = " DDP's are larger in mixed precision, as autocast keeps 16-bit copies of the weights until backward."
+CASTS = " DDP's are larger here: it keeps tensors in two dtypes where FSDP computes in one."
 SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of two micro-batches, optimizer step (step)."
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
@@ -42,24 +42,15 @@ h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{marg
 .dim,figcaption,footer{color:var(--dim)}.advice{border-left:4px solid var(--c2);padding-left:12px}
 figure{margin:12px 0}figcaption{font-size:.875rem;margin-top:6px}svg{display:block;width:100%;overflow:visible}
 .w360{display:none;max-width:480px}
-text{font:13px system-ui,sans-serif;fill:var(--ink)}.name{font-weight:600}
-.halo{paint-order:stroke;stroke:var(--back);stroke-width:4px;stroke-linejoin:round}
-rect,.area{stroke:var(--back);stroke-width:.75}
-.P{fill:#0072b2}.O{fill:#56b4e9}.G{fill:#e69f00}.U{fill:#f0e442}.A{fill:#009e73}.L{fill:#d55e00}.B{fill:#cc79a7}
-.W{fill:#999}[class^=on-]{fill:#000}.on-P{fill:#fff}
-.capacity{stroke:var(--limit);stroke-width:2;stroke-dasharray:6 4}.cut{fill:var(--limit);stroke:var(--back)}
-.here,.rung{stroke:var(--rule)}.here{stroke:var(--dim);stroke-dasharray:2 3}
-.curve{fill:none;stroke-width:2.5}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}
-.curve.c3{stroke:var(--c3);stroke-dasharray:7 4}.dot{fill:var(--ink)}.dot.c1,.end.c1{fill:var(--c1)}
-.dot.c2,.end.c2{fill:var(--c2)}.dot.c3,.end.c3{fill:var(--c3)}
 .key{display:flex;flex-wrap:wrap;gap:4px 14px;list-style:none;padding:0;margin:8px 0;font-size:.875rem}
 .key svg{display:inline-block;width:20px;height:18px;vertical-align:-4px;margin-right:5px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
-th,td{padding:4px 7px;text-align:right;border-bottom:1px solid var(--rule)}thead th{vertical-align:bottom}
+td{white-space:nowrap}th,td{padding:4px 6px;text-align:right;border-bottom:1px solid var(--rule)}
+thead th{vertical-align:bottom}
 th:first-child{text-align:left;padding-left:0;min-width:9em;position:sticky;left:0;background:var(--back)}
 summary{cursor:pointer;margin:12px 0}
 @media(min-width:1100px){.wide{margin:0 calc((800px - min(1240px,100vw - 56px))/2)}
-.wide th:first-child{white-space:nowrap}}
+.wide table{font-size:.75rem}.wide th:first-child{min-width:15em}}
 @media(max-width:719px){.w720{display:none}.w360{display:block}}
 """
 
@@ -93,7 +84,7 @@ def make_page(job: Job, found: Plan, headline: str, advice: Sequence[str]) -> st
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}: predicted memory</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<style>{STYLE}{drawing.STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 
@@ -132,15 +123,15 @@ def _strategies(job: Job, found: Plan) -> str:
         _key(KINDS)
         + _figure(
             [drawing.bars(words, rows, _capacity(job), width) for width in WIDTHS],
-            "Predicted. The dashed line is the whole memory of one GPU; CUDA and NCCL need some of it too. A red "
-            "arrow: the bar goes on beyond the edge.",
+            "Predicted. The dashed line is the whole memory of one GPU; CUDA and NCCL need some of it too. An "
+            "arrow: over it, and beyond the edge.",
         ),
     )
 
 
 def _bar(one: Candidate, name: str) -> Bar:
     live = one.prediction.peak.live
-    fits = {"yes": "fits", "tight": "tight", "no": "does not fit"}[one.device.verdict]
+    fits = {"yes": "fits", "tight": "tight", "no": "over"}[one.device.verdict]
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
     return Bar(name, f"{gib(one.prediction.peak.total / GIB)} GiB, {fits}", parts)
 
@@ -168,14 +159,15 @@ def _step(job: Job, shown: Candidate, chosen: bool) -> str:
 def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
     how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
     tokens = shown.recipe.length
-    first = _lines(job, by_gpus, "GPUs", (job.ranks, f"{job.ranks:,} GPU{'s' * (job.ranks > 1)}"))
+    gpus = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
+    first = _lines(job, by_gpus, "GPUs", (job.ranks, gpus))
     second = _lines(job, by_tokens, "tokens per row", (tokens, f"{tokens:,} tokens"))
     return _section(
         "More GPUs, longer sequences",
         f"With {how}. More GPUs make the sharded state smaller, not the activations; longer sequences make the "
         "activations larger.",
         f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per row. Both scales double.')}"
-        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {job.ranks:,} GPUs. Both scales double.')}",
+        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {gpus}. Both scales double.')}",
     )
 
 
