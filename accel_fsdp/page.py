@@ -123,8 +123,8 @@ def _strategies(job: Job, found: Plan) -> str:
         _key(KINDS)
         + _figure(
             [drawing.bars(words, rows, _capacity(job), width) for width in WIDTHS],
-            "Predicted. The dashed line is the whole memory of one GPU; CUDA and NCCL need some of it too. An "
-            "arrow: over it, and beyond the edge.",
+            "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
+            "that ends just before it is over. An arrow: the bar goes on beyond the edge.",
         ),
     )
 
@@ -164,8 +164,8 @@ def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> s
     second = _lines(job, by_tokens, "tokens per row", (tokens, f"{tokens:,} tokens"))
     return _section(
         "More GPUs, longer sequences",
-        f"With {how}. More GPUs make the sharded state smaller, not the activations; longer sequences make the "
-        "activations larger.",
+        f"With {how}; sharded by FSDP2, without offload. More GPUs make the sharded state smaller, not the "
+        "activations; longer sequences make the activations larger.",
         f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per row. Both scales double.')}"
         f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {gpus}. Both scales double.')}",
     )
