@@ -147,6 +147,10 @@ class PlanCommand:
         Path | None, tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False
+    html: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="Also write the plan as one HTML page with figures.")
+    ] = None
+    force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing FILE.")] = False
 
 
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
@@ -228,10 +232,10 @@ def _plan(command: PlanCommand) -> int:
         chunked_loss=command.chunked_loss,
         lora_rank=command.lora_rank,
     )
-    options = planning.Options(
-        command.model, command.gpus, command.nodes, recipe, command.batch, command.json, command.config
+    shown = (command.json, command.config, command.html, command.force)
+    return planning.show_plan(
+        planning.Options(command.model, command.gpus, command.nodes, recipe, command.batch, *shown)
     )
-    return planning.show_plan(options)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

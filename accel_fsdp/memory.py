@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from accel_fsdp import states
 from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
-from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment
+from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
 from accel_fsdp.quirks import TAPE_LOGIT_BYTES, Quirks
 from accel_fsdp.states import Unit
 from accel_fsdp.tapes import At, Replay, Tape, Tapes, replay
@@ -46,17 +46,25 @@ def predict(
     quirks: Quirks = TODAY,
 ) -> Prediction:
     """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
-    walk = _Walk.of(shape, tapes, recipe, layout, quirks)
-    walk.meter.enter("between steps")
-    walk.meter.add(BUFFERS, shape.buffers_bytes)
-    walk.meter.add(WORKSPACE, workspace_bytes)
-    walk.engine.begin(with_states=True)
-    steady = sum(walk.meter.live.values()) + walk.engine.kept_gradients()
-    for micro_batch in range(1, min(recipe.accumulation, 2) + 1):
-        walk.micro_batch(f" of micro-batch {micro_batch}" if recipe.accumulation > 1 else "")
-    walk.meter.enter("optimizer step")
-    walk.engine.step()
+    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks)
+    steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step in the order of events: of each unit its highest point, then what it leaves; the most of each kind."""
+
+    samples: tuple[Moment, ...]
+    most: Mapping[str, int]
+
+
+def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
+    """The step that `predict` walks through, unit by unit."""
+    trace = Trace()
+    _Walk.of(trace, shape, tapes, recipe, layout, TODAY).step(shape.buffers_bytes, workspace_bytes)
+    trace.mark()
+    return Timeline(tuple(trace.samples), trace.most)
 
 
 @dataclass
@@ -75,11 +83,10 @@ class _Walk:
     retained: int
 
     @staticmethod
-    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
+    def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-        meter = Meter()
         engine = ENGINES[layout.engine](meter, units, recipe, layout)
 
         def play(tape: Tape) -> Replay:
@@ -99,6 +106,19 @@ class _Walk:
             retained=blocks[-1].output if retains else 0,
         )
 
+    def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
+        """The whole step; returns what lives between steps."""
+        self.meter.enter("between steps")
+        self.meter.add(BUFFERS, buffers_bytes)
+        self.meter.add(WORKSPACE, workspace_bytes)
+        self.engine.begin(with_states=True)
+        steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
+        for micro_batch in range(1, min(self.recipe.accumulation, 2) + 1):
+            self.micro_batch(f" of micro-batch {micro_batch}" if self.recipe.accumulation > 1 else "")
+        self.meter.enter("optimizer step")
+        self.engine.step()
+        return steady
+
     def micro_batch(self, name: str) -> None:
         """Forward and backward."""
         tokens = self.recipe.rows * self.recipe.length
@@ -116,6 +136,7 @@ class _Walk:
         self._rise(self.embedding.forward_peak)
         self.meter.add(ACTIVATIONS, self.embedding.forward_end)
         self.engine.after_forward(0)
+        self.meter.mark()
         for unit, block in enumerate(self.order, start=1):
             played = self.blocks[block]
             self.engine.before_forward(unit)
@@ -124,6 +145,7 @@ class _Walk:
             if not self._holds_input(played):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
+            self.meter.mark()
 
     def _rise(self, peak: int) -> None:
         self.meter.touch({ACTIVATIONS: peak})
@@ -145,6 +167,7 @@ class _Walk:
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
+        self.meter.mark()
         self.engine.before_backward(self.head_unit)
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
@@ -175,6 +198,7 @@ class _Walk:
             self.meter.add(ACTIVATIONS, -saved)
             self.meter.add(ACTIVATIONS, -held if not self.retained else self.retained if unit > 2 else 0)
             self.engine.after_backward(unit, played.born)
+            self.meter.mark()
         self.engine.before_backward(0)
         self._play_back(self.embedding, ACTIVATIONS)
         gradient = self.embedding.output

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gradients", "optimizer state"
 ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
 KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, LOSS, BUFFERS, WORKSPACE)
+LETTERS: Mapping[str, str] = dict(zip(KINDS, "POGUALBW", strict=True))
+"""What figures write where there is no room for the kind."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Meter:
         for kind, size in rises.items():
             self.live[kind] -= size
 
+    def mark(self) -> None:
+        """A unit is done. Only a `Trace` cares."""
+
     def _look(self) -> None:
         total = sum(self.live.values())
         if total > self._highest:
@@ -55,3 +60,30 @@ class Meter:
                 self.moments.pop()
             self.moments.append(Moment(self.phase, dict(self.live)))
             self._highest = total
+
+
+@dataclass
+class Trace(Meter):
+    """Keeps of each unit its highest point and what it leaves behind, and of each kind the most there ever was."""
+
+    samples: list[Moment] = field(default_factory=list)
+    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    _top: Moment | None = None
+
+    def enter(self, phase: str) -> None:
+        """As without, and what is left of the phase before is a unit."""
+        self.mark()
+        super().enter(phase)
+
+    def mark(self) -> None:
+        """Keeps the unit that is done."""
+        if self._top:
+            self.samples += [self._top, Moment(self.phase, dict(self.live))]
+        self._top = None
+
+    def _look(self) -> None:
+        super()._look()
+        now = Moment(self.phase, dict(self.live))
+        self.most = {kind: max(size, self.most[kind]) for kind, size in now.live.items()}
+        if self._top is None or now.total > self._top.total:
+            self._top = now

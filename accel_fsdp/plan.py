@@ -210,3 +210,13 @@ def name_of(layout: Layout) -> str:
     if layout.engine in ("ddp", "single"):
         return {"ddp": "DDP", "single": "one GPU"}[layout.engine]
     return f"{layout.engine.upper()} {names[layout.strategy]}" + (" offload" if layout.offload else "")
+
+
+def checkpointing_in(recipe: Recipe) -> str:
+    """The recipe's activation checkpointing in words."""
+    return "no checkpointing" if recipe.checkpointing == "none" else "activation checkpointing"
+
+
+def rows_in(recipe: Recipe) -> str:
+    """The recipe's micro-batch in words."""
+    return "1 row" if recipe.rows == 1 else f"{recipe.rows} rows"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import catalogue, gpus, layouts, machines, overheads, plan, recorded, render
+from accel_fsdp import catalogue, files, gpus, layouts, machines, overheads, page, plan, recorded, render
 from accel_fsdp.errors import UsageError
 from accel_fsdp.inputs import read_subject
-from accel_fsdp.meter import KINDS
+from accel_fsdp.meter import KINDS, LETTERS
 from accel_fsdp.overheads import GIB
-from accel_fsdp.plan import Candidate, Job, Plan, name_of
+from accel_fsdp.plan import Candidate, Job, Plan, checkpointing_in, name_of, rows_in
 from accel_fsdp.tapes import VARIANTS, Tapes
 from accel_fsdp.traffic import step_traffic
 from accel_fsdp.types import Layout, ModelShape, Recipe
@@ -19,7 +19,6 @@ from accel_fsdp.types import Layout, ModelShape, Recipe
 BAR_CELLS = 20
 COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s")
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
-LETTERS = dict(zip(KINDS, "POGUALBW", strict=True))
 COLOURS = dict(
     zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
 )
@@ -27,7 +26,10 @@ COLOURS = dict(
 
 @dataclass(frozen=True)
 class Options:
-    """What the command takes. `rows` None: the table has one row per GPU, the search finds the largest that fits."""
+    """What the command takes. `rows` None: the table has one row per GPU, the search finds the largest that fits.
+
+    `html` is where the plan is also written as a page.
+    """
 
     model: str
     gpus: str
@@ -36,6 +38,8 @@ class Options:
     rows: int | None = None
     json: bool = False
     config: Path | None = None
+    html: Path | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,10 @@ def show_plan(options: Options) -> int:
     """Prints the plan; returns 0 where something fits, 1 where nothing does.
 
     Raises:
-        UserError: the model or the GPUs are not known, or the numbers can't be.
+        UserError: the model or the GPUs are not known, the numbers can't be, or the page can't be written.
     """
+    if options.html and not options.force:
+        files.refuse_existing(options.html, "it may be the page of another plan", "--html")
     layout = None
     if options.config is not None:
         layout, recipe = layouts.of_subject(read_subject(options.config)[0], options.recipe)
@@ -74,6 +80,9 @@ def show_plan(options: Options) -> int:
         render.put(json.dumps(as_json(job, found), indent=2))
     else:
         _show(job, found)
+    if options.html:
+        files.write_text(options.html, page.make_page(job, found, _headline(job), list(_recommendation(job, found))))
+        render.say(f"written: {options.html}")
     return 0 if found.choice else 1
 
 
@@ -198,15 +207,18 @@ def _row_json(job: Job, one: Candidate) -> dict[str, Any]:
     }
 
 
-def _show(job: Job, found: Plan) -> None:
+def _headline(job: Job) -> str:
     recipe = job.recipe
     millions = overheads.model_numel(job.shape) / 1e6
-    render.put(
+    return (
         f"{job.shape.name}: {millions:,.1f} M parameters, {recipe.method} training on "
         f"{job.ranks} x {job.gpu.name} with {job.gpu.memory_gib:.0f} GiB, "
-        f"{recipe.rows} x {recipe.length:,} tokens per GPU; all of it predicted.",
-        wrap=True,
+        f"{recipe.rows} x {recipe.length:,} tokens per GPU; all of it predicted."
     )
+
+
+def _show(job: Job, found: Plan) -> None:
+    render.put(_headline(job), wrap=True)
     shown = COLUMNS if render.data.width >= WIDE else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
     rows = [_cells(job, one) for one in found.rows]
     render.show_bars(shown, [[row[name] for name in shown] for row in rows], _legend())
@@ -241,13 +253,13 @@ def _recommendation(job: Job, found: Plan) -> Iterator[str]:
         yield f"Nothing fits into {job.gpu.memory_gib:.0f} GiB per GPU. What would:"
         yield from (f"  {change}" for change in found.changes or ("a smaller model, or more machines",))
         return
-    how = f"{_rows(choice)} per GPU, {_checkpointing(choice)}"
+    how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
     yield f"Take {name_of(choice.layout)} with {how}. {found.reason}"
     if second:
         times = choice.tokens_per_s / second.tokens_per_s
         slower = f"{times - 1:.1%} slower" if times < 1.5 else f"{times:.1f} times as slow"
         used = second.device.allocated / GIB
-        other = f"{_rows(second)}, {_checkpointing(second)}"
+        other = f"{rows_in(second.recipe)}, {checkpointing_in(second.recipe)}"
         yield f"Next is {name_of(second.layout)} ({other}): {used:.1f} GiB, {slower}."
     yield f"The longest sequence that fits this way has {found.longest:,} tokens."
     host = overheads.host(job.shape, choice.recipe, choice.layout)
@@ -257,11 +269,3 @@ def _recommendation(job: Job, found: Plan) -> Iterator[str]:
         f"{host.checkpoint / 1e9:,.0f} GB of disk, the exported model {host.export / 1e9:,.0f} GB."
     )
     yield "Assumed: " + " ".join(choice.step.assumptions)
-
-
-def _checkpointing(one: Candidate) -> str:
-    return "no checkpointing" if one.recipe.checkpointing == "none" else "activation checkpointing"
-
-
-def _rows(one: Candidate) -> str:
-    return "1 row" if one.recipe.rows == 1 else f"{one.recipe.rows} rows"

@@ -15,6 +15,7 @@ PURE = {
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
     *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "memory"),
+    *("drawing", "page"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
@@ -34,11 +35,12 @@ LAYERS = [
         "meter",
         "states",
         "quirks",
+        "drawing",
     },
     {"weights", "here", "engines", "gpus", "traffic", "recorded"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
     {"defaults", "layouts", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
-    {"questions", "migrate_fsdp", "traces"},
+    {"questions", "migrate_fsdp", "traces", "page"},
     {"migrate_zero", "fitting"},
     {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},

@@ -1,0 +1,285 @@
+"""Figures as SVG text: stacked bars, pairs, lines over doublings, stacked areas. Knows sizes and names, no plans. Pure.
+
+Sizes are GiB. `STYLE` goes into the page's style sheet; a part's letter is the class that gives its colour (Okabe and
+Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim, --limit, --c1, --c2, --c3.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate, groupby, pairwise
+
+TEXT, LINE = 13, 16
+LEFT, BOTTOM = 44, 40
+NARROW = 500
+AROUND_CAPACITY = 1.12
+STYLE = """
+text{font:13px system-ui,sans-serif;fill:var(--ink)}.name{font-weight:600}
+.halo{paint-order:stroke;stroke:var(--back);stroke-width:4px;stroke-linejoin:round}
+rect{stroke:var(--back);stroke-width:.75}
+.P{fill:#0072b2}.O{fill:#56b4e9}.G{fill:#e69f00}.U{fill:#f0e442}.A{fill:#009e73}.L{fill:#d55e00}.B{fill:#cc79a7}
+.W{fill:#999}[class^=on-]{fill:#000}.on-P{fill:#fff}
+.capacity{stroke:var(--limit);stroke-width:2;stroke-dasharray:6 4}.cut{fill:var(--limit);stroke:var(--back)}
+.here,.rung{stroke:var(--rule)}.here{stroke:var(--dim);stroke-dasharray:2 3}
+.curve{fill:none;stroke-width:2.5}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}
+.curve.c3{stroke:var(--c3);stroke-dasharray:7 4}.dot{fill:var(--ink)}.dot.c1,.end.c1{fill:var(--c1)}
+.dot.c2,.end.c2{fill:var(--c2)}.dot.c3,.end.c3{fill:var(--c3)}
+"""
+SMALL = 4  # of a capacity more than so many times the highest value only a word is shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a bar."""
+
+    letter: str
+    name: str
+    gib: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stacked bar with its name and what stands at its right end."""
+
+    name: str
+    note: str
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line through points whose x doubles; `style` is its class."""
+
+    name: str
+    style: str
+    points: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a GPU holds."""
+
+    name: str
+    gib: float
+
+    def top(self, highest: float, above: float = AROUND_CAPACITY) -> float:
+        """Where an axis ends: a little above the capacity, or above the values where the capacity is far from them."""
+        return highest * AROUND_CAPACITY if highest * SMALL < self.gib else self.gib * above
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a figure is called, and what it shows in one sentence for those who can't see it."""
+
+    title: str
+    description: str
+
+
+def gib(size: float) -> str:
+    """A size as the terminal shows it; a small one gets one more digit."""
+    return f"{size:,.1f}" if size >= 1 or size < 0.005 else f"{size:.2f}"
+
+
+def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> str:
+    """One bar below the other, name and value above each, cut with a mark where it goes beyond the scale."""
+    top = capacity.top(max(sum(part.gib for part in row.parts) for row in rows))
+    scale = (width - 8) / top
+    height = LINE + 44 * len(rows)
+    shapes = [shape for place, row in enumerate(rows) for shape in _bar(row, LINE + 44 * place, scale, width - 8)]
+    if capacity.gib <= top:
+        x = capacity.gib * scale
+        shapes += [_line(x, y + 35, x, y + 56, "capacity") for y in range(0, height - 57, 44)]
+        shapes.append(_text(x, TEXT - 2, f"{capacity.name}: {capacity.gib:.0f} GiB", "end"))
+    else:
+        shapes.append(_text(width, TEXT - 2, f"{capacity.name}: {capacity.gib:.0f} GiB, beyond the edge →", "end"))
+    return _figure(words, width, height, shapes)
+
+
+def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
+    yield _text(0, y + 14, row.name, style="name")
+    yield _text(end, y + 14, row.note, "end")
+    x = 0.0
+    for part in row.parts:
+        wide = min(part.gib * scale, end - x)
+        if wide <= 0:
+            break
+        shown = f"{part.letter} {gib(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
+        label = _text(x + wide / 2, y + 33, shown, "middle", f"on-{part.letter}") if shown else ""
+        tip = f"<title>{escape(part.name)}: {gib(part.gib)} GiB</title>"
+        yield f"<g>{tip}{_rect(x, y + 19, wide, 19, part.letter)}{label}</g>"
+        x += wide
+    if sum(part.gib for part in row.parts) * scale > end + 0.5:
+        points = f"{end - 7:.1f},{y + 17:.1f} {end + 8:.1f},{y + 28.5:.1f} {end - 7:.1f},{y + 40:.1f}"
+        yield f'<polygon class="cut" points="{points}"><title>goes on beyond the edge</title></polygon>'
+
+
+def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tuple[str, str], width: int) -> str:
+    """Of each kind (letter, name) two bars, one per way of training."""
+    scale = (width - 152) / max(1e-9, *(size for row in rows for size in row[2:]))
+    shapes: list[str] = []
+    for place, (letter, kind, *sizes) in enumerate(rows):
+        y = 66 * place
+        shapes.append(_text(0, y + 13, kind, style="name"))
+        for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))
+            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib(size)} GiB"))
+    return _figure(words, width, 66 * len(rows) - 6, shapes)
+
+
+def lines(
+    words: Words, curves: Sequence[Curve], capacity: Capacity, here: tuple[int, str], axis: str, width: int
+) -> str:
+    """Lines on two doubling scales, each named at its end; `here` marks an x with a word."""
+    height, right, top = 300, width - 118, 24
+    low_x, high_x = _ends([x for curve in curves for x, _ in curve.points])
+    low_y, high_y = _ends([capacity.gib, *(y for curve in curves for _, y in curve.points)])
+    low_y, high_y = math.floor(low_y), math.ceil(high_y)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (math.log2(x) - low_x) / max(high_x - low_x, 1e-9) * (right - LEFT)
+        return across, height - BOTTOM - (math.log2(y) - low_y) / max(high_y - low_y, 1) * (height - BOTTOM - top)
+
+    step = -(-(high_y - low_y) // 7) or 1
+    shapes = [_rung(at(2**low_x, 2.0**power)[1], right, _short(2.0**power)) for power in range(low_y, high_y + 1, step)]
+    ticks = sorted({x for curve in curves for x, _ in curve.points})
+    shapes += _ticks([(at(x, 1)[0], _short(x)) for x in ticks], height - BOTTOM)
+    x, y = at(here[0], capacity.gib)
+    shapes.append(_line(x, top, x, height - BOTTOM, "here"))
+    shapes.append(_text(min(max(x, LEFT + 40), right - 40), top - 8, here[1], "middle"))
+    shapes.append(_line(LEFT, y, right, y, "capacity"))
+    ends = [("", f"GPU: {capacity.gib:.0f} GiB", y)]
+    for curve in curves:
+        places = [at(*point) for point in curve.points]
+        shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
+        shapes += [
+            f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(curve.name)}, '
+            f"{value[0]:,}: {gib(value[1])} GiB</title></circle>"
+            for (x, y), value in zip(places, curve.points, strict=True)
+        ]
+        ends.append((curve.style, curve.name, places[-1][1]))
+    shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _apart(ends)]
+    shapes.append(_text(0, 12, "GiB"))
+    shapes.append(_text((LEFT + right) / 2, height - 4, axis, "middle"))
+    return _figure(words, width, height, shapes)
+
+
+def areas(
+    words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capacity: Capacity, width: int, phases: int = 5
+) -> str:
+    """Sizes by letter on top of each other over phases, with the highest point named."""
+    height, top = 320, 12
+    totals = [sum(sizes.values()) for _, sizes in samples]
+    limit = capacity.top(max(totals), max(1, max(totals) / capacity.gib) * AROUND_CAPACITY)
+    counts = [(name, len(list(group))) for name, group in groupby(name for name, _ in samples)]
+    places, bounds = _places([count for _, count in counts], width - 8, 1 if width < NARROW else 0.7)
+
+    def at(size: float) -> float:
+        return height - BOTTOM - size / limit * (height - BOTTOM - top)
+
+    shapes = [_rung(at(size), width - 8, f"{size:,g}") for size in _round_steps(limit)]
+    letters = list(samples[0][1])
+    stacks = [[0.0, *accumulate(sizes.values())] for _, sizes in samples]
+    for number, letter in enumerate(letters):
+        upper = [(x, at(stack[number + 1])) for x, stack in zip(places, stacks, strict=True)]
+        lower = [(x, at(stack[number])) for x, stack in zip(places, stacks, strict=True)]
+        if any(sizes[letter] for _, sizes in samples):
+            shapes.append(f'<polygon class="area {letter}" points="{_points([*upper, *reversed(lower)])}"/>')
+    for (name, _), (start, end) in zip(counts, pairwise(bounds), strict=True):
+        shapes.append(_line(start, top, start, height - BOTTOM, "rung"))
+        for row, word in enumerate(_phase(name, len(counts) > phases)):
+            last = end == bounds[-1]
+            x, anchor = (width, "end") if last else ((start + end) / 2, "middle")
+            shapes.append(_text(x, height - BOTTOM + LINE * (row + 1), word, anchor))
+    shapes += _capacity_line(capacity, at(capacity.gib), limit, width - 8)
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    x, y = places[peak], at(totals[peak])
+    shapes.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+    shapes.append(_text(x - 8, y + 4, f"{gib(totals[peak])} GiB", "end", "halo"))
+    return _figure(words, width, height, shapes)
+
+
+def _capacity_line(capacity: Capacity, y: float, limit: float, right: float) -> list[str]:
+    label = f"{capacity.name}: {capacity.gib:.0f} GiB"
+    if capacity.gib > limit:
+        return [_text(right, 12, f"{label}, above ↑", "end", "halo")]
+    return [_line(LEFT, y, right, y, "capacity"), _text(right, y - 5, label, "end", "halo")]
+
+
+def _places(counts: Sequence[int], right: float, least: float) -> tuple[list[float], list[float]]:
+    """The x of all samples, and the bounds of the phases; short phases get `least` of the longest, for their name."""
+    weights = [max(count, least * max(counts)) for count in counts]
+    scale = (right - LEFT) / sum(weights)
+    bounds = [LEFT + scale * before for before in accumulate(weights, initial=0.0)]
+    spread = [
+        start + (end - start) * number / max(count - 1, 1)
+        for count, (start, end) in zip(counts, pairwise(bounds), strict=True)
+        for number in range(count)
+    ]
+    return spread, bounds
+
+
+def _phase(name: str, many: bool) -> list[str]:
+    """A phase's name in at most two lines; short where there are many phases."""
+    short = {"between": "idle", "optimizer": "step", "forward": "fwd", "backward": "bwd"}
+    first, *rest = name.split()
+    if not many:
+        return [first, *rest]
+    return [short.get(first, first), *(rest[-1:] if "micro-batch" in rest else [])]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    return math.log2(min(values)), math.log2(max(values))
+
+
+def _short(size: float) -> str:
+    return f"{size / 1024:g}k" if size >= 2048 else f"{size:,g}" if size >= 1 else f"1/{1 / size:g}"
+
+
+def _round_steps(limit: float) -> list[float]:
+    """Round numbers from 0 to `limit`, five to ten of them."""
+    unit = 10 ** math.floor(math.log10(limit / 4))
+    step = unit * max(factor for factor in (1, 2, 5) if unit * factor <= limit / 4)
+    return [step * number for number in range(int(limit / step) + 1)]
+
+
+def _apart(ends: Sequence[tuple[str, str, float]]) -> Iterator[tuple[str, str, float]]:
+    """Labels moved down so that none covers another."""
+    last = -math.inf
+    for style, name, y in sorted(ends, key=lambda end: end[2]):
+        last = max(y, last + LINE)
+        yield style, name, last
+
+
+def _ticks(places: Sequence[tuple[float, str]], y: float) -> Iterator[str]:
+    """The labels of the x axis for which there is room."""
+    last = -math.inf
+    for x, name in places:
+        if x - last >= 34:
+            last = x
+            yield _text(x, y + LINE, name, "middle")
+
+
+def _rung(y: float, right: float, name: str) -> str:
+    return _line(LEFT, y, right, y, "rung") + _text(LEFT - 6, y + 4, name, "end")
+
+
+def _points(places: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _text(x: float, y: float, content: str, anchor: str = "start", style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{style}">{escape(content)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
+    return f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _figure(words: Words, width: int, height: float, shapes: Sequence[str]) -> str:
+    about = f"<title>{escape(words.title)}</title><desc>{escape(words.description)}</desc>"
+    return f'<svg role="img" class="w{width}" viewBox="0 0 {width} {height:.0f}">{about}{"".join(shapes)}</svg>'
