@@ -85,6 +85,7 @@ class _Walk:
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
         meter = Meter()
         engine = ENGINES[layout.engine](meter, units, recipe, layout)
+        engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
 
         def play(tape: Tape) -> Replay:
             return replay(tape.of(recipe.rows), at)
@@ -150,19 +151,25 @@ class _Walk:
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
-        self.engine.before_backward(self.head_unit)
+        self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
             self.meter.add(ACTIVATIONS, -hidden)
-        self._play_back(self.head, LOSS, self.more_logits[1])
+        if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's from its first chunk on
+            self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
+        self.engine.before_head_backward(self.head_unit)
+        if self.recipe.chunked_loss:
+            self._play_back(self.head, LOSS)
+        else:
+            self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
         # hidden states that it keeps go when their gradient comes, of the same size
         gradient = 0 if self.head.keeps_input else hidden
         self._end_of(self.head, {LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
-    def _play_back(self, played: Replay, kind: str, more: int = 0) -> None:
-        self.meter.touch({kind: played.backward_peak - played.backward_born + more, GRADIENTS: played.backward_born})
+    def _play_back(self, played: Replay, kind: str) -> None:
+        self.meter.touch({kind: played.backward_peak - played.backward_born, GRADIENTS: played.backward_born})
 
     def _end_of(self, played: Replay, freed: Mapping[str, int]) -> None:
         """What a backward leaves: gradients, in the place of what it freed on the way to its own highest point."""
