@@ -139,7 +139,10 @@ class Fsdp(Engine):
 
 @dataclass
 class Fsdp2(Fsdp):
-    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next copy."""
+    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives through the next copy.
+
+    (`wait_for_unshard` drops it before, but its own variable `prev_all_gather_state` holds it to its return.)
+    """
 
     kept_output: int = 0
     prefetched: int | None = None
@@ -147,8 +150,8 @@ class Fsdp2(Fsdp):
 
     def _gather(self, unit: int) -> None:
         self._all_gather(unit)
-        self.meter.add(GATHERED, -self.kept_output)
         self.meter.add(GATHERED, self._size(unit))
+        self.meter.add(GATHERED, -self.kept_output)
         self.gathered.add(unit)
         self.kept_output = self._output(unit)
 
