@@ -168,8 +168,13 @@ class _Walk:
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
-    def _play_back(self, played: Replay, kind: str) -> None:
-        self.meter.touch({kind: played.backward_peak - played.backward_born, GRADIENTS: played.backward_born})
+    def _play_back(self, played: Replay, kind: str, released: int = 0) -> None:
+        """Its highest point. The tape begins with the release of `released` bytes of output that are long gone.
+
+        Or, with reentrant checkpointing, that the checkpoint's own frame holds to the end.
+        """
+        rise = released + played.backward_peak - played.backward_born
+        self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
 
     def _end_of(self, played: Replay, freed: Mapping[str, int]) -> None:
         """What a backward leaves: gradients, in the place of what it freed on the way to its own highest point."""
@@ -186,12 +191,12 @@ class _Walk:
                 self._rise(played.forward_peak)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
-            self._play_back(played, ACTIVATIONS)
+            self._play_back(played, ACTIVATIONS, played.output)
             grown = -held if not self.retained else self.retained if unit > 2 else 0
             self._end_of(played, {ACTIVATIONS: grown - saved})
             self.engine.after_backward(unit, played.born)
         self.engine.before_backward(0)
-        self._play_back(self.embedding, ACTIVATIONS)
+        self._play_back(self.embedding, ACTIVATIONS, self.embedding.output)
         self._end_of(self.embedding, {ACTIVATIONS: -self.embedding.forward_end})
         born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
         self.meter.add(GRADIENTS, -self.summed)
