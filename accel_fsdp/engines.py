@@ -20,6 +20,7 @@ class Engine:
     """Everything on every rank, nothing to gather: one GPU, and the base of the others.
 
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
+    `prefetches` says that backward gathers the next unit early.
     """
 
     meter: Meter
@@ -27,6 +28,7 @@ class Engine:
     recipe: Recipe
     layout: Layout
     has_grads: bool = False
+    prefetches: bool = True
 
     def begin(self, with_states: bool) -> None:
         """What lives from step to step."""
@@ -48,6 +50,13 @@ class Engine:
 
     def end_forward(self) -> None:
         """The loss is there."""
+
+    def before_loss_backward(self) -> None:
+        """Backward begins, with the loss."""
+
+    def before_head_backward(self, unit: int) -> None:
+        """The logits' gradient is there; the head is in this unit."""
+        self.before_backward(unit)
 
     def before_backward(self, unit: int) -> None:
         """The gradient of the unit's output is there."""
@@ -130,7 +139,10 @@ class Fsdp(Engine):
 
 @dataclass
 class Fsdp2(Fsdp):
-    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next copy."""
+    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives through the next copy.
+
+    (`wait_for_unshard` drops it before, but its own variable `prev_all_gather_state` holds it to its return.)
+    """
 
     kept_output: int = 0
     prefetched: int | None = None
@@ -138,8 +150,8 @@ class Fsdp2(Fsdp):
 
     def _gather(self, unit: int) -> None:
         self._all_gather(unit)
-        self.meter.add(GATHERED, -self.kept_output)
         self.meter.add(GATHERED, self._size(unit))
+        self.meter.add(GATHERED, -self.kept_output)
         self.gathered.add(unit)
         self.kept_output = self._output(unit)
 
@@ -166,9 +178,16 @@ class Fsdp2(Fsdp):
             self.meter.add(GATHERED, -self._output(unit))
             self.gathered.add(unit)
             self.prefetched = None
-        if unit > 0 and unit - 1 not in self.gathered and self.prefetched != unit - 1:
-            self._all_gather(unit - 1)
-            self.prefetched = unit - 1
+        self._prefetch(unit - 1)
+
+    def before_head_backward(self, unit: int) -> None:
+        """The unit of the head is the last in forward, so the last block is prefetched, also with tied embeddings."""
+        self._prefetch((unit or len(self.units)) - 1)
+
+    def _prefetch(self, unit: int) -> None:
+        if unit >= 0 and unit not in self.gathered and self.prefetched != unit:
+            self._all_gather(unit)
+            self.prefetched = unit
 
     def after_backward(self, unit: int, born: int) -> None:
         """Frees the unit and reduces its gradients."""
@@ -213,11 +232,17 @@ class Fsdp1(Fsdp):
         self.meter.add(GATHERED, -cast)
         self.gathered.add(unit)
 
+    def before_loss_backward(self) -> None:
+        """The root's hook, which is on the loss, prefetches the last block (`_pre_backward_hook`)."""
+        self.before_backward(len(self.units))
+
+    def before_head_backward(self, unit: int) -> None:
+        """The root has been made sure of with the loss."""
+
     def before_backward(self, unit: int) -> None:
         """Makes sure of the unit, and prefetches the one before it."""
-        prefetched = () if self.recipe.checkpointing == "reentrant" else (unit - 1,)
-        for one in (unit, *prefetched):
-            if one >= 0 and one not in self.gathered:
+        for one in (unit, unit - 1) if self.prefetches else (unit,):
+            if 0 <= one < len(self.units) and one not in self.gathered:
                 self._gather(one)
 
     def after_backward(self, unit: int, born: int) -> None:

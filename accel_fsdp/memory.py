@@ -13,7 +13,7 @@ from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
 from accel_fsdp.quirks import TAPE_LOGIT_BYTES, Quirks
 from accel_fsdp.states import Unit
-from accel_fsdp.tapes import At, Replay, Tape, Tapes, replay
+from accel_fsdp.tapes import At, Replay, Tape, Tapes, Variant, replay, variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
@@ -69,7 +69,10 @@ def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wo
 
 @dataclass
 class _Walk:
-    """One micro-batch, unit by unit. `order` names the block of each layer, `first` its unit's place."""
+    """One micro-batch, unit by unit. `order` names the block of each layer.
+
+    `summed` is the second gradient of a tied embedding: autograd adds it to the head's, which waited for it.
+    """
 
     meter: Meter
     engine: Engine
@@ -81,6 +84,7 @@ class _Walk:
     head_unit: int
     more_logits: tuple[int, int]
     retained: int
+    summed: int
 
     @staticmethod
     def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
@@ -88,11 +92,13 @@ class _Walk:
         units = units_of(shape, recipe, layout)
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
         engine = ENGINES[layout.engine](meter, units, recipe, layout)
+        engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
 
         def play(tape: Tape) -> Replay:
             return replay(tape.of(recipe.rows), at)
 
         blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
+        embedding = play(tapes.embedding)
         head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
         head_unit = len(units) - 1 if units[-1].name == "head" else 0
         logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
@@ -101,9 +107,10 @@ class _Walk:
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         return _Walk(
-            *(meter, engine, recipe, order, blocks, play(tapes.embedding), head, head_unit),
+            *(meter, engine, recipe, order, blocks, embedding, head, head_unit),
             more_logits=(loss * logits, backward * logits),
             retained=blocks[-1].output if retains else 0,
+            summed=min(_table_bytes(shape, recipe, layout), embedding.born, head.born) if shape.tied else 0,
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -168,20 +175,34 @@ class _Walk:
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
         self.meter.mark()
-        self.engine.before_backward(self.head_unit)
+        self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
             self.meter.add(ACTIVATIONS, -hidden)
-        self._play_back(self.head, LOSS, self.more_logits[1])
-        self.meter.add(LOSS, -self.head.forward_end)
-        if not self.head.keeps_input:  # else the hidden states go when their gradient comes, of the same size
-            self.meter.add(ACTIVATIONS, hidden)
+        if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's from its first chunk on
+            self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
+        self.engine.before_head_backward(self.head_unit)
+        if self.recipe.chunked_loss:
+            self._play_back(self.head, LOSS)
+        else:
+            self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
+        # hidden states that it keeps go when their gradient comes, of the same size
+        gradient = 0 if self.head.keeps_input else hidden
+        self._end_of(self.head, {LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
-    def _play_back(self, played: Replay, kind: str, more: int = 0) -> None:
-        self.meter.touch({kind: played.backward_peak - played.backward_born + more, GRADIENTS: played.backward_born})
-        self.meter.add(GRADIENTS, played.born)
+    def _play_back(self, played: Replay, kind: str, released: int = 0) -> None:
+        """Its highest point. The tape begins with the release of `released` bytes of output that are long gone.
+
+        Or, with reentrant checkpointing, that the checkpoint's own frame holds to the end.
+        """
+        rise = released + played.backward_peak - played.backward_born
+        self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
+
+    def _end_of(self, played: Replay, freed: Mapping[str, int]) -> None:
+        """What a backward leaves: gradients, in the place of what it freed on the way to its own highest point."""
+        self.meter.change({GRADIENTS: played.born, **freed})
 
     def _backward(self) -> None:
         """Frees what each block saved, and its input: its output went with the block after it."""
@@ -194,20 +215,26 @@ class _Walk:
                 self._rise(played.forward_peak)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
-            self._play_back(played, ACTIVATIONS)
-            self.meter.add(ACTIVATIONS, -saved)
-            self.meter.add(ACTIVATIONS, -held if not self.retained else self.retained if unit > 2 else 0)
+            self._play_back(played, ACTIVATIONS, played.output)
+            grown = -held if not self.retained else self.retained if unit > 2 else 0
+            self._end_of(played, {ACTIVATIONS: grown - saved})
             self.engine.after_backward(unit, played.born)
             self.meter.mark()
         self.engine.before_backward(0)
-        self._play_back(self.embedding, ACTIVATIONS)
-        gradient = self.embedding.output
-        self.meter.add(ACTIVATIONS, self.embedding.output - self.embedding.forward_end - gradient)
-        born = self.embedding.born + (0 if self.head_unit else self.head.born)
+        self._play_back(self.embedding, ACTIVATIONS, self.embedding.output)
+        self._end_of(self.embedding, {ACTIVATIONS: -self.embedding.forward_end})
+        born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
+        self.meter.add(GRADIENTS, -self.summed)
         self.engine.after_backward(0, born)
         if self.retained:  # the inputs of all blocks, and the gradients of all but two
             self.meter.add(ACTIVATIONS, -self.retained * (2 * len(self.order) - 2))
         self.engine.end_backward()
+
+
+def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
+    """The gradient of the embedding's table, in the dtype that the embedding is used in."""
+    width = 2 if Variant.of(variant_of(recipe, layout.engine)).weights == "bf16" else 4
+    return shape.vocab * shape.hidden * width
 
 
 def block_order(shape: ModelShape) -> list[int]:

@@ -42,6 +42,12 @@ class Meter:
         self.live[kind] += size
         self._look()
 
+    def change(self, sizes: Mapping[str, int]) -> None:
+        """Allocates and frees by kind, with nothing to see in between."""
+        for kind, size in sizes.items():
+            self.live[kind] += size
+        self._look()
+
     def touch(self, rises: Mapping[str, int]) -> None:
         """A peak that is gone again before anything else happens: `rises` by kind above what is alive."""
         for kind, size in rises.items():

@@ -16,10 +16,15 @@ class Quirks:
     `keeps_block_gradients`: FSDP1 over frozen layers with reentrant checkpointing holds the blocks' inputs with their
     gradients to the end of backward: its hook (`_register_post_backward_reshard_only_hook`) refers to the detached
     inputs, which are leaves there and so own a gradient.
+
+    `checkpoints_outside`: reentrant checkpointing runs around FSDP1's wrapper instead of inside of it. The wrapper's
+    forward then runs without gradients, so it leaves no hook for backward (`_register_pre_backward_hooks`), and a unit
+    without one is never prefetched.
     """
 
     logit_bytes: tuple[int, int] = TAPE_LOGIT_BYTES
     keeps_block_gradients: bool = False
+    checkpoints_outside: bool = False
 
 
 PLAIN_LOSS = frozenset({"gpt_bigcode"})
@@ -32,7 +37,9 @@ def of(versions: Mapping[str, str], model_type: str = "", autocast: bool = True)
     transformers: upcasting copies the logits and shifting copies them again in 4.45 (12 bytes), where 4.48 also keeps
     the first ones in a frame (14): token slopes of PowerLM and Mistral in fms-acceleration's public runs. The retained
     gradients: exactly (L - 2) hidden states per token in all their frozen FSDP1 runs with torch 2.4.1, none without
-    FSDP or when everything is trained.
+    FSDP or when everything is trained. Since 4.53 layers checkpoint in their own `__call__` (modeling_layers.py);
+    before, the constant term of all frozen and large FSDP1 runs lacks exactly one block, and so it does in those that
+    name no version but torch 2.4.1.
     """
     transformers, torch = (Version(versions.get(name, "99")) for name in ("transformers", "torch"))
     logits = TAPE_LOGIT_BYTES
@@ -40,4 +47,5 @@ def of(versions: Mapping[str, str], model_type: str = "", autocast: bool = True)
         logits = (12, 12) if transformers < Version("4.46") else (14, 12)
         if model_type in PLAIN_LOSS and not autocast:  # which upcasts
             logits = (6, 8)  # logits, shifted copy, log-softmax; and the gradient
-    return Quirks(logits, torch < Version("2.5"))
+    old = transformers < Version("4.53") if "transformers" in versions else torch < Version("2.5")
+    return Quirks(logits, torch < Version("2.5"), old)

@@ -203,7 +203,8 @@ class Replay(NamedTuple):
     """One tape at one batch, in bytes above what was there before the segment; gradients of parameters apart.
 
     `forward_end` holds the output and all that is saved. `backward_peak` counts the gradients born by then,
-    `backward_born` is their share; `born` are all of them.
+    `backward_born` is their share; `born` are all of them. `early_peak` is the highest point of backward before the
+    first gradient of a parameter is born, which is where a head's own backward follows the loss's; without any, all.
     """
 
     forward_peak: int
@@ -213,18 +214,28 @@ class Replay(NamedTuple):
     backward_born: int
     born: int
     keeps_input: bool
+    early_peak: int = 0
+    late_peak: int = 0
+    late_born: int = 0
 
 
 def replay(tape: Tape, at: At) -> Replay:
     """Plays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
-    alive = born = peak = born_at_peak = 0
+    alive = born = 0
+    early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
     for event in tape.backward:
         if event.sign:
             alive += event.sign * event.size.at(at)
         else:
             born += event.size.at(at)
-        if alive + born > peak:
-            peak, born_at_peak = alive + born, born
+        if born:
+            late = max(late, (alive + born, born), key=lambda point: point[0])
+        else:
+            early = max(early, (alive, 0), key=lambda point: point[0])
+    peak, born_at_peak = max(early, late, key=lambda point: point[0])
     end = forward[-1] if forward else 0
-    return Replay(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input)
+    return Replay(
+        *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
+        *(early[0], *late),
+    )

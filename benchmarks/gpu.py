@@ -1,0 +1,335 @@
+"""Predicted against measured peak memory on one NVIDIA GPU: `python benchmarks/gpu.py [--quick] [--out FILE]`.
+
+Each case trains three steps in a process of its own (`gpu_case.py`), so that one that fails ends no other. Nothing is
+downloaded: models have random weights, ranks besides the first don't exist. Needs torch, transformers and accelerate,
+for LoRA peft as well. Results go to `data/gpu_cases.json`, in place of older ones of the same case and libraries.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from accel_fsdp import catalogue, memory, overheads, recorded
+from accel_fsdp.errors import UserError
+from accel_fsdp.files import write_text
+from accel_fsdp.tapes import Tapes, variant_of
+from accel_fsdp.types import Layout, ModelShape, Recipe
+
+HERE = Path(__file__).parent
+DATA = HERE / "data" / "gpu_cases.json"
+CASE_SECONDS = 150
+WORKERS = 4
+SPARE_BYTES = 3 << 30  # context and what the allocator reserves
+LIBRARIES = ("torch", "transformers", "accelerate")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the catalogue, cut to some layers, and how it is trained."""
+
+    model: str
+    layers: int
+    recipe: Recipe
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """Such as "Llama-3.2-1B/16 fsdp2-1x8 1x2048 full bf16/float32"."""
+        r, where = self.recipe, self.layout
+        engine = where.engine if where.engine == "single" else f"{where.engine}-{where.strategy}x{where.ranks}"
+        words = [f"{self.model.rpartition('/')[2]}/{self.layers}", engine, f"{r.rows}x{r.length}", r.checkpointing]
+        words += [f"{r.precision}/{r.dtype}"]
+        words += [r.method] if r.method != "full" else []
+        words += ["foreach"] if r.optimizer == "adamw_torch" else []
+        return " ".join(words)
+
+
+SMOL, SMALL, TINY_QWEN = "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-360M", "Qwen/Qwen3-0.6B"
+LLAMA, LLAMA8, LLAMA2 = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-7b-hf"
+QWEN8, MOE, PHI = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "microsoft/Phi-3-mini-4k-instruct"
+GEMMA2, GEMMA3, GPT2 = "google/gemma-2-2b", "google/gemma-3-1b-pt", "openai-community/gpt2"
+PURE: dict[str, Any] = {"precision": "no", "dtype": "bfloat16"}
+LORA: dict[str, Any] = {"method": "lora", "dtype": "bfloat16", "checkpointing": "full"}
+FULL: dict[str, Any] = {"checkpointing": "full"}
+REENTRANT: dict[str, Any] = {"checkpointing": "reentrant"}
+FOREACH: dict[str, Any] = {"optimizer": "adamw_torch"}
+
+
+def case(model: str, layers: int, engine: str, rows: int, length: int, **options: Any) -> Case:
+    """`engine` is such as "fsdp2-1x8": engine, strategy, ranks."""
+    kind, _, rest = engine.partition("-")
+    strategy, ranks = (int(number) for number in (rest or "1x1").split("x"))
+    layout = Layout(kind, strategy, ranks, ranks)  # type: ignore[arg-type]
+    return Case(model, layers, Recipe(rows=rows, length=length, **options), layout)
+
+
+QUICK = [
+    case(SMOL, 30, "single", 8, 1024),
+    case(LLAMA, 16, "single", 2, 2048, **FULL, **FOREACH),
+    case(LLAMA, 16, "ddp-1x8", 2, 1024, **FULL),
+    case(LLAMA, 16, "fsdp2-1x2", 2, 2048),
+    case(LLAMA8, 16, "fsdp2-1x64", 2, 2048),
+    case(LLAMA, 16, "fsdp1-1x2", 2, 2048),
+    case(MOE, 2, "single", 1, 2048, **FULL),
+    case(TINY_QWEN, 28, "fsdp1-1x8", 8, 512),
+]
+MORE = [
+    case(SMOL, 30, "single", 1, 8192, **FULL),
+    case(TINY_QWEN, 28, "single", 4, 1024, **PURE),
+    case(TINY_QWEN, 28, "single", 2, 4096, **REENTRANT),
+    case(LLAMA, 16, "single", 1, 2048),
+    case(GEMMA3, 26, "single", 1, 2048, **FULL),
+    case(GEMMA2, 8, "single", 1, 2048),
+    case(GPT2, 12, "single", 8, 1024),
+    case(LLAMA2, 4, "single", 1, 4096),
+    case(SMALL, 32, "ddp-1x8", 4, 1024),
+    case(TINY_QWEN, 28, "ddp-1x2", 2, 1024, **PURE),
+    case(LLAMA, 16, "fsdp2-1x1", 2, 1024),
+    case(LLAMA, 16, "fsdp2-1x8", 2, 2048, **PURE),
+    case(LLAMA8, 32, "fsdp2-1x8", 1, 4096, **FULL),
+    case(LLAMA8, 32, "fsdp2-1x64", 1, 8192, **FULL),
+    case(LLAMA8, 16, "fsdp2-2x8", 1, 2048, **REENTRANT),
+    case(QWEN8, 36, "fsdp2-1x64", 1, 4096, **FULL, **FOREACH),
+    case(TINY_QWEN, 28, "fsdp2-2x8", 4, 2048),
+    case(GEMMA2, 26, "fsdp2-1x8", 1, 2048, **FULL),
+    case(MOE, 4, "fsdp2-1x8", 1, 2048, **FULL),
+    case(PHI, 32, "fsdp2-1x8", 2, 2048, **FULL),
+    case(LLAMA, 16, "fsdp1-1x1", 2, 1024),
+    case(LLAMA8, 32, "fsdp1-1x8", 1, 4096, **FULL),
+    case(LLAMA8, 16, "fsdp1-2x8", 1, 2048, **FULL),
+    case(QWEN8, 36, "fsdp1-1x64", 1, 2048, **REENTRANT),
+    case(LLAMA, 16, "fsdp1-3x2", 2, 1024, **FULL),
+    case(PHI, 16, "fsdp1-1x8", 1, 4096),
+    case(LLAMA8, 32, "single", 2, 2048, **LORA),
+    case(LLAMA8, 32, "fsdp2-1x8", 2, 2048, **LORA),
+    case(LLAMA8, 32, "fsdp1-1x8", 2, 2048, **LORA),
+]
+CPU = [
+    case(SMOL, 2, "single", 1, 64, precision="no"),
+    case(SMOL, 2, "fsdp2-1x8", 2, 64, precision="no"),
+    case(SMOL, 2, "fsdp1-1x8", 2, 64, precision="no", **FULL),
+]
+"""For a machine without a GPU: they show that the program works, no more."""
+
+
+def config_of(one: Case) -> dict[str, Any]:
+    """The model's configuration, cut."""
+    config = dict(catalogue.entries()[one.model]["config"])
+    config["n_layer" if "n_layer" in config or config["model_type"] == "gpt2" else "num_hidden_layers"] = one.layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: one.layers]
+    return config
+
+
+def shape_and_tapes(one: Case) -> tuple[ModelShape, Tapes]:
+    """From the bundle, else recorded anew, which takes all of this project's libraries."""
+    variant = variant_of(one.recipe, one.layout.engine)
+    found = recorded.find(one.model)
+    assert found is not None
+    shape, tapes = found
+    if variant not in tapes:
+        from transformers import AutoConfig
+
+        from accel_fsdp.fitting import tapes_of
+
+        config = dict(catalogue.entries()[one.model]["config"])
+        shape, tapes[variant] = tapes_of(one.model, AutoConfig.for_model(config.pop("model_type"), **config), variant)
+    return cut(shape, one.layers), tapes[variant]
+
+
+def cut(shape: ModelShape, layers: int) -> ModelShape:
+    """The shape with its first layers only; a kind of block without any left stays, empty, for its tape's place."""
+    blocks = tuple(replace(b, layers=tuple(layer for layer in b.layers if layer < layers)) for b in shape.blocks)
+    return replace(shape, blocks=blocks)
+
+
+def predicted(one: Case, workspace: int) -> dict[str, int]:
+    """Bytes at the highest point of each phase, and between steps."""
+    shape, tapes = shape_and_tapes(one)
+    made = memory.predict(shape, tapes, one.recipe, one.layout, workspace)
+    peaks = {"forward": 0, "backward": 0, "step": 0}
+    names = {"forward": "forward", "loss": "forward", "backward": "backward", "optimizer step": "step"}
+    for moment in made.moments:
+        if moment.phase in names:
+            name = names[moment.phase]
+            peaks[name] = max(peaks[name], moment.total)
+    return {**peaks, "steady": made.steady, "peak": made.peak.total}
+
+
+def measure(one: Case, device: str) -> dict[str, Any]:
+    """Runs a case; an error in its last lines if it fails."""
+    shape, _ = shape_and_tapes(one)
+    settings = asdict(one.recipe) | {"engine": one.layout.engine, "strategy": one.layout.strategy}
+    settings["ranks"] = 0 if one.layout.engine == "single" else one.layout.ranks
+    settings |= {"config": config_of(one), "blocks": [block.name for block in shape.blocks], "vocab": shape.vocab}
+    command = [sys.executable, str(HERE / "gpu_case.py"), json.dumps(settings), device]
+    environment = {"PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=CASE_SECONDS, env={**os.environ, **environment}
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"still running after {CASE_SECONDS} s"}
+    marked = [line for line in ran.stdout.splitlines() if line.startswith("MEASURED ")]
+    if not marked:
+        return {"error": " | ".join((ran.stderr or ran.stdout).strip().splitlines()[-3:])}
+    found: dict[str, Any] = json.loads(marked[-1].removeprefix("MEASURED "))
+    return found
+
+
+def row_of(one: Case, found: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a case."""
+    hopper = overheads.HOPPER_WORKSPACE_BYTES if found.get("hopper") else overheads.WORKSPACE_BYTES
+    guess = predicted(one, hopper if found["device"] != "CPU" else 0)
+    measured = {name: value for name, value in found.items() if name not in ("versions", "device", "hopper")}
+    return {
+        "case": one.name,
+        "model": one.model,
+        "layers": one.layers,
+        "recipe": asdict(one.recipe),
+        "layout": asdict(one.layout),
+        "device": found["device"],
+        "versions": {name: version(name) for name in LIBRARIES},
+        "measured": measured,
+        "predicted": guess,
+        "error": {name: guess[name] / measured[name] - 1 for name in guess},
+    }
+
+
+class Room:
+    """How much of the GPU's memory the running cases may take together."""
+
+    def __init__(self, size: int) -> None:
+        self._free = self._size = size
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> int:
+        """Waits for as much; a case larger than all of it waits until it is alone."""
+        taken = min(size, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= taken)
+            self._free -= taken
+        return taken
+
+    def give(self, size: int) -> None:
+        """Gives it back."""
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+
+def needed(one: Case) -> int:
+    """Roughly what a case takes: its step, or its whole model beside the shards while it is prepared."""
+    shape, _ = shape_and_tapes(one)
+    width = 4 if one.recipe.precision != "no" and one.recipe.method == "full" else 2
+    loading = overheads.model_numel(shape) * max(width, 4 if one.recipe.dtype == "float32" else 2)
+    return round(1.25 * max(predicted(one, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
+
+
+def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[dict[str, Any]]:
+    """All cases, some at a time; prints each line as it comes."""
+    rows: list[dict[str, Any]] = []
+
+    def one(each: Case) -> None:
+        taken = room.take(needed(each))
+        began = time.monotonic()
+        try:
+            found = measure(each, device)
+        finally:
+            room.give(taken)
+        seconds = time.monotonic() - began
+        if "error" in found:
+            print(f"{each.name}: FAILED after {seconds:.0f} s: {found['error']}", flush=True)
+            return
+        rows.append(row_of(each, found))
+        print(line(rows[-1]) + f"  {seconds:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, cases))
+    order = {each.name: number for number, each in enumerate(cases)}
+    return sorted(rows, key=lambda row: order[row["case"]])
+
+
+def line(row: dict[str, Any]) -> str:
+    """One result: measured and predicted peak, and the errors of all phases."""
+    sizes = [row[side]["peak"] / (1 << 20) for side in ("measured", "predicted")]
+    errors = [f"{name} {row['error'][name]:+.2%}" for name in ("peak", "steady", "forward", "backward", "step")]
+    return f"{row['case']:<72} {sizes[0]:>9.0f} {sizes[1]:>9.0f} MiB  " + "  ".join(errors)
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Median and worst error by engine and over all."""
+    lines = []
+    for engine in [*dict.fromkeys(row["layout"]["engine"] for row in rows), "all"]:
+        mine = [row for row in rows if engine in ("all", row["layout"]["engine"])]
+        worst = max(mine, key=lambda row: abs(row["error"]["peak"]))
+        errors = {name: [abs(row["error"][name]) for row in mine] for name in ("peak", "steady")}
+        lines.append(
+            f"{engine}: {len(mine)} cases, peak median {median(errors['peak']):.2%}, worst {max(errors['peak']):.2%} "
+            f"({worst['case']}), steady worst {max(errors['steady']):.2%}"
+        )
+    return lines
+
+
+def keep(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Adds results to a file, in place of those of the same cases, libraries and device."""
+    old = json.loads(path.read_text())["cases"] if path.exists() else []
+
+    def key(row: dict[str, Any]) -> str:
+        return json.dumps([row["case"], row["device"], row["versions"]])
+
+    new = {key(row) for row in rows}
+    kept = [row for row in old if key(row) not in new] + rows
+    lines = ",\n".join(json.dumps(row) for row in kept)
+    write_text(path, f'{{"cases": [\n{lines}\n]}}\n')
+
+
+def gpu_bytes() -> int:
+    """The first GPU's memory as its driver says, without torch: this process leaves the GPU to the others."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
+
+
+def main() -> None:
+    """Runs the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few cases only")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="the results' file; without it, those of a GPU go to data/")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    cases = CPU if options.device == "cpu" else QUICK if options.quick else [*QUICK, *MORE]
+    cases = [one for one in cases if options.only in one.name]
+    try:
+        version("peft")
+    except PackageNotFoundError:
+        print(f"peft is not installed: {sum(one.recipe.method != 'full' for one in cases)} cases with LoRA left out")
+        cases = [one for one in cases if one.recipe.method == "full"]
+    size, workers = (gpu_bytes(), WORKERS) if options.device == "cuda" else (1 << 40, 2)
+    began = time.monotonic()
+    rows = run_all(sorted(cases, key=needed, reverse=True), options.device, Room(size), workers)
+    if not rows:
+        raise SystemExit("no case could be measured")
+    print(*summary(rows), f"{len(rows)} of {len(cases)} cases in {time.monotonic() - began:.0f} s", sep="\n")
+    out = options.out or (DATA if options.device == "cuda" else None)
+    if out:
+        try:
+            keep(out, rows)
+        except UserError as error:
+            raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One rank of `test_memory.py`: what torch's profiler sees of a forward and backward after Accelerate's `prepare`.
+
+`tracked.py SETTINGS FOLDER`: the other ranks are a fake process group's, which sends nothing. Prints `TRACKED [{...}]`,
+one for each setting: bytes of the sharded parameters and gradients, and the highest point of all.
+
+The profiler counts in the CPU's allocator. torch's `FSDPMemTracker` hooks each module of a group on its own, so that
+Accelerate's last unit (norm and head) is reduced twice under it (torch 2.13, `_instrument_fsdp_module`).
+"""
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from held import storages
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+from upstream_probe import V1, V2, local, prepared
+
+from accel_fsdp import cpu
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP"}
+
+
+def built(setting: dict[str, Any]) -> Any:
+    options = dict(setting["config"])
+    config = AutoConfig.for_model(options.pop("model_type"), **options, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting["dtype"]], attn_implementation="eager")
+    if setting["checkpointing"] != "none":
+        reentrant = setting["checkpointing"] == "reentrant"
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model.train()
+
+
+def fsdp(setting: dict[str, Any], model: Any) -> dict[str, Any]:
+    block = {"fsdp_transformer_layer_cls_to_wrap": type(model.model.layers[0]).__name__}
+    if setting["engine"] == "fsdp2":
+        return {**V2, **block, "fsdp_reshard_after_forward": setting["strategy"] == 1}
+    settings = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True}
+    return {**V1, **block, **settings, "fsdp_sharding_strategy": STRATEGIES[setting["strategy"]]}
+
+
+def tracked(setting: dict[str, Any]) -> dict[str, int]:
+    gc.collect()
+    torch.manual_seed(0)
+    model = built(setting)
+    _, model, _ = prepared(model, fsdp(setting, model), setting["precision"])
+    ids = torch.ones(setting["rows"], setting["length"], dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": ids.clone()}
+    count = torch.tensor(ids.numel())
+
+    def step() -> None:
+        loss = model(**batch, num_items_in_batch=count).loss
+        loss.backward()
+
+    gc.collect()
+    before = storages([*model.parameters(), *model.buffers(), *batch.values()])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    alive, peak = before, 0
+    for event in sorted(memory_events(seen), key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    gradients = [one.grad for one in model.parameters() if one.grad is not None and local(one.grad).numel()]
+    held = [one for one in model.parameters() if local(one).numel()]
+    return {"parameters": storages(held), "gradients": storages(gradients), "peak": peak}
+
+
+def memory_events(seen: Any) -> list[Any]:
+    return [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+
+
+def main() -> None:
+    settings, ranks = json.loads(sys.argv[1]), 4
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"})
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    cpu.enable()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    print("TRACKED " + json.dumps([tracked(setting) for setting in settings]), flush=True)
+    os._exit(0)  # no teardown of a group that has no other ranks
+
+
+if __name__ == "__main__":
+    main()
