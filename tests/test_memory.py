@@ -85,7 +85,7 @@ def predicted(setting: dict[str, Any]) -> tuple[memory.Prediction, ModelShape]:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("setting", settings(), ids=name)
+@pytest.mark.parametrize("setting", list(settings()), ids=name)
 def test_the_highest_point_is_where_a_real_step_has_it(
     setting: dict[str, Any], seen: dict[str, dict[str, int]]
 ) -> None:
