@@ -156,16 +156,12 @@ def cut(shape: ModelShape, layers: int) -> ModelShape:
 
 
 def predicted(one: Case, workspace: int) -> dict[str, int]:
-    """Bytes at the highest point of each phase, and between steps."""
+    """Bytes at the highest point of forward and backward together, of the optimizer step, and between steps."""
     shape, tapes = shape_and_tapes(one)
     made = memory.predict(shape, tapes, one.recipe, one.layout, workspace)
-    peaks = {"forward": 0, "backward": 0, "step": 0}
-    names = {"forward": "forward", "loss": "forward", "backward": "backward", "optimizer step": "step"}
-    for moment in made.moments:
-        if moment.phase in names:
-            name = names[moment.phase]
-            peaks[name] = max(peaks[name], moment.total)
-    return {**peaks, "steady": made.steady, "peak": made.peak.total}
+    step = max(moment.total for moment in made.moments if moment.phase == "optimizer step")
+    run = max(moment.total for moment in made.moments if moment.phase != "optimizer step")
+    return {"run": run, "step": step, "steady": made.steady, "peak": made.peak.total}
 
 
 def measure(one: Case, device: str) -> dict[str, Any]:
@@ -194,6 +190,7 @@ def row_of(one: Case, found: dict[str, Any]) -> dict[str, Any]:
     hopper = overheads.HOPPER_WORKSPACE_BYTES if found.get("hopper") else overheads.WORKSPACE_BYTES
     guess = predicted(one, hopper if found["device"] != "CPU" else 0)
     measured = {name: value for name, value in found.items() if name not in ("versions", "device", "hopper")}
+    measured["run"] = max(measured["forward"], measured["backward"])
     return {
         "case": one.name,
         "model": one.model,
@@ -265,7 +262,7 @@ def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[di
 def line(row: dict[str, Any]) -> str:
     """One result: measured and predicted peak, and the errors of all phases."""
     sizes = [row[side]["peak"] / (1 << 20) for side in ("measured", "predicted")]
-    errors = [f"{name} {row['error'][name]:+.2%}" for name in ("peak", "steady", "forward", "backward", "step")]
+    errors = [f"{name} {row['error'][name]:+.2%}" for name in ("peak", "steady", "run", "step")]
     return f"{row['case']:<72} {sizes[0]:>9.0f} {sizes[1]:>9.0f} MiB  " + "  ".join(errors)
 
 

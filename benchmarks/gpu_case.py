@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,13 +18,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 STEPS = 3
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 WORKSPACE_OPERAND = 512
-ROUND_BYTES = 512
 
 
 class CudaMeter:
@@ -55,80 +51,52 @@ class CudaMeter:
         return {"reserved": stats["reserved_bytes.all.peak"], "active": stats["active_bytes.all.peak"]}
 
 
-class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The storages of all tensors, in sizes that CUDA would allocate: for trying this program without a GPU."""
+class CpuMeter:
+    """What torch's profiler sees of the CPU's allocator: for trying this program without a GPU."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-        self._refs: list[weakref.ref[Any]] = []
+        self._profile: Any = None
         self._alive = self._peak = 0
 
     def begin(self, model: Any, optimizer: Any, batch: dict[str, Tensor]) -> None:
-        """Counts what there is, and from now on everything."""
+        """Counts what there is."""
         given: list[Any] = [*model.parameters(), *model.buffers(), *batch.values()]
-        for tensor in given:
-            self._see(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            """FSDP frees and allocates by resizing, which no dispatcher sees."""
-            result = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._count(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        self.__enter__()  # type: ignore[no-untyped-call]
+        storages = [(one.to_local() if hasattr(one, "to_local") else one).untyped_storage() for one in given]
+        self._alive = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        gc.collect()
 
     def reset(self) -> None:
         """A new highest point begins."""
+        self._stop()
         self._peak = self._alive
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self._profile.start()
 
     def alive(self) -> int:
         """Bytes that exist now."""
+        self._stop()
         return self._alive
 
     def peak(self) -> int:
         """Bytes that existed at most."""
+        self._stop()
         return self._peak
 
     def more(self) -> dict[str, int]:
         """Nothing."""
         return {}
 
-    def _see(self, tensor: Tensor) -> None:
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):  # DTensor's sharding propagation
+    def _stop(self) -> None:
+        if self._profile is None:
             return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            address = storage._cdata
-            self._sizes[address] = 0
-            self._refs.append(weakref.ref(storage, lambda _: self._gone(address)))
-        self._count(storage)
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        size = -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
-        self._alive += size - self._sizes[storage._cdata]
-        self._sizes[storage._cdata] = size
-        self._peak = max(self._peak, self._alive)
-
-    def _gone(self, address: int) -> None:
-        self._alive -= self._sizes.pop(address)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation below DTensor and counts its results."""
-        from torch.distributed.tensor import DTensor
-
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
-        return result
+        self._profile.stop()
+        events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            self._alive += event.nbytes()
+            self._peak = max(self._peak, self._alive)
+        self._profile = None
 
 
 def main() -> None:
@@ -155,7 +123,7 @@ def main() -> None:
 def workspace() -> int:
     """What cuBLAS keeps after a first product in forward and backward, which run in threads of their own."""
     one = torch.randn(WORKSPACE_OPERAND, WORKSPACE_OPERAND, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    (one @ one).sum().backward()
+    (one @ one).sum().backward()  # type: ignore[no-untyped-call]
     del one
     gc.collect()
     return torch.cuda.memory_allocated()
@@ -272,8 +240,8 @@ def batch_of(case: dict[str, Any], device: str, vocab: int) -> dict[str, Tensor]
 
 def step(accelerator: Any, model: Any, optimizer: Any, batch: dict[str, Tensor], meter: Any) -> dict[str, int]:
     """One training step as Trainer makes it, its phases apart."""
-    optimizer.zero_grad()
     meter.reset()
+    optimizer.zero_grad()
     found = {"steady": meter.alive()}
     peaks: list[int] = []
 
