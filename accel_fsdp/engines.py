@@ -212,11 +212,7 @@ class Fsdp2(Fsdp):
 
 
 class Fsdp1(Fsdp):
-    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end.
-
-    Only units whose forward ran with gradients are prefetched in backward, which reentrant checkpointing's did not
-    (`_runtime_utils.py`, `_get_handle_to_prefetch`: `_needs_pre_backward_unshard`).
-    """
+    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
 
     def kept_gradients(self) -> int:
         """`zero_grad` clears the views only; the flat gradients go with the next forward.
