@@ -23,7 +23,7 @@ PICTURES = {
     "80 columns: the strategies, and what speaks for the default": (80, 24, "Which sharding strategy?"),
     "40 columns: the review": (40, 36, "Write fsdp.yaml?"),
 }
-SECONDS, SILENCE_SECONDS = 60, 0.5
+SECONDS, LOST_SECONDS, SILENCE_SECONDS = 60, 15, 0.5
 
 
 def draw(columns: int, rows: int, until: str, folder: Path) -> str:
@@ -47,8 +47,11 @@ def draw(columns: int, rows: int, until: str, folder: Path) -> str:
 
 def _wait_for(question: str, child: pexpect.spawn, screen: pyte.Screen, stream: pyte.Stream) -> None:
     """Feeds what the program draws until the question is there and nothing more comes."""
-    deadline = time.monotonic() + SECONDS
+    deadline, again = time.monotonic() + SECONDS, time.monotonic() + LOST_SECONDS
     while time.monotonic() < deadline:
+        if time.monotonic() > again and question != ASKED[0]:  # on a busy machine a key may fall between two prompts
+            child.send(ENTER)
+            again = deadline
         try:
             stream.feed(child.read_nonblocking(4096, timeout=SILENCE_SECONDS))
         except pexpect.TIMEOUT:
