@@ -1,11 +1,11 @@
 """Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary."""
 
-import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import questionary
+from prompt_toolkit.application import get_app_session
 from prompt_toolkit.filters import Always
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 
@@ -80,7 +80,7 @@ def _fitted(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
     """Prompt and reason, broken between words; the reason gets lines of its own where it doesn't fit with `room`."""
     first, instruction = _fill(prompt, start=2, indent=2), f"({reason})"
     end = len(first.splitlines()[-1]) + 3
-    if end + len(instruction) + room < shutil.get_terminal_size().columns:
+    if end + len(instruction) + room < _columns():
         return first, instruction
     return first, "\n  " + _fill(instruction, start=2, indent=3)
 
@@ -94,11 +94,15 @@ def _choice(option: Option) -> questionary.Choice:
 
 def _fill(text: str, start: int, indent: int) -> str:
     """`text` in lines of the terminal's width; the first begins in column `start`, the others in column `indent`."""
-    columns = shutil.get_terminal_size().columns - 1
     lines = textwrap.wrap(
-        text, columns, initial_indent=" " * start, subsequent_indent=" " * indent, break_on_hyphens=False
+        text, _columns() - 1, initial_indent=" " * start, subsequent_indent=" " * indent, break_on_hyphens=False
     )
     return "\n".join(lines).lstrip(" ")
+
+
+def _columns() -> int:
+    """The width that prompt_toolkit draws in: the terminal's own, whatever the variable COLUMNS says."""
+    return get_app_session().output.get_size().columns
 
 
 def _run(question: questionary.Question) -> Any:

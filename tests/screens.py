@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pexpect
@@ -23,16 +24,27 @@ PICTURES = {
     "80 columns: the strategies, and what speaks for the default": (80, 24, "Which sharding strategy?"),
     "40 columns: the review": (40, 36, "Write fsdp.yaml?"),
 }
-SECONDS, LOST_SECONDS, SILENCE_SECONDS = 60, 15, 0.5
+SECONDS, SILENCE_SECONDS = 60, 0.5
 
 
-def draw(columns: int, rows: int, until: str, folder: Path) -> str:
-    """The screen when the question `until` stands on it; those before are answered with Enter."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    words = ["-m", "accel_fsdp", "config", *FLAGS]
-    child = pexpect.spawn(
-        sys.executable, words, env=environment, cwd=str(folder), encoding="utf-8", dimensions=(rows, columns)
+def spawn(args: Sequence[str], columns: int, rows: int, folder: Path, **environment: str) -> pexpect.spawn:
+    """The wizard in a pseudo-terminal of that size."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}  # pytest's own
+    fixed = {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    return pexpect.spawn(
+        sys.executable,
+        ["-m", "accel_fsdp", "config", *args],
+        env=inherited | fixed | environment,
+        cwd=str(folder),
+        encoding="utf-8",
+        dimensions=(rows, columns),
+        timeout=SECONDS,
     )
+
+
+def draw(columns: int, rows: int, until: str, folder: Path, **environment: str) -> str:
+    """The screen when the question `until` stands on it; those before are answered with Enter."""
+    child = spawn(FLAGS, columns, rows, folder, **environment)
     screen = pyte.Screen(columns, rows)
     stream = pyte.Stream(screen)
     try:
@@ -47,17 +59,19 @@ def draw(columns: int, rows: int, until: str, folder: Path) -> str:
 
 def _wait_for(question: str, child: pexpect.spawn, screen: pyte.Screen, stream: pyte.Stream) -> None:
     """Feeds what the program draws until the question is there and nothing more comes."""
-    deadline, again = time.monotonic() + SECONDS, time.monotonic() + LOST_SECONDS
+    deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        if time.monotonic() > again and question != ASKED[0]:  # on a busy machine a key may fall between two prompts
-            child.send(ENTER)
-            again = deadline
         try:
             stream.feed(child.read_nonblocking(4096, timeout=SILENCE_SECONDS))
         except pexpect.TIMEOUT:
-            if question in " ".join(" ".join(screen.display).split()):
+            if _squeezed(question) in _squeezed("".join(screen.display)):
                 return
-    raise TimeoutError(f"{question} was not asked")
+    raise TimeoutError(f"{question} was not asked; the screen shows:\n" + "\n".join(screen.display))
+
+
+def _squeezed(text: str) -> str:
+    """Without blanks: a narrow screen breaks lines within words."""
+    return "".join(text.split())
 
 
 def page(folder: Path) -> str:

@@ -1,6 +1,5 @@
 """`accel-fsdp config` as a person uses it: in a real terminal, with arrow keys and Ctrl-C."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from accel_fsdp import jobs
 from accel_fsdp.questions import QUESTIONS
 
 DOWN, UP, ENTER, CTRL_C, ESCAPE = "\x1b[B", "\x1b[A", "\r", "\x03", "\x1b"
-SECONDS = 40
 OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port")
 ASKED = [question.prompt for question in QUESTIONS if question.field not in OTHER_ANSWERS]
 
@@ -23,11 +21,7 @@ class Terminal:
     """The wizard in a pseudo-terminal."""
 
     def __init__(self, *args: str, rows: int = 50, columns: int = 200) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        words = ["-m", "accel_fsdp", "config", *args]
-        self.child = pexpect.spawn(
-            sys.executable, words, env=environment, encoding="utf-8", dimensions=(rows, columns), timeout=SECONDS
-        )
+        self.child = screens.spawn(args, columns, rows, ROOT)
 
     def wait_for(self, text: str) -> None:
         self.child.expect(re.escape(text))
@@ -200,3 +194,8 @@ def test_an_unknown_preset_is_refused(tiny_model: Path) -> None:
 
 def test_the_pictures_in_the_docs_are_what_is_drawn(tmp_path: Path) -> None:
     assert screens.page(tmp_path) == screens.PAGE.read_text(), "run: python tests/screens.py"
+
+
+def test_a_stale_variable_columns_breaks_no_word(tmp_path: Path) -> None:
+    drawn = screens.draw(40, 36, screens.ASKED[0], tmp_path, COLUMNS="200")
+    assert "   lora: small adapter matrices, the\n     base stays frozen\n" in drawn
