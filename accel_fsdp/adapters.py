@@ -33,6 +33,27 @@ def enable() -> None:
     peft.accel_fsdp_enabled = True
 
 
+def keep_frozen(model: Any) -> None:
+    """Keeps FSDP1's frozen parameters registered where they aren't sharded; call once the model is wrapped.
+
+    torch 2.13 makes plain tensors of them for the forward pass and parameters again after their backward, which a unit
+    without trained inputs doesn't have. It then takes the tensors for new parameters, and `state_dict()` stops for want
+    of the old ones. Under NO_SHARD that is; one rank alone always has it.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model))
+    handles = [one for one in found if one is not None and not one.uses_sharded_strategy and one._use_orig_params]
+
+    def register(*_: Any) -> None:
+        for handle in handles:
+            handle._use_sharded_views()
+
+    if handles:
+        model.register_forward_pre_hook(register)
+        model.register_state_dict_pre_hook(register)
+
+
 def _clean(original: Any) -> Any:
     """Saving: state dict keys are clean, so the prefixes they are chosen by must be."""
 

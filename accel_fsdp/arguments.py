@@ -8,9 +8,8 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import config, cpu
+from accel_fsdp import complete, config, cpu, render
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.files import checkpoints
 
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
@@ -158,13 +157,13 @@ def _require_launcher() -> None:
 
 
 def checkpoint_to_resume(training: SftArguments) -> str | None:
-    """Resolves `--resume_from_checkpoint` (a folder, or true for the newest of `output_dir`).
+    """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
 
     Raises:
         UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
     """
     output = Path(training.output_dir)
-    newest = _newest_complete(output)
+    choice = complete.choose(output)
     wanted = training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
         if any(output.glob("checkpoint-*")) or (output / "final").exists():
@@ -174,30 +173,20 @@ def checkpoint_to_resume(training: SftArguments) -> str | None:
                 fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
             )
         return None
-    if str(wanted).lower() == "true":
-        if newest is None:
+    if str(wanted).lower() in ("true", "auto"):
+        for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
+            render.say(f"skipped: {folder} is half-written: {flaw}", style="yellow")
+        if choice.newest is None and str(wanted).lower() == "true":
             raise UserError(
                 f"no complete checkpoint-N folder in {output}",
                 why="there is nothing to resume from",
-                fix="leave out --resume_from_checkpoint to start anew, or correct --output_dir",
+                fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
             )
-        return str(newest)
-    if not _is_complete(Path(wanted)):
+        return str(choice.newest) if choice.newest else None
+    if not Path(wanted).is_dir() or (flaw := complete.flaw(Path(wanted))):
         raise UserError(
             f"{wanted} is not a complete checkpoint",
-            why="it lacks trainer_state.json, which Trainer writes last, or the .metadata of its shards",
-            fix=f"--resume_from_checkpoint {newest or 'FOLDER/checkpoint-N'}",
+            why=flaw if Path(wanted).is_dir() else "there is no such folder",
+            fix=f"--resume_from_checkpoint {choice.newest or 'FOLDER/checkpoint-N'}",
         )
     return str(wanted)
-
-
-def _newest_complete(output: Path) -> str | None:
-    """The complete checkpoint-N with the highest number; Trainer itself would take a half-written one."""
-    complete = [path for path in checkpoints(output) if _is_complete(path)]
-    return str(complete[-1]) if complete else None
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    """Trainer writes trainer_state.json last, and torch the .metadata of a sharded folder."""
-    sharded = [checkpoint / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (checkpoint / name).is_dir()]
-    return (checkpoint / "trainer_state.json").is_file() and all((path / ".metadata").is_file() for path in sharded)

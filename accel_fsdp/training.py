@@ -3,7 +3,6 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -24,6 +22,7 @@ from accel_fsdp import adapters, cpu, export, facts, files, render, sharding
 from accel_fsdp.arguments import SEE_HELP, ModelArguments
 from accel_fsdp.errors import UserError
 from accel_fsdp.refusals import check_layer_classes
+from accel_fsdp.surviving import SurvivingTrainer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,8 +124,8 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     return adapted
 
 
-class SftTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` that refuses unsharded training, resumes FSDP1's optimizer, and exports a verified folder."""
+class SftTrainer(SurvivingTrainer):
+    """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
@@ -156,24 +155,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         return torch.float32 if fsdp and precision != "no" else None
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Creates FSDP1's optimizer state before loading into it.
-
-        A fresh optimizer offers no state to fill, so `FSDP.optim_state_dict` asks the checkpoint for nothing and Adam
-        restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
-        """
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
-            from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-            _init_optim_state(self.optimizer.optimizer)
-        with _unreadable_checkpoint(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with _unreadable_checkpoint(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
 
     def export(self, target: Path) -> int:
         """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
@@ -210,6 +191,7 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "").upper()
         no_shard = os.environ.get("FSDP_VERSION") == "1" and strategy in ("3", "NO_SHARD")
         ignores = bool(os.environ.get("FSDP_IGNORED_MODULES"))
+        adapters.keep_frozen(kwargs["model"])
         report = sharding.measure(kwargs["model"], allow_unsharded=ignores)
         if report.shard_ranks == 1 and args.world_size > 1 and not no_shard:
             raise sharding.unsharded("its shards are shared by one rank only")
@@ -247,21 +229,6 @@ def _check_buffers(model: "nn.Module") -> None:
             why="accelerate 1.15 stops at prepare: 'Tensor' object has no attribute 'device_mesh'",
             fix="fsdp_cpu_ram_efficient_loading: false in the YAML",
         )
-
-
-@contextlib.contextmanager
-def _unreadable_checkpoint(folder: str | None) -> Iterator[None]:
-    """Turns the ways in which a checkpoint fails to load into one message."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
-        raise UserError(
-            f"cannot resume from {folder}: {facts.first_line(error)}",
-            why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",
-            fix="resume with the flags and the YAML of that run, or from an older checkpoint-N",
-        ) from error
 
 
 def finish(exit_code: int) -> None:
