@@ -1,4 +1,4 @@
-"""Runs `train/sft.py` unchanged on a disk that something else fills during its second save, after the check for room."""
+"""Runs `train/sft.py` unchanged on a disk that something fills during its last save, after the check for room."""
 
 import runpy
 import shutil
