@@ -92,7 +92,7 @@ class _Walk:
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-        engine = ENGINES[layout.engine](meter, units, recipe, layout)
+        engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
 
         def play(tape: Tape) -> Replay:
@@ -101,14 +101,13 @@ class _Walk:
         blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
         embedding = play(tapes.embedding)
         head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
-        head_unit = len(units) - 1 if units[-1].name == "head" else 0
         logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
         loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
         backward += states.compute_bytes(recipe) if recipe.keeps_logits else 0
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         return _Walk(
-            *(meter, engine, recipe, order, blocks, embedding, head, head_unit),
+            *(meter, engine, recipe, order, blocks, embedding, head, engine.head_unit),
             more_logits=(loss * logits, backward * logits),
             retained=blocks[-1].output if retains else 0,
             summed=min(_table_bytes(shape, recipe, layout), embedding.born, head.born) if shape.tied else 0,
@@ -119,7 +118,7 @@ class _Walk:
         self.meter.enter("between steps")
         self.meter.add(BUFFERS, buffers_bytes)
         self.meter.add(WORKSPACE, workspace_bytes)
-        self.engine.begin(with_states=True)
+        self.engine.begin()
         steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
         for micro_batch in range(1, min(self.recipe.accumulation, 2) + 1):
             self.micro_batch(f" of micro-batch {micro_batch}" if self.recipe.accumulation > 1 else "")
@@ -194,9 +193,9 @@ class _Walk:
             self.engine.after_backward(self.head_unit, self.head.born)
 
     def _play_back(self, played: Replay, kind: str, released: int = 0) -> None:
-        """Its highest point. The tape begins with the release of `released` bytes of output that are long gone.
+        """Its highest point. The tape begins by releasing the output, not counted any more by then: `released`.
 
-        Or, with reentrant checkpointing, that the checkpoint's own frame holds to the end.
+        (It went with the block after it; reentrant checkpointing's copy of it stays to the end.)
         """
         rise = released + played.backward_peak - played.backward_born
         self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
@@ -240,8 +239,9 @@ def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 
 def block_order(shape: ModelShape) -> list[int]:
-    """The index of each layer's block, in forward order."""
-    places = {layer: index for index, block in enumerate(shape.blocks) for layer in block.layers}
+    """The index of each layer's block, in forward order, without the layers that no text goes through."""
+    traced = ((index, block) for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    places = {layer: index for index, block in traced for layer in block.layers}
     return [places[layer] for layer in sorted(places)]
 
 
@@ -260,3 +260,9 @@ def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
     first = tuple(held for held, embed in zip(outer, embeds, strict=True) if embed)
     last = tuple(held for held, embed in zip(outer, embeds, strict=True) if not embed)
     return [Unit("embedding", first), *inner, Unit("head", last)]
+
+
+def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
+    """The units of layers that no text goes through: held like the others, and not run by rows of text."""
+    blocks = states.block_units(shape, recipe, layout)
+    return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]

@@ -60,7 +60,8 @@ def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
     and the head, to which it adds tied embeddings (`fsdp2_prepare_model`).
     """
     kept = _keeps(layout)
-    blocks = tuple(Unit(block.parameters, kept, block) for block in shape.blocks)
+    run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    blocks = tuple(Unit(block.parameters, kept, block) for block in run)
     if layout.engine == "fsdp2" and not shape.tied:
         embedding = tuple(one for one in shape.outer if one.kind == "embedding")
         tail = tuple(one for one in shape.outer if one.kind != "embedding")
