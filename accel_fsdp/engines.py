@@ -22,7 +22,7 @@ class Engine:
 
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
     `head_unit` is the place of that one, 0 for the first. `idle` units are held and never run. `prefetches` says that
-    backward gathers the next unit early.
+    backward gathers the next unit early, `syncs` that this micro-batch's gradients are reduced.
     """
 
     meter: Meter
@@ -32,6 +32,11 @@ class Engine:
     idle: Sequence[Unit] = ()
     has_grads: bool = False
     prefetches: bool = True
+    syncs: bool = True
+
+    def adds(self, unit: int) -> bool:
+        """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
+        return self.has_grads
 
     @property
     def held(self) -> Sequence[Unit]:
@@ -73,9 +78,7 @@ class Engine:
         """The gradient of the unit's output is there."""
 
     def after_backward(self, unit: int, born: int) -> None:
-        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS."""
-        if self.has_grads:
-            self.meter.add(GRADIENTS, -born)
+        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS, unless it `adds`."""
 
     def end_backward(self) -> None:
         """All gradients are there."""
@@ -106,9 +109,17 @@ class Ddp(Engine):
 
 @dataclass
 class Fsdp(Engine, ABC):
-    """What both versions share: when units are gathered and freed, one prefetched in backward."""
+    """What both versions share: when units are gathered and freed, one prefetched in backward.
+
+    `waiting` are the bytes of whole gradients by unit: Trainer accumulates under `no_sync`, where nothing is reduced.
+    """
 
     gathered: set[int] = field(default_factory=set)
+    waiting: dict[int, int] = field(default_factory=dict)
+
+    def end_backward(self) -> None:
+        """Gradients that wait for the last micro-batch are whole, and no shards yet."""
+        self.has_grads = self.has_grads or self.syncs
 
     def before_forward(self, unit: int) -> None:
         """Gathers the unit."""
@@ -182,6 +193,10 @@ class Fsdp2(Fsdp):
     def _all_gather(self, unit: int) -> None:
         self._cast_and_gather(unit, self._output(unit))
 
+    def adds(self, unit: int) -> bool:
+        """Gradients of the reduce dtype stay with their parameters (`to_accumulated_grad_if_needed`)."""
+        return unit in self.waiting and states.reduce_bytes(self.recipe) == states.compute_bytes(self.recipe)
+
     def end_forward(self) -> None:
         """The root's post-forward drops the last all-gather's output."""
         self.meter.add(GATHERED, -self.kept_output)
@@ -215,11 +230,26 @@ class Fsdp2(Fsdp):
         if not born:
             return
         whole, shard = self._reduced(unit)
+        ready = self._accumulated(unit, born, whole)
+        if not self.syncs:
+            self.waiting[unit] = ready
+            return
         self.meter.add(GRADIENTS, whole)
-        self.meter.add(GRADIENTS, -born)
+        self.meter.add(GRADIENTS, -ready)
         self.reducing = whole
         self.meter.add(GRADIENTS, shard)
         self._keep(unit, shard)
+
+    def _accumulated(self, unit: int, born: int, whole: int) -> int:
+        """The bytes of the unit's whole gradients; unless autograd adds them, they are cast and added here."""
+        adds, older = self.adds(unit), self.waiting.pop(unit, 0)
+        if older and not adds:
+            self.meter.add(GRADIENTS, -born)
+        elif not older and not self.syncs and whole > born:
+            self.meter.add(GRADIENTS, whole)
+            self.meter.add(GRADIENTS, -born)
+            return whole
+        return older or born
 
     def end_backward(self) -> None:
         """The last reduction's input goes."""
@@ -230,6 +260,10 @@ class Fsdp2(Fsdp):
 
 class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    def adds(self, unit: int) -> bool:
+        """The views' gradients wait for the flat parameter's."""
+        return False
 
     def kept_gradients(self) -> int:
         """`zero_grad` clears the views only; the flat gradients go with the next forward.
@@ -261,11 +295,21 @@ class Fsdp1(Fsdp):
             whole, shard = self._reduced(unit)
             self.meter.add(GRADIENTS, whole)  # the backward of torch.split joins the views' gradients in a new tensor
             self.meter.add(GRADIENTS, -born)
-            self._free(unit)
+            if unit in self.waiting:
+                self.meter.add(GRADIENTS, -self.waiting.pop(unit))
+            self._free_after(unit)
+            if not self.syncs:
+                self.waiting[unit] = whole
+                return
             self.meter.add(GRADIENTS, shard)
             self.meter.add(GRADIENTS, -whole)
             self._keep(unit, shard)
-        self._free(unit)
+        self._free_after(unit)
+
+    def _free_after(self, unit: int) -> None:
+        """Without a reduction, what stays gathered after forward stays after backward (`_should_free_in_backward`)."""
+        if self.syncs or self.layout.strategy in (1, 4):
+            self._free(unit)
 
 
 class Zero(Engine):
@@ -290,6 +334,10 @@ class Zero(Engine):
             self.meter.add(OPTIMIZER, 8 * share)
         hidden = self.units[0].held[0].shape[-1]  # of the embedding
         self.meter.add(BUFFERS, 3 * hidden**2 * compute)
+
+    def adds(self, unit: int) -> bool:
+        """DeepSpeed's own hooks do."""
+        return False
 
     def _whole(self) -> Layout:
         return Layout("single", 1, 1, 1)
