@@ -55,8 +55,8 @@ class Unit:
 def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
     """What is gathered together, in the order of the forward pass.
 
-    FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`); accelerate
-    1.15 never reshards FSDP2's unit with the head.
+    FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`);
+    accelerate 1.15 never reshards FSDP2's unit with the head.
     """
     kept = _keeps(layout)
     run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
