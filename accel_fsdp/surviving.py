@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, set_seed
 
@@ -35,8 +35,11 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         args = self.args
         zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
         engine = "FSDP" if self.is_fsdp_enabled else f"ZeRO-{zero.zero_stage}" if zero is not None else "DDP"
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return Origin(engine, args.world_size, rows)
+        return Origin(engine, args.world_size, self.get_total_train_batch_size(args))
+
+    @property
+    def _on_tpu(self) -> bool:
+        return bool(self.accelerator.distributed_type == DistributedType.XLA)
 
     # Training, and how it ends
 
@@ -47,7 +50,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             UserError: the checkpoint can't be resumed as this run is set up, the disk is too small, or a rank is gone.
             Stopped: SIGTERM or SIGUSR1 came, and there is a checkpoint to go on from.
         """
-        if resume_from_checkpoint is not None:
+        if resume_from_checkpoint is not None and not self._on_tpu:  # its files are others again
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             resuming.check(Path(resume_from_checkpoint), self._origin(), grouping, not self.args.ignore_data_skip)
         try:
@@ -104,7 +107,11 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         complete.begin(folder)
         newest = complete.choose(folder.parent).newest
         needed = complete.size_bytes(newest) if newest else self.checkpoint_bytes
-        self._check_room(needed, f"{folder.name} takes {_size(needed)}")
+        try:
+            self._check_room(needed, f"{folder.name} takes {_size(needed)}")
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _seal(self, folder: Path) -> None:
         complete.seal(folder, self._origin())
@@ -127,7 +134,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
                 act()
             except UserError as error:
                 failed = [(error.what, error.why, error.fix)]
-        everywhere = gather_object(failed)
+        everywhere = failed if self._on_tpu else gather_object(failed)
         if everywhere:
             what, why, fix = everywhere[0]
             raise UserError(what, why=why, fix=fix)
@@ -165,10 +172,8 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 
     def _checkpoints_to_come(self) -> int:
         """How many more checkpoints will lie on the disk at once than do now."""
-        left, per_epoch = (
-            self.state.max_steps - self.state.global_step,
-            self.state.max_steps / self.state.num_train_epochs,
-        )
+        left, epochs = self.state.max_steps - self.state.global_step, self.state.num_train_epochs
+        per_epoch = self.state.max_steps / epochs if epochs <= self.state.max_steps else left  # unknown of a stream
         every = {"steps": self.state.save_steps, "epoch": per_epoch, "best": left}.get(
             str(self.args.save_strategy.value)
         )
