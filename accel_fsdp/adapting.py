@@ -71,16 +71,16 @@ class _FourBit(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         """A linear layer whose weight exists only meanwhile; neither it nor the input is saved."""
         ctx.shape = shape
-        return F.linear(x, _unpacked(shape, x), bias)
+        return F.linear(x, unpacked(shape, x), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """The input's gradient through a weight unpacked anew."""
-        return torch.matmul(grads[0], _unpacked(ctx.shape, grads[0])), None, None
+        return torch.matmul(grads[0], unpacked(ctx.shape, grads[0])), None, None
 
 
-def _unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
-    """The weight in 16 bits; its float32 scales exist while it is made (bitsandbytes.functional.dequantize_4bit)."""
+def unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
+    """A 4-bit weight in 16 bits; its float32 scales exist while it is made (bitsandbytes, `dequantize_4bit`)."""
     scales = like.new_empty(shape[0] * shape[1] // QUANT_BLOCK, dtype=torch.float32)
     weight = like.new_empty(shape)
     del scales

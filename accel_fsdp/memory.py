@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from accel_fsdp import states
 from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
-from accel_fsdp.quirks import TAPE_LOGIT_BYTES, Quirks
+from accel_fsdp.playing import play
+from accel_fsdp.quirks import Quirks, quirks_of
 from accel_fsdp.states import Unit
-from accel_fsdp.tapes import At, Replay, Tape, Tapes, Variant, replay, variant_of
+from accel_fsdp.tapes import Replay, Tapes, Variant, variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
 ID_BYTES = 8
-TODAY = Quirks()
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,13 @@ def predict(
     recipe: Recipe,
     layout: Layout,
     workspace_bytes: int = 0,
-    quirks: Quirks = TODAY,
+    quirks: Quirks | None = None,
 ) -> Prediction:
-    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
-    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks)
+    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator.
+
+    Without `quirks`, the libraries are today's.
+    """
+    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
 
@@ -62,7 +65,8 @@ class Timeline:
 def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
     """The step that `predict` walks through, unit by unit."""
     trace = Trace()
-    _Walk.of(trace, shape, tapes, recipe, layout, TODAY).step(shape.buffers_bytes, workspace_bytes)
+    today = quirks_of({}, shape.model_type, recipe)
+    _Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
     return Timeline(tuple(trace.samples), trace.most)
 
@@ -84,6 +88,7 @@ class _Walk:
     head: Replay
     head_unit: int
     more_logits: tuple[int, int]
+    until_loss: tuple[int, ...]
     retained: int
     summed: int
 
@@ -91,27 +96,21 @@ class _Walk:
     def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
-        at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
         engine = ENGINES[layout.engine](meter, units, recipe, layout)
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
 
-        def play(tape: Tape) -> Replay:
-            return replay(tape.of(recipe.rows), at)
-
-        blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
-        embedding = play(tapes.embedding)
-        head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
+        played = play(shape, tapes, recipe, layout, quirks)
         head_unit = len(units) - 1 if units[-1].name == "head" else 0
-        logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
-        loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
-        backward += states.compute_bytes(recipe) if recipe.keeps_logits else 0
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         return _Walk(
-            *(meter, engine, recipe, order, blocks, embedding, head, head_unit),
-            more_logits=(loss * logits, backward * logits),
-            retained=blocks[-1].output if retains else 0,
-            summed=min(_table_bytes(shape, recipe, layout), embedding.born, head.born) if shape.tied else 0,
+            *(meter, engine, recipe, order, played.blocks, played.embedding, played.head, head_unit),
+            more_logits=played.more_logits,
+            until_loss=played.until_loss,
+            retained=played.blocks[-1].output if retains else 0,
+            summed=min(_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
+            if shape.tied
+            else 0,
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -149,7 +148,7 @@ class _Walk:
             played = self.blocks[block]
             self.engine.before_forward(unit)
             self._rise(played.forward_peak)
-            self.meter.add(ACTIVATIONS, self._kept(played))
+            self.meter.add(ACTIVATIONS, self._kept(played) + self.until_loss[block])
             if not self._holds_input(played):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
@@ -175,6 +174,7 @@ class _Walk:
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order))
         self.meter.mark()
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output

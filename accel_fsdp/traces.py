@@ -9,7 +9,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_fsdp.adapting import adapt
+from accel_fsdp.kernels import fuse, rotary_in_place
 from accel_fsdp.shapes import blocks_of, build, shape_of
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
@@ -77,6 +78,7 @@ class Recorder:
             parent, self._list, _ = paths[0].rsplit(".", 2)
             self._lists = model.get_submodule(parent)._modules
             self._lists[self._list] = nn.ModuleList()
+            fuse(model, variant)
             with self._mode:
                 self.model = model.to_empty(device="cpu").train()
                 if variant.method != "full":
@@ -90,6 +92,7 @@ class Recorder:
             layer = copy.deepcopy(self._metas[index])
             with torch.device("meta"), _quiet():
                 adapt(layer, self.variant, rank)
+                fuse(layer, self.variant)
             with self._mode, _quiet():
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
@@ -121,7 +124,7 @@ class Recorder:
             return self._as_block(index, hidden)
 
         self._stages(max(self._firsts) + 1, seen)
-        with self._mode, CudaRules(), self._autocast(), torch.no_grad(), _quiet():
+        with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
             self._forward(self._ids(at))
         return found
 
@@ -204,8 +207,13 @@ class Recorder:
         with self._mode:
             return torch.zeros(at.rows, at.length, dtype=torch.long)
 
-    def _autocast(self) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast)
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """What forward runs in."""
+        with ExitStack() as stack:
+            for layer in self._metas:
+                stack.enter_context(rotary_in_place(layer, self.variant))
+            yield stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast))
 
     def _run(
         self,
@@ -216,7 +224,7 @@ class Recorder:
     ) -> Raw:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, kernels, self._autocast)
+            return record_run(call, like, module, kernels, self._around)
 
 
 def record_run(
@@ -224,7 +232,7 @@ def record_run(
     like: Tensor | None,
     module: nn.Module,
     kernels: bool = True,
-    autocast: Callable[[], Any] = torch.no_grad,
+    around: Callable[[], Any] = nullcontext,
 ) -> Raw:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
     watch = Watch(kernels)
@@ -238,7 +246,7 @@ def record_run(
             return made
 
         with watch:
-            with autocast():
+            with around():
                 result = call(watch, given)
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             del result

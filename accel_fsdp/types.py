@@ -191,6 +191,8 @@ OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafa
 EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
 Checkpointing = Literal["none", "full", "reentrant"]
 LoraTargets = Literal["all", "attention"]
+Attention = Literal["sdpa", "eager", "flash"]
+Kernels = Literal["none", "liger", "foak"]
 Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
 
 
@@ -268,7 +270,9 @@ class Recipe:
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
     "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind. `chunked_loss` never holds all logits at once.
     Trainer drops them before backward, another script may have `keeps_logits`; `reduce` is the dtype in which FSDP
-    reduces gradients, which Accelerate makes that of mixed precision.
+    reduces gradients, which Accelerate makes that of mixed precision. `lora_dtype` "base" is PEFT without
+    `autocast_adapter_dtype`. `attention` "flash" is flash_attention_2, `kernels` are the fused ones of Trainer's
+    `use_liger_kernel` or of fms-acceleration's "fused ops and kernels" plugin, foak.
     """
 
     method: Method = "full"
@@ -285,7 +289,9 @@ class Recipe:
     lora_rank: int = 16
     lora_targets: LoraTargets = "all"
     lora_dropout: bool = False
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    lora_dtype: Literal["float32", "base"] = "float32"
+    attention: Attention = "sdpa"
+    kernels: Kernels = "none"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from accel_fsdp import memory, overheads, quirks, recorded
+from accel_fsdp import memory, overheads, recorded
+from accel_fsdp.quirks import quirks_of
 from accel_fsdp.tapes import Tapes, variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
@@ -51,7 +52,7 @@ def result(row: dict[str, Any]) -> Result:
     recipe = Recipe(**{name: value for name, value in row.items() if name in names})
     layout = Layout(row["engine"], 1, row["gpus"], row["gpus"], offload=row["offload"])
     shape, tapes = model(row["model"], variant_of(recipe, layout.engine))
-    known = quirks.of(row["versions"], shape.model_type, recipe.precision != "no")
+    known = quirks_of(row["versions"], shape.model_type, recipe)
     made = memory.predict(shape, tapes, recipe, layout, overheads.WORKSPACE_BYTES, known)
     peak = made.peak.total
     within = None

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from conftest import ROOT, run
 
-from accel_fsdp import memory, quirks
+from accel_fsdp import memory
 from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS
+from accel_fsdp.quirks import quirks_of
 from accel_fsdp.tapes import variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
@@ -118,4 +119,4 @@ def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
     ],
 )
 def test_checkpoints_went_around_fsdp1_before_4_53(versions: dict[str, str], outside: bool) -> None:
-    assert quirks.of(versions).checkpoints_outside == outside
+    assert quirks_of(versions, "llama", Recipe()).checkpoints_outside == outside
