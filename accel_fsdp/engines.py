@@ -74,6 +74,10 @@ class Engine:
         """Gradients that outlive `zero_grad`."""
         return 0
 
+    def last_gradients(self) -> int:
+        """The gradients of a whole step."""
+        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.units)
+
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
@@ -211,18 +215,44 @@ class Fsdp2(Fsdp):
         super().end_backward()
 
 
+@dataclass
 class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    offloaded: int = 0
+
+    def _keep(self, unit: Unit, new_bytes: int, reduced_bytes: int) -> None:
+        """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
+        if self.layout.offload:
+            self.meter.add(GRADIENTS, new_bytes - reduced_bytes)
+            self.offloaded += new_bytes
+        else:
+            super()._keep(unit, new_bytes, reduced_bytes)
+
+    def end_backward(self) -> None:
+        """`prepare_gradient_for_optim` drops what has been copied."""
+        self.meter.add(GRADIENTS, -self.offloaded)
+        self.offloaded = 0
+        super().end_backward()
 
     def kept_gradients(self) -> int:
         """`zero_grad` clears the views only; the flat gradients go with the next forward.
 
         (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
         """
-        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.units)
+        return self.last_gradients()
+
+    def _size(self, unit: int) -> int:
+        """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
+        whole = self.layout.shard_ranks == 1
+        return states.cast_bytes(self.units[unit], self.layout) if whole else super()._size(unit)
+
+    def _reshards(self, unit: int) -> bool:
+        """NO_SHARD frees the copies of all units, the root's too (`post_reshard`)."""
+        return self.layout.strategy == 3 or super()._reshards(unit)
 
     def _gather(self, unit: int) -> None:
-        cast = states.cast_bytes(self.units[unit], self.layout)
+        cast = states.cast_bytes(self.units[unit], self.layout) if self.layout.shard_ranks > 1 else 0
         self.meter.add(GATHERED, cast)
         self.meter.add(GATHERED, self._size(unit))
         self.meter.add(GATHERED, -cast)

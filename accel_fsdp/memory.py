@@ -120,20 +120,23 @@ class _Walk:
         self.meter.add(WORKSPACE, workspace_bytes)
         self.engine.begin(with_states=True)
         steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
+        late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
+        self.meter.add(GRADIENTS, late)
         for micro_batch in range(1, min(self.recipe.accumulation, 2) + 1):
-            self.micro_batch(f" of micro-batch {micro_batch}" if self.recipe.accumulation > 1 else "")
+            self.micro_batch(f" of micro-batch {micro_batch}" if self.recipe.accumulation > 1 else "", late)
+            late = 0
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
 
-    def micro_batch(self, name: str) -> None:
-        """Forward and backward."""
+    def micro_batch(self, name: str, late: int) -> None:
+        """Forward and backward; `late` bytes of gradients are cleared between them."""
         tokens = self.recipe.rows * self.recipe.length
         self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
         self.meter.enter(f"forward{name}")
         self._forward()
         self.meter.enter(f"loss{name}")
-        self._loss()
+        self._loss(late)
         self.meter.enter(f"backward{name}")
         self._backward()
         self.meter.add(ACTIVATIONS, -3 * ID_BYTES * tokens)
@@ -168,7 +171,7 @@ class _Walk:
     def _output_before(self, unit: int) -> int:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
 
-    def _loss(self) -> None:
+    def _loss(self, late: int) -> None:
         self.engine.before_forward(self.head_unit)
         self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
         self.meter.add(LOSS, self.head.forward_end)
@@ -176,6 +179,7 @@ class _Walk:
         self.engine.end_forward()
         self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order))
         self.meter.mark()
+        self.meter.add(GRADIENTS, -late)
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:

@@ -82,12 +82,19 @@ def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, insi
     for one in parameters:
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else DTYPE_BYTES[recipe.dtype]
+        if _is_widened(one, recipe, layout) and not quantized:
+            stored = 4
         yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
         if not full and inside and one.is_adapted(recipe.lora_targets):
             rows, columns = one.shape
             wide = master_bytes(recipe, layout)
             yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
             yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
+
+
+def _is_widened(one: Parameter, recipe: Recipe, layout: Layout) -> bool:
+    whole = recipe.method == "qlora" and layout.engine in ("single", "ddp")
+    return whole and (recipe.wide == "rest" or (recipe.wide == "norms" and one.kind == "norm"))
 
 
 def shard_numel(one: Held, ranks: int) -> int:

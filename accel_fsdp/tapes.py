@@ -7,7 +7,7 @@ every size on it is a polynomial in them. So a peak is exact although it is only
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from accel_fsdp.types import LOW_DTYPES, Kernels, LoraTargets, Method, Recipe
+from accel_fsdp.types import LOW_DTYPES, Kernels, LoraTargets, Method, Recipe, Wide
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -133,12 +133,14 @@ class Variant(NamedTuple):
     targets: LoraTargets = "all"
     dropout: bool = False
     kernels: Kernels = "none"
+    wide: Wide = "none"
 
     @property
     def name(self) -> str:
         """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels."""
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
         wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
+        wide += "" if self.wide == "none" else f"+{self.wide}32"
         ends = [] if self.kernels == "none" else [self.kernels]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
@@ -155,8 +157,9 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 held = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels)  # type: ignore[arg-type]
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, wide)  # type: ignore[arg-type]
                     for kernels in ("none", "liger", "foak")
+                    for wide in (("none", "norms", "rest") if method == "qlora" else ("none",))
                     for adapters in sorted(held)
                     for targets in (("all", "attention") if method != "full" else ("all",))
                     for dropout in ((False, True) if method != "full" else (False,))
@@ -196,6 +199,7 @@ def variant_of(recipe: Recipe, engine: str) -> str:
         targets="all" if recipe.method == "full" else recipe.lora_targets,
         dropout=recipe.method != "full" and recipe.lora_dropout,
         kernels=recipe.kernels,
+        wide=recipe.wide if recipe.method == "qlora" and not sharded else "none",
     ).name
 
 

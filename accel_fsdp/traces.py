@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_fsdp.adapting import adapt
+from accel_fsdp.adapting import adapt, widen
 from accel_fsdp.kernels import fuse, rotary_in_place
 from accel_fsdp.shapes import blocks_of, build, shape_of
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
@@ -79,18 +79,21 @@ class Recorder:
             self._lists = model.get_submodule(parent)._modules
             self._lists[self._list] = nn.ModuleList()
             fuse(model, variant)
+            widen(model, variant)
             with self._mode:
                 self.model = model.to_empty(device="cpu").train()
                 if variant.method != "full":
                     model.requires_grad_(False)
         self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
+        self._dtype: dict[int, torch.dtype] = {}
 
     def _layer(self, index: int, rank: int) -> nn.Module:
         """A block with its adapters of one rank."""
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
             with torch.device("meta"), _quiet():
+                widen(layer, self.variant)
                 adapt(layer, self.variant, rank)
                 fuse(layer, self.variant)
             with self._mode, _quiet():
@@ -111,16 +114,21 @@ class Recorder:
         return (hidden, *([None] * (width - 1))) if width else hidden
 
     def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
-        """What the model calls the first block of each kind with, by its index: input, other arguments."""
+        """What the model calls the first block of each kind with, by its index: input, other arguments.
+
+        The input is as the block before it leaves it, whose dtype need not be the embedding's.
+        """
         found = {}
         layers = {index: self._layer(index, at.rank) for index in self._firsts if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, rest, named = _split(args, kwargs)
-            found[index] = (hidden, rest, named)
             if index in layers:
                 result = layers[index](hidden, *rest, **named)
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
+                self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
+            hidden = hidden.to(self._dtype.get(index, hidden.dtype))
+            found[index] = (hidden, rest, named)
             return self._as_block(index, hidden)
 
         self._stages(max(self._firsts) + 1, seen)

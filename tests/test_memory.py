@@ -41,6 +41,9 @@ def settings() -> Iterator[dict[str, Any]]:
         yield {"model": "llama", "rows": 2, "length": 128, **how, **full}
         if checkpointing != "reentrant":
             yield {"model": "tied", "rows": 1, "length": 64, **how, **mixed}
+    for checkpointing, dtypes in product(("none", "full"), (full, mixed)):
+        how = {"engine": "fsdp1", "strategy": 3, "checkpointing": checkpointing}
+        yield {"model": "llama" if dtypes is full else "tied", "rows": 1, "length": 64, **how, **dtypes}
     for model, strategy, checkpointing in product(("qwen3", "gemma2", "moe"), (1, 2), ("none", "full")):
         how = {"engine": "fsdp2", "strategy": strategy, "checkpointing": checkpointing}
         yield {"model": model, "rows": 1, "length": 64, **how, **full}
