@@ -162,11 +162,11 @@ class _Walk:
 
     def _kept(self, played: Replay) -> int:
         """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
-        return played.forward_end if self.recipe.checkpointing == "none" else played.output
+        return played.output if self.recipe.recomputes else played.forward_end
 
     def _holds_input(self, played: Replay) -> bool:
         """Whether a block's input lives until its backward: for its own sake, or to compute it again."""
-        return played.keeps_input or self.recipe.checkpointing != "none"
+        return played.keeps_input or self.recipe.recomputes
 
     def _output_before(self, unit: int) -> int:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
@@ -216,7 +216,7 @@ class _Walk:
             held = self._output_before(unit) if self._holds_input(played) else 0
             self.engine.before_backward(unit)
             saved = played.forward_end - played.output
-            if self.recipe.checkpointing != "none":
+            if self.recipe.recomputes:
                 self._rise(played.forward_peak)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)

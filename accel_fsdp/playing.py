@@ -77,7 +77,7 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     cast for themselves.
     """
     casts = recipe.precision != "no" and states.master_bytes(recipe, layout) == 4
-    whole = layout.engine in ("single", "ddp") and recipe.checkpointing != "none"
+    whole = layout.engine in ("single", "ddp") and recipe.recomputes
     if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
         return 0
     return 2 * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)

@@ -134,6 +134,7 @@ class Variant(NamedTuple):
     dropout: bool = False
     kernels: Kernels = "none"
     wide: Wide = "none"
+    selective: bool = False
 
     @property
     def name(self) -> str:
@@ -141,7 +142,7 @@ class Variant(NamedTuple):
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
         wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
         wide += "" if self.wide == "none" else f"+{self.wide}32"
-        ends = [] if self.kernels == "none" else [self.kernels]
+        ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
     @staticmethod
@@ -157,8 +158,9 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 held = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, wide)  # type: ignore[arg-type]
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, wide, selective)  # type: ignore[arg-type]
                     for kernels in ("none", "liger", "foak")
+                    for selective in (False, True)
                     for wide in (("none", "norms", "rest") if method == "qlora" else ("none",))
                     for adapters in sorted(held)
                     for targets in (("all", "attention") if method != "full" else ("all",))
@@ -199,6 +201,7 @@ def variant_of(recipe: Recipe, engine: str) -> str:
         targets="all" if recipe.method == "full" else recipe.lora_targets,
         dropout=recipe.method != "full" and recipe.lora_dropout,
         kernels=recipe.kernels,
+        selective=recipe.checkpointing == "selective",
         wide=recipe.wide if recipe.method == "qlora" and not sharded else "none",
     ).name
 

@@ -21,7 +21,7 @@ from accel_fsdp.kernels import fuse, rotary_in_place
 from accel_fsdp.shapes import blocks_of, build, shape_of
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
-from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, summed_in_place
+from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, selectively, summed_in_place
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
@@ -144,6 +144,8 @@ class Recorder:
 
         def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
             watch.start()
+            if self.variant.selective:
+                return selectively(layer, given(), *args, **kwargs)
             return layer(given(), *args, **kwargs)
 
         return self._run(call, hidden, layer, kernels)

@@ -189,7 +189,7 @@ class Answers:
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
 EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
-Checkpointing = Literal["none", "full", "reentrant"]
+Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
 Wide = Literal["none", "norms", "rest"]
@@ -269,7 +269,8 @@ class Recipe:
 
     `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
-    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind. `chunked_loss` never holds all logits at once.
+    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind, "selective" keeps attention's output and every
+    second product, as torchtitan does. `chunked_loss` never holds all logits at once.
     Trainer drops them before backward, another script may have `keeps_logits`, and one that `zeroes_late` clears the
     last step's gradients only between forward and backward, as Lightning's Trainer does. `reduce` is the dtype in which
     FSDP reduces gradients, which Accelerate makes that of mixed precision.
@@ -299,6 +300,11 @@ class Recipe:
     wide: Wide = "none"
     attention: Attention = "sdpa"
     kernels: Kernels = "none"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes whole blocks again."""
+        return self.checkpointing in ("full", "reentrant")
 
 
 @dataclass(frozen=True)
