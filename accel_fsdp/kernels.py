@@ -8,7 +8,7 @@ neither masks nor products.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,6 @@ APART = ("Gemma2", "Gemma3")  # Liger's norm of these makes a gradient of its ow
 
 def fuse(model: nn.Module, variant: Variant) -> None:
     """Puts the stand-ins of a variant's kernels in the place of what they fuse."""
-    if variant.kernels == "none":
-        return
     for path, module in list(model.named_modules()):
         parent, _, own = path.rpartition(".")
         new = _fused(module, variant)
@@ -50,10 +48,10 @@ def _fused(module: nn.Module, variant: Variant) -> nn.Module | None:
 
 
 @contextmanager
-def rotary_in_place(layer: nn.Module, variant: Variant) -> Iterator[None]:
-    """Puts the stand-in for rotary embedding into the module that a layer's attention is from."""
-    spaces = {type(module).__module__: vars(sys.modules[type(module).__module__]) for module in layer.modules()}
-    found = {name: space for name, space in spaces.items() if variant.kernels != "none" and ROTARY in space}
+def rotary_in_place(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts the stand-in for rotary embedding into the modules that the layers' attention is from."""
+    names = {type(module).__module__ for layer in layers for module in layer.modules()}
+    found = {name: vars(sys.modules[name]) for name in names if ROTARY in vars(sys.modules[name])}
     before = {name: space[ROTARY] for name, space in found.items()}
     try:
         for space in found.values():

@@ -134,8 +134,8 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tape
     """
     folder = Path(name)
     if not folder.exists() and (found := recorded.find(catalogue.short(name) or name)):
-        shape, tapes = found
-        return shape, Recorded(shape.name, catalogue.entries()[shape.name]["config"], dict(tapes))
+        known = found[0].name
+        return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
     if folder.is_dir() and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     else:
@@ -148,17 +148,16 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tape
 
 
 def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
-    key = recorded.key_of(config, (variant,))
-    kept = recorded.cached(key)
-    if kept is None:
+    def anew() -> recorded.Record:
         with render.waiting(f"Tracing {name} ({variant})"):
             from accel_fsdp.facts import read_config
             from accel_fsdp.fitting import record_model
 
             known = name in catalogue.entries() and not Path(name).exists()
-            kept = record_model(name, _configured(config) if known else read_config(name), (variant,))
-        recorded.keep(key, *kept)
-    return replace(kept[0], name=name), kept[1][variant]
+            return record_model(name, _configured(config) if known else read_config(name), (variant,))
+
+    shape, tapes = recorded.remembered(config, variant, anew)
+    return replace(shape, name=name), tapes
 
 
 def _configured(settings: Mapping[str, Any]) -> Any:

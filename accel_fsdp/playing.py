@@ -116,4 +116,5 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
         keeps_input=True,
         early_peak=end,
         late_peak=end,
+        adding_peak=end,
     )

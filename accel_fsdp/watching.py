@@ -282,7 +282,7 @@ def _selective_contexts() -> Any:
             keeps = func in _ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 class Begin(torch.autograd.Function):
