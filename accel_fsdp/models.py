@@ -1,4 +1,4 @@
-"""The model and tokenizer as `train/sft.py` loads them: explicit dtypes, adapters, checks before FSDP wraps them."""
+"""The model and tokenizer as `train/sft.py` loads them: explicit dtypes, vocabulary, adapters."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
-from accel_fsdp import adapters, cpu, facts
+from accel_fsdp import adapters, cpu, facts, render
 from accel_fsdp.arguments import ModelArguments
 from accel_fsdp.errors import UserError
-from accel_fsdp.refusals import check_layer_classes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,17 +36,53 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(options: ModelArguments) -> "nn.Module":
-    """Loads the model on the CPU, with a LoRA adapter where asked for; `prepare` shards it later.
+def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "nn.Module":
+    """Loads the model on the CPU, resized and with an adapter where asked for; `prepare` shards it later.
 
     Raises:
-        UserError: the weights can't be read, or no module matches `lora_target_modules`.
+        UserError: the weights can't be read, the vocabulary is too small, or no module matches `lora_target_modules`.
     """
+    model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
+    if os.environ.get("RANK", "0") == "0":
+        dtype, reason = weight_dtype(options)
+        render.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
+    _fit_vocabulary(model, tokenizer, options)
+    return _with_adapter(model, options) if options.use_peft else model
+
+
+def _receives_weights(options: ModelArguments) -> bool:
+    """Whether rank 0 sends this rank its shards, so that what it reads itself would be thrown away.
+
+    transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
+    full by every rank. Accelerate doesn't send 4-bit weights.
+    """
+    asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    return cpu.fsdp_requested() and asked and int(os.environ.get("RANK", "0")) > 0 and not options.load_in_4bit
+
+
+def _without_weights(options: ModelArguments) -> Any:
+    """A model of the right shapes whose memory is never touched, so that the system never has to provide it.
+
+    Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
+    some weights in another dtype, or is quantised, is known only once it is loaded.
+    """
+    config = facts.read_config(options.model_name_or_path, options.model_revision)
+    dtype, _ = weight_dtype(options)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=options.attn_implementation)
+    mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+    if getattr(config, "quantization_config", None) or (mixed and dtype != torch.float32):
+        return _with_weights(options)
+    model.tie_weights()
+    return model
+
+
+def _with_weights(options: ModelArguments) -> Any:
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             options.model_name_or_path,
             revision=options.model_revision,
-            dtype=_dtype(options),
+            dtype=weight_dtype(options)[0],
             attn_implementation=options.attn_implementation,
             quantization_config=_quantization(options),
             output_loading_info=True,
@@ -63,15 +99,27 @@ def load_model(options: ModelArguments) -> "nn.Module":
             why="they would be trained from random values",
             fix="download or export the model again",
         )
-    return _with_adapter(model, options) if options.use_peft else model
+    return model
 
 
-def _dtype(options: ModelArguments) -> str | torch.dtype:
-    """Explicit, because a 16-bit checkpoint under `mixed_precision: 'no'` would train without fp32 master weights."""
-    if options.dtype == "auto":
-        return "auto" if options.use_peft else torch.float32
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    return dtype
+def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
+    """The dtype that the weights are loaded in, and why.
+
+    Explicit, because transformers 5 keeps a checkpoint's 16 bits, and under `mixed_precision: 'no'` weights, gradients
+    and Adam's state would then all have 16 bits, silently.
+    """
+    if options.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, options.dtype)
+        low = chosen != torch.float32 and not options.use_peft and _mixed_precision() == "no"
+        return chosen, "--dtype; no float32 master weights: small updates are lost" if low else "--dtype"
+    if not options.use_peft:
+        return torch.float32, "master weights of full training"
+    stored = facts.read_config(options.model_name_or_path, options.model_revision).dtype
+    return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
+
+
+def _mixed_precision() -> str:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def _quantization(options: ModelArguments) -> Any:
@@ -89,6 +137,31 @@ def _quantization(options: ModelArguments) -> Any:
     )
 
 
+def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: ModelArguments) -> None:
+    """Makes room for the tokenizer's tokens, where allowed to. Never shrinks: many models pad their vocabulary."""
+    rows, tokens = _vocabulary_rows(model), len(tokenizer)
+    if tokens <= rows:
+        return
+    if not options.resize_vocab:
+        raise UserError(
+            f"the tokenizer has {tokens} tokens, the model's embedding only {rows} rows",
+            why="a token without a row stops training with an index error",
+            fix="--resize_vocab adds the rows, or use the tokenizer that belongs to this model",
+        )
+    model.resize_token_embeddings(tokens, mean_resizing=not _receives_weights(options))
+
+
+def _vocabulary_rows(model: Any) -> int:
+    weight = model.get_input_embeddings().weight
+    return int(getattr(weight, "ds_shape", weight.shape)[0])  # under ZeRO-3 the parameter itself is empty
+
+
+def _embedding_names(model: Any) -> list[str]:
+    """The modules that hold new tokens' rows: an adapter beside them would leave those at their first values."""
+    holders = (model.get_input_embeddings(), model.get_output_embeddings())
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if module in holders})
+
+
 def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     from peft import LoraConfig, get_peft_model
 
@@ -99,6 +172,8 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_dora=options.use_dora,
+        modules_to_save=_embedding_names(model) if options.resize_vocab else None,
         task_type="CAUSAL_LM",
     )
     try:
@@ -110,35 +185,3 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
             fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
         ) from error
     return adapted
-
-
-def check_wrap_classes(model: "nn.Module") -> None:
-    """Checks the names that Accelerate will look for, before Trainer creates its output folder.
-
-    Without names in the YAML they are the model's `_no_split_modules`; with none there either, Accelerate wraps nothing
-    and says nothing.
-    """
-    if not cpu.fsdp_requested() or os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() != "TRANSFORMER_BASED_WRAP":
-        return
-    given = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    names = given.split(",") if given else list(getattr(model, "_no_split_modules", None) or ())
-    found = ", ".join(layer.name for layer in facts.wrap_classes(model))
-    if not names:
-        raise UserError(
-            "the YAML names no transformer layer class, and the model doesn't either",
-            why="FSDP would make one unit of the whole model and save no memory",
-            fix=f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
-        )
-    check_layer_classes(tuple(names), facts.class_names(model))
-
-
-def check_buffers(model: "nn.Module") -> None:
-    """Stops before accelerate 1.15 would: its FSDP2 loading takes every entry of the state dict for a DTensor."""
-    loading = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
-    stored = facts.persistent_buffers(model)
-    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "2" and loading and stored:
-        raise UserError(
-            f"the model stores {stored} buffers, and the YAML asks FSDP2 for RAM-efficient loading",
-            why="accelerate 1.15 stops at prepare: 'Tensor' object has no attribute 'device_mesh'",
-            fix="fsdp_cpu_ram_efficient_loading: false in the YAML",
-        )

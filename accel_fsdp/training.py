@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -16,12 +16,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from accel_fsdp import cpu, export, facts, files, models, render, sharding
+from accel_fsdp import cpu, export, facts, files, prepare, render, sharding
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 class SftTrainer(Trainer):  # type: ignore[misc]
@@ -30,8 +27,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         self.use_cache = getattr(model.config, "use_cache", None)
-        models.check_wrap_classes(model)
-        models.check_buffers(model)
+        prepare.before_trainer(model, kwargs["args"])
         if kwargs["args"].process_index == 0:
             self.lock = files.only_run(Path(kwargs["args"].output_dir))
         try:
@@ -40,8 +36,10 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             raise UserError(
                 f"Trainer refuses this combination: {facts.first_line(error)}", why="training can't start", fix=SEE_HELP
             ) from error
+        self.add_callback(prepare.HostMemory())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
+            prepare.keep_buffers(plugin)
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value

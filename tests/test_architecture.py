@@ -46,7 +46,7 @@ LAYERS = [
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning"},
-    {"models"},
+    {"models", "prepare"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},

@@ -44,7 +44,7 @@ def main() -> None:
 
     # Model and Trainer
     trainer = training.SftTrainer(
-        model=models.load_model(model_args),
+        model=models.load_model(model_args, tokenizer),
         args=training_args,
         train_dataset=tokens["train"],
         eval_dataset=tokens.get("test"),
