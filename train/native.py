@@ -9,14 +9,12 @@ runs on GPUs and, with gloo, on CPU processes; a checkpoint resumes on any numbe
 
 import itertools
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,21 +22,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import adapters, cpu, data, export, facts, files, here, render
-from accel_fsdp.errors import UsageError, UserError, guard
+from accel_fsdp.errors import UserError, guard
 
 
 # Flags: the names of train/sft.py, and what its YAML would say
@@ -50,22 +44,14 @@ class Job:
     dataset_name: str
     output_dir: Path
     fsdp_version: Literal[1, 2] = 2
-    """1: FullyShardedDataParallel. 2: fully_shard."""
     strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
-    """What is sharded, and whether between all ranks or only those of one machine (hybrid)."""
-    shard_ranks: int = 0
-    """Ranks that share one copy of the model in a hybrid strategy; 0: those of one machine."""
-    wrap: Literal["transformer", "size"] = "transformer"
-    """What becomes a unit: each decoder layer, or what has min_num_params."""
+    shard_ranks: int = 0  # hybrid: how many ranks share one copy of the model; 0: those of a machine
+    wrap: Literal["transformer", "size"] = "transformer"  # a unit is a decoder layer, or what has min_num_params
     min_num_params: int = 100_000_000
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """Of forward and backward; weights, sums of gradients and Adam's state stay in float32."""
-    cpu_offload: bool = False
-    """Shards live in host memory between their uses."""
-    backward_prefetch: Literal["pre", "post", "none"] = "pre"
-    """FSDP1: when backward gathers the next unit. FSDP2 always does what pre does."""
-    lora_r: int = 0
-    """Rank of a LoRA adapter on every linear layer; 0: full training."""
+    mixed_precision: Literal["no", "bf16"] = "no"  # weights, sums of gradients and Adam's state stay in float32
+    cpu_offload: bool = False  # shards live in host memory between their uses
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] = "BACKWARD_PRE"  # FSDP1; FSDP2 always does PRE
+    lora_r: int = 0  # rank of an adapter on every linear layer; 0: full training
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
@@ -74,13 +60,11 @@ class Job:
     max_grad_norm: float = 1.0
     max_length: int = 1024
     num_train_epochs: int = 3
-    max_steps: int = 0
-    """Optimizer steps; 0: as many as the epochs have."""
+    max_steps: int = 0  # 0: as many as the epochs have
     shuffle: bool = True
     seed: int = 42
     save_steps: int = 500
-    resume: bool = False
-    """Go on from the newest complete checkpoint in output_dir."""
+    resume: bool = False  # from the newest complete checkpoint in output_dir
 
 
 # Processes: torchrun has set RANK, LOCAL_RANK and WORLD_SIZE
@@ -90,26 +74,15 @@ def start(job: Job) -> torch.device:
         fix = "torchrun --standalone --nproc-per-node N train/native.py ..."
         raise UserError("not started by torchrun", why="there are no processes to join", fix=fix)
     if job.fsdp_version == 2 and job.strategy == "no_shard":
-        raise UsageError("fully_shard with --strategy no_shard", why="it always shards", fix="--fsdp_version 1")
+        raise UserError("fully_shard with --strategy no_shard", why="it always shards", fix="--fsdp_version 1")
     device = torch.device("cpu") if cpu.is_needed() else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if device.type == "cpu":
         cpu.mend_fsdp1()
     else:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        timeout=timedelta(minutes=30)
-    )  # no backend named: NCCL for CUDA tensors, gloo for the CPU's
+    dist.init_process_group(timeout=timedelta(minutes=30))  # NCCL for CUDA tensors, gloo for the CPU's
     torch.manual_seed(job.seed)
     return device
-
-
-def mesh_of(job: Job, device: torch.device) -> Any:
-    """All ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
-    world = dist.get_world_size()
-    if not job.strategy.startswith("hybrid"):
-        return init_device_mesh(device.type, (world,))
-    shards = job.shard_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
-    return init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
 # Data: each rank gets rows of its own; together they are the global batch
@@ -141,14 +114,12 @@ def load_model(job: Job) -> Any:
     if dist.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(job.model_name_or_path, dtype=torch.float32)
     else:
+        config = AutoConfig.from_pretrained(job.model_name_or_path)
         with no_init_weights():
-            config = AutoConfig.from_pretrained(job.model_name_or_path)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
     if job.lora_r == 0:
         return model
-    from peft import LoraConfig, get_peft_model
-
     adapters.enable()  # PEFT alone doesn't find its tensors inside FSDP's wrappers
     return get_peft_model(model, LoraConfig(r=job.lora_r, lora_alpha=2 * job.lora_r, target_modules="all-linear"))
 
@@ -156,20 +127,27 @@ def load_model(job: Job) -> Any:
 # Sharding: a unit is gathered when it computes, and dropped afterwards; what is in no unit belongs to the root's
 def units_of(model: Any, job: Job) -> list[nn.Module]:
     """The modules that become units, inner ones before those around them."""
+    inside_out = list(reversed([*model.modules()][1:]))
     if job.wrap == "transformer":
         names = {layer.name for layer in facts.wrap_classes(model)}
-        return [module for module in reversed([*model.modules()]) if type(module).__name__ in names]
+        return [module for module in inside_out if type(module).__name__ in names]
     tied = {model.get_input_embeddings().weight} & {model.get_output_embeddings().weight}  # can't be in two units
-    units: list[nn.Module] = []
-    taken: set[nn.Parameter] = set()
-    for module in reversed([*model.modules()][1:]):
+    units, taken = [], set()
+    for module in inside_out:
         left = {*module.parameters()} - taken
-        if sum(p.numel() for p in left) >= job.min_num_params and not (
-            tied & left or isinstance(module, nn.ModuleList)
-        ):
+        large = sum(parameter.numel() for parameter in left) >= job.min_num_params
+        if large and not tied & left and not isinstance(module, nn.ModuleList):  # a list has no forward
             units.append(module)
             taken |= left
     return units
+
+
+def mesh_of(job: Job, device: torch.device) -> dist.DeviceMesh:
+    """All ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
+    world, shards = dist.get_world_size(), job.shard_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    if not job.strategy.startswith("hybrid"):
+        return dist.init_device_mesh(device.type, (world,))
+    return dist.init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: Any, job: Job, device: torch.device) -> Any:
@@ -178,15 +156,13 @@ def shard(model: Any, job: Job, device: torch.device) -> Any:
     low = torch.bfloat16 if job.mixed_precision == "bf16" else None
     offload = job.cpu_offload and device.type != "cpu"
     if job.fsdp_version == 1:
-        prefetch = {"pre": fsdp.BackwardPrefetch.BACKWARD_PRE, "post": fsdp.BackwardPrefetch.BACKWARD_POST}
-        name = job.strategy.upper()
         return fsdp.FullyShardedDataParallel(
             model,
-            sharding_strategy=fsdp.ShardingStrategy["_HYBRID_SHARD_ZERO2" if name.endswith("ZERO2") else name],
-            auto_wrap_policy=CustomPolicy(lambda module: module in units),
+            sharding_strategy=fsdp.ShardingStrategy["_" * job.strategy.endswith("zero2") + job.strategy.upper()],
+            auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda module: module in units),
             mixed_precision=fsdp.MixedPrecision(param_dtype=low, reduce_dtype=torch.float32) if low else None,
             cpu_offload=fsdp.CPUOffload(offload_params=offload),
-            backward_prefetch=prefetch.get(job.backward_prefetch),
+            backward_prefetch=fsdp.BackwardPrefetch[job.backward_prefetch],
             device_id=device,
             sync_module_states=True,  # rank 0 sends its values
             use_orig_params=True,  # parameters keep their names; frozen and trained ones may share a unit
@@ -220,18 +196,20 @@ def train_step(model: Any, batches: list[dict[str, Tensor]], job: Job, device: t
         labels = batch.pop("labels")[:, 1:].to(device)
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         (loss * dist.get_world_size() / tokens).backward()
         total += loss.detach()
     dist.all_reduce(total)
-    clip = model.clip_grad_norm_ if job.fsdp_version == 1 else partial(clip_grad_norm_, model.parameters())
-    clip(job.max_grad_norm)
+    if job.fsdp_version == 1:
+        model.clip_grad_norm_(job.max_grad_norm)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
     return float(total / tokens)
 
 
 # Checkpoints: every rank writes its shards, and any number of ranks can read them
 @dataclass
-class State(Stateful):
+class State(dcp.stateful.Stateful):
     """What a resumed run needs. The place in the data is counted in rows, so it means the same to all world sizes."""
 
     model: nn.Module
@@ -257,16 +235,15 @@ def checkpoint_of(job: Job) -> Path | None:
     """The newest complete checkpoint if one is to be resumed; DCP writes .metadata last."""
     complete = [path for path in files.checkpoints(job.output_dir) if (path / ".metadata").is_file()]
     if job.resume != bool(complete):
-        what = "holds no complete checkpoint" if job.resume else "already holds a run"
-        fix = "leave out --resume" if job.resume else "--resume, or another --output_dir"
-        raise UserError(f"{job.output_dir} {what}", why="one run would be taken for another", fix=fix)
+        what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
+        raise UserError(what, why="a run resumes one, or begins where none is", fix="add or drop --resume")
     return complete[-1] if complete else None
 
 
 # The full state: gathered on the CPU of rank 0, which writes it and reopens it
 def save_full(model: Any, job: Job, tokenizer: Any, expected: export.Expected) -> None:
     """Writes OUTPUT/final in the Hugging Face layout, complete or not at all. Call on all ranks."""
-    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=job.lora_r > 0)
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = states.get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         with files.replaced_folder(job.output_dir / "final") as folder:
@@ -285,22 +262,19 @@ def say(line: str) -> None:
 # The whole job
 def main() -> None:
     """From flags to a saved model."""
-    begun = time.perf_counter()
-    job = tyro.cli(Job)
+    begun, job = time.perf_counter(), tyro.cli(Job)
     device, checkpoint = start(job), checkpoint_of(job)
     tokenizer = AutoTokenizer.from_pretrained(job.model_name_or_path)
-    loader = loader_of(job, tokenizer)
-    model = load_model(job)
+    loader, model = loader_of(job, tokenizer), load_model(job)
     expected = export.expected_tensors(model, trained_as=None)
     model = shard(model, job, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=job.weight_decay)
-    steps = job.max_steps or job.num_train_epochs * math.ceil(len(loader) / job.gradient_accumulation_steps)
+    steps = job.max_steps or job.num_train_epochs * -(-len(loader) // job.gradient_accumulation_steps)
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / steps if job.lr_scheduler_type == "linear" else 1.0)
     state = State(model, optimizer, scheduler, {"step": 0, "epoch": 0, "row": 0})
     if checkpoint:
         dcp.load({"job": state}, checkpoint_id=checkpoint)
-        say(f"resumed: {checkpoint}")
 
     losses, groups = [], global_batches(loader, job, state.place)
     model.train()
@@ -318,9 +292,9 @@ def main() -> None:
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else here.peak_memory()
     say(f"{seconds:.1f} s in all; rank 0 had {peak / 2**30:.2f} GiB of {device.type} memory at its peak")
+    measured = json.dumps({"losses": losses, "seconds": seconds, "peak_bytes": peak})
     if dist.get_rank() == 0:
-        measured = {"losses": losses, "seconds": seconds, "peak_bytes": peak}
-        files.write_text(job.output_dir / "measured.json", json.dumps(measured) + "\n")
+        files.write_text(job.output_dir / "measured.json", measured)
 
 
 if __name__ == "__main__":
