@@ -1,8 +1,8 @@
 """Runs `train/sft.py` unchanged and, just before it exports, notes what each rank holds and what the model computes.
 
-Reads torch objects directly and not through accel_fsdp.sharding, so that the two can be compared. Output: one JSON file
-per rank and `logits.pt` from rank 0, in the folder named by PROBE_OUT. With PROBE_LORA the same processes then train an
-adapter, into a folder `lora` beside that of the first run: most of a launch is imports.
+Reads torch objects directly and not through accel_fsdp.sharding, so that the two can be compared. Output, in the folder
+named by PROBE_OUT: RUN-rankN.json and RUN-logits.pt, where RUN is the name of the output folder. PROBE_MORE, a mapping
+from further such names to arguments, makes the same processes run the script again: most of a launch is imports.
 """
 
 import json
@@ -26,17 +26,17 @@ export = training.SftTrainer.export
 
 
 def export_and_note(self: training.SftTrainer, target: Path) -> int:
-    rank = os.environ["RANK"]
+    run, rank = target.parent.name, os.environ["RANK"]
     parameters = list(self.model.parameters())
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     kinds = sorted({type(p).__name__ for p in parameters})
     losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
-    run = target.parent.name
-    (OUT / f"{run}-rank{rank}.json").write_text(json.dumps({"held": held, "kinds": kinds, "losses": losses}))
-    engine = self.model_wrapped
-    engine.eval()
+    stage = getattr(self.model_wrapped, "zero_optimization_stage", int)()
+    noted = {"held": held, "kinds": kinds, "losses": losses, "stage": stage}
+    (OUT / f"{run}-rank{rank}.json").write_text(json.dumps(noted))
+    self.model_wrapped.eval()
     with torch.no_grad():
-        logits = engine(input_ids=INPUT_IDS).logits.float()
+        logits = self.model_wrapped(input_ids=INPUT_IDS).logits.float()
     if rank == "0":
         torch.save(logits, OUT / f"{run}-logits.pt")
     return export(self, target)
@@ -45,12 +45,12 @@ def export_and_note(self: training.SftTrainer, target: Path) -> int:
 def jobs() -> None:
     main = runpy.run_path(str(SFT), run_name="sft")["main"]
     main()
-    if "PROBE_LORA" in os.environ:
+    words = list(sys.argv)
+    output = Path(words[words.index("--output_dir") + 1])
+    for run, more in json.loads(os.environ.get("PROBE_MORE", "{}")).items():
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        output = Path(sys.argv[sys.argv.index("--output_dir") + 1])
-        sys.argv += ["--output_dir", str(output.with_name("lora")), "--learning_rate", "1e-2"]
-        sys.argv += ["--use_peft", "--lora_dropout", "0.0"]
+        sys.argv = [*words, "--output_dir", str(output.with_name(run)), *more]
         main()
 
 

@@ -71,8 +71,7 @@ class Job:
 def start(job: Job) -> torch.device:
     """Joins the other ranks and returns this rank's device."""
     if not cpu.is_distributed_launch():
-        fix = "torchrun --standalone --nproc-per-node N train/native.py ..."
-        raise UserError("not started by torchrun", why="there are no processes to join", fix=fix)
+        raise UserError("not started by torchrun", why="there is nobody to join", fix="torchrun --nproc-per-node N ...")
     if job.fsdp_version == 2 and job.strategy == "no_shard":
         raise UserError("fully_shard with --strategy no_shard", why="it always shards", fix="--fsdp_version 1")
     device = torch.device("cpu") if cpu.is_needed() else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -114,8 +113,8 @@ def load_model(job: Job) -> Any:
     if dist.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(job.model_name_or_path, dtype=torch.float32)
     else:
-        config = AutoConfig.from_pretrained(job.model_name_or_path)
         with no_init_weights():
+            config = AutoConfig.from_pretrained(job.model_name_or_path)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
     if job.lora_r == 0:
@@ -145,9 +144,8 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
 def mesh_of(job: Job, device: torch.device) -> dist.DeviceMesh:
     """All ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
     world, shards = dist.get_world_size(), job.shard_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
-    if not job.strategy.startswith("hybrid"):
-        return dist.init_device_mesh(device.type, (world,))
-    return dist.init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    shape = (world // shards, shards) if job.strategy.startswith("hybrid") else (world,)
+    return dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def shard(model: Any, job: Job, device: torch.device) -> Any:
@@ -243,8 +241,7 @@ def checkpoint_of(job: Job) -> Path | None:
 # The full state: gathered on the CPU of rank 0, which writes it and reopens it
 def save_full(model: Any, job: Job, tokenizer: Any, expected: export.Expected) -> None:
     """Writes OUTPUT/final in the Hugging Face layout, complete or not at all. Call on all ranks."""
-    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = states.get_model_state_dict(model, options=options)
+    full = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         with files.replaced_folder(job.output_dir / "final") as folder:
             unwrapped = model.module if job.fsdp_version == 1 else model
@@ -254,14 +251,12 @@ def save_full(model: Any, job: Job, tokenizer: Any, expected: export.Expected) -
 
 
 def say(line: str) -> None:
-    """One rank is enough."""
     if dist.get_rank() == 0:
         render.say(line)
 
 
 # The whole job
 def main() -> None:
-    """From flags to a saved model."""
     begun, job = time.perf_counter(), tyro.cli(Job)
     device, checkpoint = start(job), checkpoint_of(job)
     tokenizer = AutoTokenizer.from_pretrained(job.model_name_or_path)
@@ -275,7 +270,6 @@ def main() -> None:
     state = State(model, optimizer, scheduler, {"step": 0, "epoch": 0, "row": 0})
     if checkpoint:
         dcp.load({"job": state}, checkpoint_id=checkpoint)
-
     losses, groups = [], global_batches(loader, job, state.place)
     model.train()
     for step in range(state.place["step"] + 1, steps + 1):
@@ -292,9 +286,9 @@ def main() -> None:
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else here.peak_memory()
     say(f"{seconds:.1f} s in all; rank 0 had {peak / 2**30:.2f} GiB of {device.type} memory at its peak")
-    measured = json.dumps({"losses": losses, "seconds": seconds, "peak_bytes": peak})
     if dist.get_rank() == 0:
-        files.write_text(job.output_dir / "measured.json", measured)
+        measured = {"losses": losses, "seconds": seconds, "peak_bytes": peak}
+        files.write_text(job.output_dir / "measured.json", json.dumps(measured))
 
 
 if __name__ == "__main__":
