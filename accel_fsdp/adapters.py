@@ -1,10 +1,10 @@
-"""Adapters under FSDP: what PEFT lacks to save and load their tensors in a wrapped model.
+"""Adapters under FSDP: what PEFT and torch lack to save and load their tensors in a wrapped model.
 
 PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
 all without a word: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
 (`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
-and under FSDP1 a resume loads none. `enable()` mends both directions; this module and `cpu.py` are the only ones that
-patch a library.
+and under FSDP1 a resume loads none. And torch's FSDP1 loses the frozen base of an unsharded model. `enable()` mends all
+of it; this module and `cpu.py` are the only ones that patch a library.
 """
 
 from typing import Any

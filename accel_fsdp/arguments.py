@@ -144,6 +144,12 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         )
     if model.use_dora and not model.use_peft:
         raise UsageError("--use_dora without --use_peft", why="DoRA is a kind of adapter", fix="--use_peft")
+    if model.resize_vocab and model.use_peft:
+        raise UsageError(
+            "--resize_vocab with --use_peft",
+            why="under an adapter the embedding is frozen, so the new rows would stay as they begin",
+            fix="full training; or train the rows first and adapt the model that comes out",
+        )
     if training.eval_on_start and training.eval_strategy == "no":
         raise UsageError(
             "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"

@@ -156,12 +156,6 @@ def _vocabulary_rows(model: Any) -> int:
     return int(getattr(weight, "ds_shape", weight.shape)[0])  # under ZeRO-3 the parameter itself is empty
 
 
-def _embedding_names(model: Any) -> list[str]:
-    """The modules that hold new tokens' rows: an adapter beside them would leave those at their first values."""
-    holders = (model.get_input_embeddings(), model.get_output_embeddings())
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if module in holders})
-
-
 def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     from peft import LoraConfig, get_peft_model
 
@@ -173,7 +167,6 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         lora_dropout=options.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         use_dora=options.use_dora,
-        modules_to_save=_embedding_names(model) if options.resize_vocab else None,
         task_type="CAUSAL_LM",
     )
     try:

@@ -24,6 +24,7 @@ def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
     check_wrap_classes(model)
     check_buffers(model)
     check_weight_decay(args)
+    check_dora(model)
     settle_checkpointing(model, args)
 
 
@@ -71,6 +72,21 @@ def check_weight_decay(args: TrainingArguments) -> None:
             f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
             why="norms and biases would be decayed too: in FSDP1's flat parameters nobody can tell them apart",
             fix="fsdp_use_orig_params: true in the YAML",
+        )
+
+
+def check_dora(model: nn.Module) -> None:
+    """Stops before PEFT 0.21 would: it reads the shape of an adapter's weight where FSDP1 has put a flat shard.
+
+    Raises:
+        UserError: DoRA under FSDP1.
+    """
+    adapters = getattr(model, "peft_config", {}).values()
+    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and any(one.use_dora for one in adapters):
+        raise UserError(
+            "--use_dora under FSDP1",
+            why="peft 0.21 looks at the adapter's weights outside of their units, where they are flat shards",
+            fix="fsdp_version: 2 (accel-fsdp migrate FILE --to fsdp2), or leave out --use_dora",
         )
 
 

@@ -75,10 +75,7 @@ def start(job: Job) -> torch.device:
     if job.fsdp_version == 2 and job.strategy == "no_shard":
         raise UserError("fully_shard with --strategy no_shard", why="it always shards", fix="--fsdp_version 1")
     device = torch.device("cpu") if cpu.is_needed() else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cpu":
-        cpu.mend_fsdp1()
-    else:
-        torch.cuda.set_device(device)
+    cpu.mend_fsdp1() if device.type == "cpu" else torch.cuda.set_device(device)
     dist.init_process_group(timeout=timedelta(minutes=30))  # NCCL for CUDA tensors, gloo for the CPU's
     torch.manual_seed(job.seed)
     return device
@@ -144,6 +141,8 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
 def mesh_of(job: Job, device: torch.device) -> dist.DeviceMesh:
     """All ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
     world, shards = dist.get_world_size(), job.shard_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    if shards == 1 and job.fsdp_version == 1 and job.strategy.startswith("hybrid"):
+        raise UserError("FSDP1 with copies on one rank each", why="they would never meet", fix="--strategy no_shard")
     shape = (world // shards, shards) if job.strategy.startswith("hybrid") else (world,)
     return dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
