@@ -54,10 +54,11 @@ def _receives_weights(options: ModelArguments) -> bool:
     """Whether rank 0 sends this rank its shards, so that what it reads itself would be thrown away.
 
     transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
-    full by every rank. Accelerate doesn't send 4-bit weights.
+    full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.
     """
     asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
-    return cpu.fsdp_requested() and asked and int(os.environ.get("RANK", "0")) > 0 and not options.load_in_4bit
+    sends_all = cpu.fsdp_requested() and not options.load_in_4bit and not os.environ.get("FSDP_IGNORED_MODULES")
+    return asked and sends_all and int(os.environ.get("RANK", "0")) > 0
 
 
 def _without_weights(options: ModelArguments) -> Any:
