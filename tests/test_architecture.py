@@ -46,6 +46,7 @@ LAYERS = [
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning"},
+    {"models", "prepare"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},
