@@ -14,7 +14,7 @@ PURE = {
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
-    *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "memory"),
+    *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "zero", "playing", "memory"),
     *("drawing", "page"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
@@ -37,7 +37,7 @@ LAYERS = [
         "quirks",
         "drawing",
     },
-    {"weights", "here", "engines", "gpus", "traffic", "recorded"},
+    {"weights", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
     {"asking", "complete", "facts", "check", "memory", "speed", "overheads"},
     {
         "defaults",
@@ -49,6 +49,7 @@ LAYERS = [
         "shapes",
         "watching",
         "adapting",
+        "kernels",
         "resuming",
         "stopping",
         *RULES,
@@ -58,7 +59,8 @@ LAYERS = [
     {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
-    {"lint", "configure", "rewrite", "planning", "surviving"},
+    {"lint", "configure", "rewrite", "planning"},
+    {"models", "prepare", "surviving"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},
