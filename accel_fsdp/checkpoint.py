@@ -16,6 +16,7 @@ FULL = f"{ACCELERATE_MODEL}.bin"
 OPTIMIZERS = ("optim", "optimizer")
 NOT_WEIGHTS = (*weights.STATE, "random_states", "rng", "optim", "train_state", "dataloader")
 DEPTH = 2
+EXPORTED = ("safetensors", "adapter")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def look(folder: Path) -> Found | None:
 
 def _sharded(folder: Path) -> Found | None:
     inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
-    named = [path for path in inner if path.name.startswith(ACCELERATE_MODEL)] or inner
+    named = [path for path in inner if path.name.startswith(ACCELERATE_MODEL)]
+    named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
     if _is_dcp(folder):
         named = [folder]
     if not named or folder.name.startswith(OPTIMIZERS):
@@ -143,9 +145,11 @@ def _folders(folder: Path) -> list[Path]:
 def listed(run: Path) -> list[Found]:
     """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
     found = look(run)
-    if found is not None:
+    if found is not None and found.kind != "torch.save":
         return [found]
     inner = [one for path in _folders(run) if (one := look(path)) is not None]
+    if found is not None and all(one.kind in EXPORTED for one in inner):
+        return [found]
     return sorted(inner, key=lambda one: (one.number, one.folder.stat().st_mtime))
 
 

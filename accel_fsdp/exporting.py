@@ -190,7 +190,7 @@ class _Export:
             placed = pth.place(outputs, folder / "model.pth")
         else:
             stem = "adapter_model" if adapter else "model"
-            size = f"{total + 1}B" if adapter else options.max_shard_size
+            size = total + 1 if adapter else options.max_shard_size
             placed = [one for each in stream.place(outputs, folder, stem, size).values() for one in each]
         if state:
             placed += [

@@ -63,7 +63,7 @@ def cast_to(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
-def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str) -> dict[Path, list[Placed]]:
+def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> dict[Path, list[Placed]]:
     """Divides tensors into files as `save_pretrained` does, writes headers and index, and gives every tensor its place.
 
     Raises:

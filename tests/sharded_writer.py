@@ -1,6 +1,6 @@
 """Run by torchrun on 4 ranks: trains nothing, writes checkpoints of many kinds as Accelerate does, and what they hold.
 
-Each goes to OUT/NAME: `model/config.json`, `checkpoint-1/pytorch_model_fsdp_0`, and `full.pt`, gathered by torch itself.
+Each goes to OUT/NAME: `model/config.json`, `checkpoint-1/pytorch_model_fsdp_0`, and `full.pt`, gathered by torch.
 """
 
 import json
@@ -96,7 +96,8 @@ def lora(name: str, group: Any, mesh: DeviceMesh, whole: bool, **settings: Any) 
     if dist.get_rank() == 0:
         base.save_pretrained(OUT / name / "base")
     settings = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], **settings}
-    model = get_peft_model(base, LoraConfig(**settings, base_model_name_or_path=str(OUT / name / "base")))
+    model = get_peft_model(base, LoraConfig(**settings))
+    model.peft_config["default"].base_model_name_or_path = str(OUT / name / "base")
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "lora_" in key:
@@ -127,8 +128,9 @@ def variants(ranks: int, group: Any) -> Iterator[tuple[str, Callable[[str], None
     if ranks == 3:
         yield "dora-whole", lambda name: lora(name, group, mesh, whole=True, use_dora=True, use_rslora=True)
         patterns = {"alpha_pattern": {"q_proj": 5}, "rank_pattern": {"layers.1.self_attn.q_proj": 2}}
-        yield "lora-patterns", lambda name: lora(
-            name, group, mesh, whole=False, modules_to_save=["lm_head"], **patterns
+        yield (
+            "lora-patterns",
+            lambda name: lora(name, group, mesh, whole=False, modules_to_save=["lm_head"], **patterns),
         )
     if ranks == 4:
         hybrid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
