@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_fsdp import checkpoint, describing, files, papers, render, sources, stream, verifying
+from accel_fsdp import checkpoint, describing, files, hub, papers, render, sources, stream, verifying
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.describing import Description
 from accel_fsdp.errors import UsageError, UserError
@@ -56,22 +56,21 @@ def run(options: Options) -> int:
     """
     if options.list:
         return show_list(options)
-    if options.check:
-        with describing.aside() as pool:
-            report = verifying.check(options.src, pool if options.verify != "bytes" else None)
-        return _show(report, options)
-    if options.out is None:
+    out = options.src if options.check else options.out
+    if out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
-    try:
-        report = export(options, options.out)
-    except OSError as error:
-        raise _cannot_write(options.out, error) from error
-    code = _show(report, options)
+    if options.check:
+        with _aside(options.verify) as pool:
+            report = verifying.check(out, pool)
+    else:
+        try:
+            report = export(options, out)
+        except OSError as error:
+            raise _cannot_write(out, error) from error
+    _show(report, options)
     if options.push_to_hub:
-        from accel_fsdp import hub
-
-        render.say(f"pushed: {hub.push(options.out, options.push_to_hub, options.private)}", style="green")
-    return code
+        render.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
+    return 0
 
 
 def show_list(options: Options) -> int:
@@ -253,13 +252,11 @@ def _cannot_write(out: Path, error: OSError) -> UserError:
     )
 
 
-def _show(report: Report, options: Options) -> int:
+def _show(report: Report, options: Options) -> None:
     if options.json:
         render.put(json.dumps(report.content(), indent=2))
-        return 0
-    for line in report.lines():
+    for line in () if options.json else report.lines():
         render.say(line, style="green")
-    return 0
 
 
 def _size(count: int) -> str:

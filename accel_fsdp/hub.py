@@ -22,6 +22,6 @@ def push(folder: Path, repository: str, private: bool) -> str:
         raise UserError(
             f"the hub doesn't take {repository}: {str(error).splitlines()[0]}",
             why=f"the export is complete in {folder}, and nowhere else",
-            fix=f"hf auth login, then: hf upload {repository} {folder}",
+            fix=f"hf auth login, then: accel-fsdp export --check {folder} --push-to-hub {repository}",
         ) from error
     return str(url)

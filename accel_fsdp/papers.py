@@ -86,6 +86,19 @@ class Papers:
                         shutil.copyfile(path, copy)
 
 
+def describe(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes what an export of a run's checkpoints needs besides them. Call on one rank, before Trainer edits it.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    adapters = getattr(model, "peft_config", {})
+    inner = model.get_base_model() if adapters else model
+    for part in (inner.config, getattr(inner, "generation_config", None), tokenizer, *adapters.values()):
+        if part is not None:
+            part.save_pretrained(folder)
+
+
 def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:
     """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
 
@@ -94,13 +107,13 @@ def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:
     """
     near = tuple(dict.fromkeys(_near(found)))
     adapter = next((folder for folder in near if (folder / ADAPTER_CONFIG).is_file()), None)
+    described = [folder for folder in near if (folder / CONFIG).is_file()]
     name = model or _base(near, adapter)
-    if name is not None:
+    if name is not None and (model or with_weights or not described or Path(name).is_dir()):
         folder = Path(name) if Path(name).is_dir() else describing.fetch(name, with_weights)
         if not (folder / CONFIG).is_file():
             raise _no_config(folder)
         return Papers(folder, near, adapter)
-    described = [folder for folder in near if (folder / CONFIG).is_file()]
     if not described:
         raise _no_config(found.folder)
     trained = described[0].name != DESCRIBED and found.kind != "adapter"

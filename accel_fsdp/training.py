@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from accel_fsdp import adapters, cpu, export, facts, files, render, sharding
+from accel_fsdp import adapters, cpu, export, facts, files, papers, render, sharding
 from accel_fsdp.arguments import SEE_HELP, ModelArguments
 from accel_fsdp.errors import UserError
 from accel_fsdp.refusals import check_layer_classes
@@ -135,6 +135,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         _check_buffers(model)
         if kwargs["args"].process_index == 0:
             self.lock = files.only_run(Path(kwargs["args"].output_dir))
+            papers.describe(model, kwargs.get("processing_class"), Path(kwargs["args"].output_dir) / papers.DESCRIBED)
         try:
             super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
