@@ -5,7 +5,7 @@ the types of DCP's metadata and turns them into inert values.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -77,23 +77,16 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What lies in a folder: tensors and pickled values by path, that is the keys of the nested state dict."""
-
-    tensors: dict[tuple[str, ...], Stored]
-    values: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    files: int = 0
-
-
-@dataclass(frozen=True)
 class _Item:
     path: Path
     start: int
     length: int
 
 
-def read(folder: Path, reader: Reader) -> Checkpoint:
-    """Finds all tensors of a folder; no tensor is read.
+def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+    """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read.
+
+    Pickled values, such as learning rates, are passed over.
 
     Raises:
         UserError: a file is missing, damaged, outside of the folder, or names code.
@@ -102,23 +95,19 @@ def read(folder: Path, reader: Reader) -> Checkpoint:
     content = reader.bytes_of(path, 0, reader.size_of(path))
     metadata = archive.unpickle(content, ADMITTED, path)
     try:
-        return _checkpoint(folder, reader, metadata.state)
+        return _tensors(folder, reader, metadata.state)
     except ERRORS as error:
         raise damaged(path, f"is damaged: {type(error).__name__} in what it lists") from error
 
 
-def _checkpoint(folder: Path, reader: Reader, metadata: dict[str, Any]) -> Checkpoint:
+def _tensors(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[tuple[str, ...], Stored]:
     items = _items(folder, reader, metadata["storage_data"])
     paths = metadata.get("planner_data") or {}
-    tensors, values = {}, {}
-    for name, entry in metadata["state_dict_metadata"].items():
-        place = paths.get(name) or (name,)
-        key = tuple(map(str, place))
-        if isinstance(entry, _Bytes):
-            values[key] = _value(reader, items.get((name, None)))
-            continue
-        tensors[key] = _tensor(name, entry.state, items, reader)
-    return Checkpoint(tensors, values, len({item.path for item in items.values()}))
+    return {
+        tuple(map(str, paths.get(name) or (name,))): _tensor(name, entry.state, items, reader)
+        for name, entry in metadata["state_dict_metadata"].items()
+        if not isinstance(entry, _Bytes)
+    }
 
 
 def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
@@ -173,13 +162,3 @@ def _tensor(name: str, entry: dict[str, Any], items: dict[tuple[str, Any], _Item
             raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
         pieces.append(view.piece(offsets))
     return tensor(name, dtype, shape, pieces)
-
-
-def _value(reader: Reader, item: _Item | None) -> Any:
-    """A pickled value, such as a learning rate; None for what isn't made of plain Python."""
-    if item is None:
-        return None
-    try:
-        return archive.load_item(reader, item.path, item.start, item.length)
-    except UserError:
-        return None

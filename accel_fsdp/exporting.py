@@ -64,7 +64,7 @@ def run(options: Options) -> int:
             report = verifying.check(out, pool)
     else:
         try:
-            report = export(options, out)
+            report = export(options, out.resolve())
         except OSError as error:
             raise _cannot_write(out, error) from error
     _show(report, options)
@@ -134,6 +134,8 @@ def _is_model(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Export:
+    """One export; `pool` runs what needs transformers, beside the streaming."""
+
     options: Options
     out: Path
     found: Found
@@ -141,45 +143,45 @@ class _Export:
     pool: Executor | None
 
     def run(self) -> Report:
-        started = time.monotonic()
-        options = self.options
+        """From the checkpoint to the folder in its place."""
+        started, options = time.monotonic(), self.options
         named = papers.find(self.found, options.model, with_weights=options.merge_adapter)
+        asked = self.pool.submit(describing.describe, named.folder) if self.pool else None
         weights = sources.read(self.found, self.reader, options.with_optimizer)
         adapter = bool(weights.adapter) and not options.merge_adapter
         _refuse(options, weights, named)
-        asked = self._ask(named, adapter)
         dtype = options.dtype or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
-        outputs = planner.outputs(_known(asked, weights, options))
         with files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            placed, hashes = self._write(folder, outputs, weights, adapter)
-            final = planner.outputs(asked.result()) if asked else outputs
-            if _differ(final, outputs):  # the config says otherwise than the names did
-                for path in folder.iterdir():
-                    path.unlink()
-                placed, hashes = self._write(folder, final, weights, adapter)
-            checksums = self.reader.check()
+            report = self._stream(folder, planner, None if adapter else asked)
             (named.copy_adapter(folder) if adapter else named.copy(folder, dtype))
-            report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, checksums)
-            report.save(folder)
-            with render.progress("verifying", report.size_bytes) as progress:
-                report = verifying.verify(folder, report, THREADS, progress)
-            if self.pool and options.format == "safetensors":
-                report = verifying.loaded(folder, report, self.pool, named, adapter)
-            if self.pool and options.verify == "logits":
-                report = verifying.same_logits(folder, report, self.pool, self.found, named)
+            report = self._prove(folder, report, named, adapter)
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _ask(self, named: Papers, adapter: bool) -> "Future[Description] | None":
-        if self.pool is None or adapter:
-            return None
-        return self.pool.submit(describing.describe, named.folder)
+    def _stream(self, folder: Path, planner: Planner, asked: "Future[Description] | None") -> Report:
+        """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
+        outputs = planner.outputs(_known(asked, planner))
+        placed, hashes = self._write(folder, outputs, planner.weights)
+        final = planner.outputs(asked.result()) if asked else outputs
+        if _differ(final, outputs):
+            for path in folder.iterdir():
+                path.unlink()
+            placed, hashes = self._write(folder, final, planner.weights)
+        return Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
 
-    def _write(
-        self, folder: Path, outputs: list[Output], weights: Weights, adapter: bool
-    ) -> tuple[list[Placed], dict[str, str]]:
+    def _prove(self, folder: Path, report: Report, named: Papers, adapter: bool) -> Report:
+        with render.progress("verifying", report.size_bytes) as progress:
+            report = verifying.verify(folder, report, THREADS, progress)
+        if self.pool and self.options.format == "safetensors":
+            report = verifying.loaded(folder, report, self.pool, named, adapter)
+        if self.pool and self.options.verify == "logits":
+            report = verifying.same_logits(folder, report, self.pool, self.found, named)
+        return report
+
+    def _write(self, folder: Path, outputs: list[Output], weights: Weights) -> tuple[list[Placed], dict[str, str]]:
         options = self.options
+        adapter = bool(weights.adapter) and not options.merge_adapter
         state = [Output(name, one.dtype, one) for name, one in sorted(weights.optimizer.items())]
         total = sum(one.size_bytes for one in (*outputs, *state))
         _check_space(self.out, total)
@@ -190,11 +192,9 @@ class _Export:
         else:
             stem = "adapter_model" if adapter else "model"
             size = total + 1 if adapter else options.max_shard_size
-            placed = [one for each in stream.place(outputs, folder, stem, size).values() for one in each]
+            placed = stream.place(outputs, folder, stem, size)
         if state:
-            placed += [
-                one for each in stream.place(state, folder, OPTIMIZER, options.max_shard_size).values() for one in each
-            ]
+            placed += stream.place(state, folder, OPTIMIZER, options.max_shard_size)
         with render.progress("exporting", total) as progress:
             hashes = stream.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
         if options.format == "pth":
@@ -223,10 +223,10 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
         )
 
 
-def _known(asked: "Future[Description] | None", weights: Weights, options: Options) -> Description | None:
+def _known(asked: "Future[Description] | None", planner: Planner) -> Description | None:
     """Waits for the description where the files' layout is likely another than the model's: stacked experts."""
-    stacked = any(len(one.shape) > 2 for one in weights.tensors.values())
-    return asked.result() if asked is not None and (stacked or options.merge_adapter) else None
+    stacked = any(len(one.shape) > 2 for one in planner.weights.tensors.values())
+    return asked.result() if asked is not None and (stacked or planner.merge) else None
 
 
 def _differ(one: list[Output], other: list[Output]) -> bool:

@@ -58,9 +58,9 @@ def _read(found: Found, reader: Reader, optimizer: bool) -> Weights:
     if found.kind == "ZeRO":
         return split({(name,): one for name, one in zero.read(found.weights, reader).items()})
     if found.kind == "sharded (DCP)":
-        paths = dict(dcp.read(found.weights, reader).tensors)
+        paths = dcp.read(found.weights, reader)
         if optimizer and found.optimizer:
-            paths |= dcp.read(found.optimizer, reader).tensors
+            paths |= dcp.read(found.optimizer, reader)
         return split(paths)
     content = archive.load(reader, found.weights)
     paths = {path: view.stored(".".join(path)) for path, view in _flat(content, ())}

@@ -63,7 +63,7 @@ def cast_to(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
-def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> dict[Path, list[Placed]]:
+def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> list[Placed]:
     """Divides tensors into files as `save_pretrained` does, writes headers and index, and gives every tensor its place.
 
     Raises:
@@ -81,10 +81,8 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     by_name = {one.name: one for one in outputs}
-    return {
-        folder / file: _with_header(folder / file, [by_name[name] for name in names])
-        for file, names in split.filename_to_tensors.items()
-    }
+    files = split.filename_to_tensors.items()
+    return [one for file, names in files for one in _with_header(folder / file, [by_name[name] for name in names])]
 
 
 def _with_header(path: Path, outputs: list[Output]) -> list[Placed]:
