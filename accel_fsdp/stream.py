@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from accel_fsdp.errors import UsageError
 from accel_fsdp.stored import FLOATS, ITEM_BYTES, Reader, Source
 
 BLOCK_ELEMENTS = 1 << 22
@@ -67,16 +68,22 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
     """Divides tensors into files as `save_pretrained` does, writes headers and index, and gives every tensor its place.
 
     Raises:
+        UsageError: `max_shard_size` is no size.
         OSError: the folder can't be written.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    split = split_state_dict_into_shards_factory(
-        {one.name: one for one in outputs},
-        get_storage_size=lambda one: one.size_bytes,
-        filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    try:
+        split = split_state_dict_into_shards_factory(
+            {one.name: one for one in outputs},
+            get_storage_size=lambda one: one.size_bytes,
+            filename_pattern=stem + "{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise UsageError(
+            f"--max-shard-size {max_shard_size} is no size", why="it is how large a file may get", fix="such as 5GB"
+        ) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
