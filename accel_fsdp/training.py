@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from accel_fsdp import cpu, export, facts, files, prepare, render, sharding
+from accel_fsdp import cpu, export, facts, files, papers, prepare, render, sharding
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
 
@@ -30,6 +30,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         prepare.before_trainer(model, kwargs["args"])
         if kwargs["args"].process_index == 0:
             self.lock = files.only_run(Path(kwargs["args"].output_dir))
+            papers.describe(model, kwargs.get("processing_class"), Path(kwargs["args"].output_dir) / papers.DESCRIBED)
         try:
             super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
