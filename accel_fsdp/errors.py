@@ -24,8 +24,15 @@ class UserError(Exception):
         self.what, self.why, self.fix = what, why, fix
         super().__init__(what)
 
+    def __reduce__(self) -> tuple[Callable[..., "UserError"], tuple[object, ...]]:
+        return _again, (type(self), self.what, self.why, self.fix)  # from one process to another
+
     def __str__(self) -> str:
         return f"error: {self.what}\n  why: {self.why}\n  fix: {self.fix}"
+
+
+def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
+    return kind(what, why=why, fix=fix)
 
 
 class UsageError(UserError):

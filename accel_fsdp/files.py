@@ -91,17 +91,19 @@ def check_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
+def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     """Yields an empty folder beside `target` that takes its place when the block ends; on any error it is removed.
 
-    An existing `target` stays in place, complete, until the new folder is.
+    An existing `target` stays in place, complete, until the new folder is. Without `sync` the files may still be on
+    their way to the disk at the end.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        sync_folder(temporary)
+        if sync:
+            sync_folder(temporary)
         old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():

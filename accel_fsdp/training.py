@@ -14,7 +14,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from accel_fsdp import cpu, export, facts, files, prepare, render, sharding
+from accel_fsdp import cpu, export, facts, files, papers, prepare, render, sharding
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
 from accel_fsdp.surviving import SurvivingTrainer
@@ -29,6 +29,7 @@ class SftTrainer(SurvivingTrainer):
         prepare.before_trainer(model, kwargs["args"])
         if kwargs["args"].process_index == 0:
             self.lock = files.only_run(Path(kwargs["args"].output_dir))
+            papers.describe(model, kwargs.get("processing_class"), Path(kwargs["args"].output_dir) / papers.DESCRIBED)
         try:
             super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
