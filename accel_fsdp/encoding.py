@@ -62,11 +62,17 @@ class Encoder:
         return [Encoded(self._ended(ids)) for ids in self._ids([str(one) for one in examples])]
 
     def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
-        if not texts:
-            return []
-        found: list[list[int]] = self.tokenizer(
-            texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
+        if self.tokenizer.is_fast:
+            return [one.ids for one in self._encodings(texts, special)]
+        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        return found
+
+    def _encodings(self, texts: list[str], special: bool) -> list[Any]:
+        """Asks the Rust tokenizer itself: the columns that transformers makes of its answer cost as much again."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        found: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
         return found
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -90,23 +96,12 @@ class Encoder:
             rows = [replace(row, answers=None) for row in rows]
         written = chats.written(self.tokenizer, rows, self.marks, self.masked)
         texts = [one[0] for one in written if not isinstance(one, BadRow)]
-        if not texts:
-            return [one for one in written if isinstance(one, BadRow)]
-        batch = self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )
-        numbers = iter(range(len(texts)))
-        found = [one if isinstance(one, BadRow) else self._masked(batch, next(numbers), one) for one in written]
-        return self._proven(found, written) if self.masked else found
-
-    def _masked(self, batch: Any, number: int, written: tuple[str, list[chats.Span]]) -> Encoded | BadRow:
-        ids = batch["input_ids"][number]
         if not self.masked:
-            return Encoded(ids)
-        try:
-            return Encoded(ids, [_tokens(batch[number], written[0], span) for span in written[1]])
-        except BadRow as bad:
-            return bad
+            ids = iter(self._ids(texts, special=False))
+            return [one if isinstance(one, BadRow) else Encoded(next(ids)) for one in written]
+        encodings = iter(self._encodings(texts, special=False))
+        found = [one if isinstance(one, BadRow) else _masked(next(encodings), *one) for one in written]
+        return self._proven(found, written)
 
     def _proven(
         self, found: list[Encoded | BadRow], written: list[tuple[str, list[chats.Span]] | BadRow]
@@ -176,6 +171,13 @@ def _columns(rows: list[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", in
         "trained": [int(np.count_nonzero(labels[1:] != IGNORED)) for _, labels, _, _ in rows],
         "problem": [problem for _, _, _, problem in rows],
     }
+
+
+def _masked(encoding: Any, text: str, spans: list[chats.Span]) -> Encoded | BadRow:
+    try:
+        return Encoded(encoding.ids, [_tokens(encoding, text, span) for span in spans])
+    except BadRow as bad:
+        return bad
 
 
 def _tokens(encoding: Any, text: str, span: chats.Span) -> chats.Span:

@@ -189,10 +189,8 @@ def _digest(rows: "Dataset", encoder: Encoder) -> str:
 
     tokenizer = encoder.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.loads(backend.to_str()) if backend is not None else sorted(tokenizer.get_vocab().items())
-    if backend is not None:
-        content.update(padding=None, truncation=None)
-    parts = [json.dumps(content)]
+    content: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    parts = [json.dumps({name: part for name, part in content.items() if name not in ("padding", "truncation")})]
     parts += [Path(str(module.__file__)).read_text() for module in (columns, chats, encoding)]
     parts += [repr(replace(encoder, tokenizer=None)), repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
     digest = hashlib.blake2b(digest_size=16)
