@@ -20,6 +20,7 @@ from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """How much of a prediction may be rounding: the dtype's own 8 times over. A dense model moves by nothing at all, mixed
@@ -66,11 +67,27 @@ def _tensor(table: "np.ndarray[Any, Any]") -> "Tensor":
     return torch.from_numpy(table.astype(np.int64, copy=False))
 
 
-def collator(pad_token_id: int, model: "nn.Module", packed: bool) -> Collator:
-    """The collator that fits the model's attention."""
+def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: bool) -> Collator:
+    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it."""
     from transformers.utils.generic import is_flash_attention_requested
 
-    return Collator(pad_token_id, packed, flat=packed and is_flash_attention_requested(model.config))
+    pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    return Collator(pad, packed, flat=packed and is_flash_attention_requested(model.config))
+
+
+def check_length(model: "nn.Module", longest: int) -> None:
+    """Stops before a document is longer than the positions that the model was made for.
+
+    Raises:
+        UserError: it is; some models would stop in the middle of the run, others learn positions they never saw.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and longest > limit:
+        raise UserError(
+            f"a row has {longest:,} tokens, and the model {limit:,} positions",
+            why="what it learns there is wrong, if it doesn't stop with an index error",
+            fix=f"--max_length {limit}",
+        )
 
 
 class IsolationCheck(TrainerCallback):  # type: ignore[misc]

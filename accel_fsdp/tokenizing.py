@@ -49,6 +49,11 @@ class TokenSummary:
         """All tokens of the rows that are left."""
         return int(self.lengths.sum())
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row, before packing."""
+        return int(self.lengths.max())
+
     def __str__(self) -> str:
         rows = len(self.lengths)
         counts = {

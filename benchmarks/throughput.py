@@ -134,7 +134,7 @@ def ours(case: Case, rows: Dataset, name: str | None, tokenizer: PreTrainedToken
     options = DataArguments("chats", max_length=MAX_LENGTH, packing=case.packing)
     tokens, _ = tokenizing.tokenize(rows, tokenizer, options, BATCH)
     model = model_of(name, tokenizer, case.lora)
-    collate = batching.collator(int(tokenizer.pad_token_id), model, case.packing)
+    collate = batching.collator(tokenizer, model, case.packing)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model=model,

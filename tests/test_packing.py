@@ -119,12 +119,19 @@ def test_flash_attention_finds_the_documents_in_a_flat_batch(packed: tuple[Datas
     assert set(batch) == {"input_ids", "labels", "position_ids"}
 
 
-def test_the_attention_decides_the_batch_format(tiny_model: Path) -> None:
+def test_the_attention_decides_the_batch_format(tokenizer: PreTrainedTokenizerBase, tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert batching.collator(PAD, model, packed=True) == Collator(PAD, packed=True, flat=False)
+    assert batching.collator(tokenizer, model, packed=True) == Collator(PAD, packed=True, flat=False)
     model.config._attn_implementation = "flash_attention_2"
-    assert batching.collator(PAD, model, packed=True) == Collator(PAD, packed=True, flat=True)
-    assert batching.collator(PAD, model, packed=False) == Collator(PAD)
+    assert batching.collator(tokenizer, model, packed=True) == Collator(PAD, packed=True, flat=True)
+    assert batching.collator(tokenizer, model, packed=False) == Collator(PAD)
+
+
+def test_rows_longer_than_the_model_has_positions_are_refused(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    batching.check_length(model, 256)
+    with pytest.raises(UserError, match="a row has 257 tokens, and the model 256 positions"):
+        batching.check_length(model, 257)
 
 
 def test_a_model_whose_documents_see_one_another_is_refused(tiny_model: Path, tmp_path: Path) -> None:

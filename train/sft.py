@@ -30,25 +30,26 @@ def main() -> None:
     wanted = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
-    tokens = {}
+    tokens, longest = {}, 0
     with training_args.main_process_first(desc="tokenizing"):
         splits = data.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
         for role, name in wanted.items():
             rows = data.split(splits, name)
             if data_args.streaming and role == "train":
-                tokens[role] = tokenizing.stream(
-                    rows, tokenizer, data_args, training_args.data_seed or training_args.seed
-                )
+                tokens[role] = tokenizing.stream(rows, tokenizer, data_args, training_args.seed)
+                longest = data_args.max_length
                 continue
             tokens[role], summary = tokenizing.tokenize(
                 data.whole(rows), tokenizer, data_args, training_args.per_device_train_batch_size
             )
+            longest = max(longest, summary.longest)
             if training_args.process_index == 0:
                 render.say(f"{name}: {summary}", style="cyan")
 
     # Model and Trainer
     model = training.load_model(model_args)
-    collator = batching.collator(tokenizer.pad_token_id, model, data_args.packing)
+    batching.check_length(model, longest)
+    collator = batching.collator(tokenizer, model, data_args.packing)
     trainer = training.SftTrainer(
         model=model,
         args=training_args,
