@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import states
-from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
+from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
-from accel_fsdp.quirks import TAPE_LOGIT_BYTES, Quirks
+from accel_fsdp.playing import play
+from accel_fsdp.quirks import Quirks, quirks_of
 from accel_fsdp.states import Unit
-from accel_fsdp.tapes import At, Replay, Tape, Tapes, Variant, replay, variant_of
+from accel_fsdp.tapes import Replay, Tapes, Variant, variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
+from accel_fsdp.zero import Zero
 
 ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
 ID_BYTES = 8
-TODAY = Quirks()
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,13 @@ def predict(
     recipe: Recipe,
     layout: Layout,
     workspace_bytes: int = 0,
-    quirks: Quirks = TODAY,
+    quirks: Quirks | None = None,
 ) -> Prediction:
-    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
-    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks)
+    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator.
+
+    Without `quirks`, the libraries are today's.
+    """
+    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
 
@@ -62,7 +66,8 @@ class Timeline:
 def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
     """The step that `predict` walks through, unit by unit."""
     trace = Trace()
-    _Walk.of(trace, shape, tapes, recipe, layout, TODAY).step(shape.buffers_bytes, workspace_bytes)
+    today = quirks_of({}, shape.model_type, recipe)
+    _Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
     return Timeline(tuple(trace.samples), trace.most)
 
@@ -84,6 +89,7 @@ class _Walk:
     head: Replay
     head_unit: int
     more_logits: tuple[int, int]
+    until_loss: tuple[int, ...]
     retained: int
     summed: int
 
@@ -91,27 +97,18 @@ class _Walk:
     def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
-        at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-        engine = ENGINES[layout.engine](meter, units, recipe, layout)
+        engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
-
-        def play(tape: Tape) -> Replay:
-            return replay(tape.of(recipe.rows), at)
-
-        blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
-        embedding = play(tapes.embedding)
-        head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
-        head_unit = len(units) - 1 if units[-1].name == "head" else 0
-        logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
-        loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
-        backward += states.compute_bytes(recipe) if recipe.keeps_logits else 0
+        played = play(shape, tapes, recipe, layout, quirks)
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
+        tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return _Walk(
-            *(meter, engine, recipe, order, blocks, embedding, head, head_unit),
-            more_logits=(loss * logits, backward * logits),
-            retained=blocks[-1].output if retains else 0,
-            summed=min(_table_bytes(shape, recipe, layout), embedding.born, head.born) if shape.tied else 0,
+            *(meter, engine, recipe, order, played.blocks, played.embedding, played.head, engine.head_unit),
+            more_logits=played.more_logits,
+            until_loss=played.until_loss,
+            retained=played.blocks[-1].output if retains else 0,
+            summed=min(tables) if shape.tied else 0,
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -119,22 +116,26 @@ class _Walk:
         self.meter.enter("between steps")
         self.meter.add(BUFFERS, buffers_bytes)
         self.meter.add(WORKSPACE, workspace_bytes)
-        self.engine.begin(with_states=True)
+        self.engine.begin()
         steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
-        for micro_batch in range(1, min(self.recipe.accumulation, 2) + 1):
-            self.micro_batch(f" of micro-batch {micro_batch}" if self.recipe.accumulation > 1 else "")
+        late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
+        self.meter.add(GRADIENTS, late)
+        last = self.recipe.accumulation
+        for number in sorted({1, min(2, last), last}):  # those between are like the second
+            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
+            self.micro_batch(f" of micro-batch {number}" if last > 1 else "", late if number == 1 else 0)
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
 
-    def micro_batch(self, name: str) -> None:
-        """Forward and backward."""
+    def micro_batch(self, name: str, late: int) -> None:
+        """Forward and backward; `late` bytes of gradients are cleared between them."""
         tokens = self.recipe.rows * self.recipe.length
         self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
         self.meter.enter(f"forward{name}")
         self._forward()
         self.meter.enter(f"loss{name}")
-        self._loss()
+        self._loss(late)
         self.meter.enter(f"backward{name}")
         self._backward()
         self.meter.add(ACTIVATIONS, -3 * ID_BYTES * tokens)
@@ -149,7 +150,7 @@ class _Walk:
             played = self.blocks[block]
             self.engine.before_forward(unit)
             self._rise(played.forward_peak)
-            self.meter.add(ACTIVATIONS, self._kept(played))
+            self.meter.add(ACTIVATIONS, self._kept(played) + self.until_loss[block])
             if not self._holds_input(played):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
@@ -160,22 +161,24 @@ class _Walk:
 
     def _kept(self, played: Replay) -> int:
         """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
-        return played.forward_end if self.recipe.checkpointing == "none" else played.output
+        return played.output if self.recipe.recomputes else played.forward_end
 
     def _holds_input(self, played: Replay) -> bool:
         """Whether a block's input lives until its backward: for its own sake, or to compute it again."""
-        return played.keeps_input or self.recipe.checkpointing != "none"
+        return played.keeps_input or self.recipe.recomputes
 
     def _output_before(self, unit: int) -> int:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
 
-    def _loss(self) -> None:
+    def _loss(self, late: int) -> None:
         self.engine.before_forward(self.head_unit)
         self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order))
         self.meter.mark()
+        self.meter.add(GRADIENTS, -late)
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
@@ -184,26 +187,31 @@ class _Walk:
             self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
         self.engine.before_head_backward(self.head_unit)
         if self.recipe.chunked_loss:
-            self._play_back(self.head, LOSS)
+            self._play_back(self.head, LOSS, self.head_unit)
         else:
             self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
         # hidden states that it keeps go when their gradient comes, of the same size
         gradient = 0 if self.head.keeps_input else hidden
-        self._end_of(self.head, {LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
+        # a tied one's gradient waits for the embedding's, which is the same parameter's
+        born = self.head.born if self.summed else self._born(self.head, self.head_unit)
+        self.meter.change({GRADIENTS: born, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
-    def _play_back(self, played: Replay, kind: str, released: int = 0) -> None:
-        """Its highest point. The tape begins with the release of `released` bytes of output that are long gone.
+    def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
+        """Its highest point. The tape begins by releasing the output, not counted any more by then: `released`.
 
-        Or, with reentrant checkpointing, that the checkpoint's own frame holds to the end.
+        (It went with the block after it; reentrant checkpointing's copy of it stays to the end.)
         """
-        rise = released + played.backward_peak - played.backward_born
-        self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
+        if self.engine.adds(unit):
+            self.meter.touch({kind: released + played.adding_peak})
+        else:
+            rise = released + played.backward_peak - played.backward_born
+            self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
 
-    def _end_of(self, played: Replay, freed: Mapping[str, int]) -> None:
-        """What a backward leaves: gradients, in the place of what it freed on the way to its own highest point."""
-        self.meter.change({GRADIENTS: played.born, **freed})
+    def _born(self, played: Replay, unit: int) -> int:
+        """The gradients that a backward leaves."""
+        return 0 if self.engine.adds(unit) else played.born
 
     def _backward(self) -> None:
         """Frees what each block saved, and its input: its output went with the block after it."""
@@ -212,21 +220,21 @@ class _Walk:
             held = self._output_before(unit) if self._holds_input(played) else 0
             self.engine.before_backward(unit)
             saved = played.forward_end - played.output
-            if self.recipe.checkpointing != "none":
+            if self.recipe.recomputes:
                 self._rise(played.forward_peak)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
-            self._play_back(played, ACTIVATIONS, played.output)
+            self._play_back(played, ACTIVATIONS, unit, played.output)
             grown = -held if not self.retained else self.retained if unit > 2 else 0
-            self._end_of(played, {ACTIVATIONS: grown - saved})
+            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: grown - saved})
             self.engine.after_backward(unit, played.born)
             self.meter.mark()
         self.engine.before_backward(0)
-        self._play_back(self.embedding, ACTIVATIONS, self.embedding.output)
-        self._end_of(self.embedding, {ACTIVATIONS: -self.embedding.forward_end})
+        self._play_back(self.embedding, ACTIVATIONS, 0, self.embedding.output)
+        self.meter.change({GRADIENTS: self._born(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end})
         born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
         self.meter.touch({GRADIENTS: self.summed})
-        self.meter.add(GRADIENTS, -self.summed)
+        self.meter.add(GRADIENTS, -self.summed)  # with `adds` it is the head's, of the same size
         self.engine.after_backward(0, born)
         if self.retained:  # the inputs of all blocks, and the gradients of all but two
             self.meter.add(ACTIVATIONS, -self.retained * (2 * len(self.order) - 2))
@@ -240,23 +248,21 @@ def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 
 def block_order(shape: ModelShape) -> list[int]:
-    """The index of each layer's block, in forward order."""
-    places = {layer: index for index, block in enumerate(shape.blocks) for layer in block.layers}
+    """The index of each layer's block, in forward order, without the layers that no text goes through."""
+    traced = ((index, block) for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    places = {layer: index for index, block in traced for layer in block.layers}
     return [places[layer] for layer in sorted(places)]
 
 
 def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
-    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap.
-
-    FSDP2 (accelerate 1.15, `fsdp2_prepare_model`): an untied embedding alone, last norm and head together. FSDP1, and
-    FSDP2 with tied embeddings: all that is outside of the blocks in one unit, which comes first.
-    """
+    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap."""
     blocks = states.block_units(shape, recipe, layout)
-    outer = tuple(states.held(shape.outer, recipe, layout, inside=False))
     inner = [blocks[index] for index in block_order(shape)]
-    if layout.engine != "fsdp2" or shape.tied:
-        return [Unit("root", outer), *inner]
-    embeds = [one.kind == "embedding" for one in shape.outer]
-    first = tuple(held for held, embed in zip(outer, embeds, strict=True) if embed)
-    last = tuple(held for held, embed in zip(outer, embeds, strict=True) if not embed)
-    return [Unit("embedding", first), *inner, Unit("head", last)]
+    first, last = (tuple(states.held(part, recipe, layout, inside=False)) for part in states.outer_parts(shape, layout))
+    return [Unit("embedding", first), *inner, Unit("head", last)] if last else [Unit("root", first), *inner]
+
+
+def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
+    """The units of layers that no text goes through: held like the others, and not run by rows of text."""
+    blocks = states.block_units(shape, recipe, layout)
+    return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]

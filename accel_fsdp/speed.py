@@ -124,7 +124,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
         tokens_per_s_per_gpu=tokens / total,
         mfu=useful / total / peak_flops(recipe, gpu),
         bound=max(spent, key=lambda bound: spent[bound]),
-        assumptions=tuple(_assumptions(recipe, layout, gpu)),
+        assumptions=tuple(_assumptions(shape, recipe, layout, gpu)),
     )
 
 
@@ -219,11 +219,14 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
 def _recomputed(forward: Work, unit: Unit, shape: ModelShape, recipe: Recipe) -> Work:
     """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
 
-    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop).
+    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
+    checkpointing computes half of the products again, and no attention.
     """
     products = [one for one in unit.parameters if unit.block and one.kind in ("linear", "experts")]
     if recipe.checkpointing == "none" or not products:
         return Work()
+    if recipe.checkpointing == "selective":
+        return Work(forward.matmul_flops / 2, 0, forward.elementwise_bytes)
     last = products[-1].numel * _share(products[-1], shape) * (recipe.checkpointing == "full")
     return forward + Work(matmul_flops=-2 * last * recipe.rows * recipe.length)
 
@@ -271,7 +274,9 @@ def _is_bf16(recipe: Recipe) -> bool:
     return recipe.precision == "bf16" or (recipe.precision == "no" and recipe.dtype == "bfloat16")
 
 
-def _assumptions(recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
+def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
+    if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
+        yield f"Rows hold text only: the {silent} layers for images are held and not run."
     if not gpu.calibrated:
         yield f"No public run calibrates {gpu.name}: products are taken to reach {gpu.efficiency:.0%} of its peak."
     if layout.ranks > layout.ranks_per_node:

@@ -33,7 +33,7 @@ class TokenSummary:
     """What tokenising made of a split, for the user to check before hours of training.
 
     `lengths` are those of the rows, `packed` those of the rows they were packed into; `batch_size` is a rank's, and
-    padding the share of its batches.
+    padding the share of its batches; None: not said.
     """
 
     lengths: "np.ndarray[Any, Any]"
@@ -42,7 +42,7 @@ class TokenSummary:
     truncated_rows: int
     dropped_long: int
     dropped_untrained: int
-    batch_size: int
+    batch_size: int | None
 
     @property
     def tokens(self) -> int:
@@ -63,15 +63,17 @@ class TokenSummary:
             "rows dropped that had no token to train": self.dropped_untrained,
         }
         parts = [f"{rows:,} rows, {self.tokens:,} tokens", *(f"{n:,} {what}" for what, n in counts.items() if n)]
-        padding = f"padding {packing.padding_share(self.lengths, self.batch_size):.1%}"
         if self.packed is not None:
             parts.append(f"packed into {len(self.packed):,}")
-            padding += f" -> {packing.padding_share(self.packed, self.batch_size):.1%}"
-        return ", ".join([*parts, padding])
+        if self.batch_size is not None:
+            batched = [lengths for lengths in (self.lengths, self.packed) if lengths is not None]
+            shares = [f"{packing.padding_share(lengths, self.batch_size):.1%}" for lengths in batched]
+            parts.append("padding " + " -> ".join(shares))
+        return ", ".join(parts)
 
 
 def tokenize(
-    rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", options: DataArguments, batch_size: int = 1
+    rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", options: DataArguments, batch_size: int | None = None
 ) -> "tuple[Dataset | packing.Packed, TokenSummary]":
     """Turns rows into `input_ids` (at most `max_length`) and `labels` (-100 where nothing is trained).
 
@@ -229,7 +231,7 @@ def _nothing_left(options: DataArguments) -> UserError:
 
 
 def _kept(
-    encoded: "Dataset", options: DataArguments, batch_size: int
+    encoded: "Dataset", options: DataArguments, batch_size: int | None
 ) -> "tuple[Dataset | packing.Packed, TokenSummary]":
     """Drops what can't teach anything, packs the rest if asked to, and counts."""
     length, trained = np.asarray(encoded["length"][:]), np.asarray(encoded["trained"][:])

@@ -7,20 +7,21 @@ has static shapes (`grouped_mm`, integrations/moe.py).
 
 import copy
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_fsdp.adapting import adapt
-from accel_fsdp.shapes import blocks_of, build, shape_of
+from accel_fsdp.facts import build
+from accel_fsdp.shapes import blocks_of, shape_of, text_layers
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
-from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, summed_in_place
+from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, selectively, summed_in_place
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
@@ -68,28 +69,32 @@ class Recorder:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         settings = copy.deepcopy(config)
         settings.use_cache = False
+        settings.get_text_config().pad_token_id = 0  # classifiers look for the last token before the padding
         with _quiet():
             model = _built(name, settings, variant)
             self.shape: ModelShape = shape_of(name, settings, model)
-            paths = [path for path, _ in blocks_of(model)]
-            self._firsts = [block.layers[0] for block in self.shape.blocks]
-            self._metas = [model.get_submodule(path) for path in paths[: max(self._firsts) + 1]]
-            parent, self._list, _ = paths[0].rsplit(".", 2)
+            layers, places = blocks_of(model), text_layers(model)
+            self._firsts = [block.layers[0] - places[0] for block in self.shape.blocks]  # negative or beyond: untraced
+            self._text = [first for n, first in enumerate(self._firsts) if n not in self.shape.untraced]
+            self._metas = [layers[place][1] for place in places[: max(self._text) + 1]]
+            parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
+            del layers
             self._lists = model.get_submodule(parent)._modules
             self._lists[self._list] = nn.ModuleList()
+            _changed(model, variant)
             with self._mode:
                 self.model = model.to_empty(device="cpu").train()
                 if variant.method != "full":
                     model.requires_grad_(False)
         self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
+        self._dtype: dict[int, torch.dtype] = {}
 
     def _layer(self, index: int, rank: int) -> nn.Module:
         """A block with its adapters of one rank."""
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
-            with torch.device("meta"), _quiet():
-                adapt(layer, self.variant, rank)
+            _adapt(layer, self.variant, rank)
             with self._mode, _quiet():
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
@@ -108,20 +113,25 @@ class Recorder:
         return (hidden, *([None] * (width - 1))) if width else hidden
 
     def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
-        """What the model calls the first block of each kind with, by its index: input, other arguments."""
+        """What the model calls the first block of each kind with, by its index: input, other arguments.
+
+        The input is as the block before it leaves it, whose dtype need not be the embedding's.
+        """
         found = {}
-        layers = {index: self._layer(index, at.rank) for index in self._firsts if index not in self._width}
+        layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, rest, named = _split(args, kwargs)
-            found[index] = (hidden, rest, named)
             if index in layers:
                 result = layers[index](hidden, *rest, **named)
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
+                self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
+            hidden = hidden.to(self._dtype.get(index, hidden.dtype))
+            found[index] = (hidden, rest, named)
             return self._as_block(index, hidden)
 
-        self._stages(max(self._firsts) + 1, seen)
-        with self._mode, CudaRules(), self._autocast(), torch.no_grad(), _quiet():
+        self._stages(max(self._text) + 1, seen)
+        with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
             self._forward(self._ids(at))
         return found
 
@@ -133,6 +143,8 @@ class Recorder:
 
         def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
             watch.start()
+            if self.variant.selective:
+                return selectively(layer, given(), *args, **kwargs)
             return layer(given(), *args, **kwargs)
 
         return self._run(call, hidden, layer, kernels)
@@ -167,10 +179,9 @@ class Recorder:
 
     def head(self, at: At, chunked: bool) -> Raw:
         """Runs from the last block's output to the loss as Trainer asks for it, the outputs dropped before backward."""
-        hidden = self.calls(at)[0][0]
+        hidden = self.calls(at)[self._text[0]][0]
         ids = self._ids(at)
-        with self._mode:
-            items = torch.ones((), dtype=torch.long)
+        options = self._labels(at, ids)
 
         def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
             def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,10 +189,9 @@ class Recorder:
                 return self._as_block(0, given())
 
             self._stages(1, seen)
-            if chunked:
-                last = self._forward(ids, inner=True).last_hidden_state
-                return _chunked_loss(last, self.model.get_output_embeddings())
-            output = self._forward(ids, labels=ids, num_items_in_batch=items)
+            if chunked and (vocabulary := self.model.get_output_embeddings()) is not None:
+                return _chunked_loss(self._forward(ids, inner=True).last_hidden_state, vocabulary)
+            output = self._forward(ids, **options)
             if self.variant.autocast:
                 # Accelerate's `convert_outputs_to_fp32` wraps the forward wherever it runs under autocast
                 output.logits.float()
@@ -189,7 +199,14 @@ class Recorder:
 
         return self._run(call, hidden, self.model)
 
-    def _forward(self, ids: Tensor, inner: bool = False, **options: Any) -> Any:
+    def _labels(self, at: At, ids: Tensor) -> dict[str, Any]:
+        """What Trainer gives the model besides its input: a label per token, or per row to a classifier."""
+        with self._mode:
+            if type(self.model).__name__.endswith("ForSequenceClassification"):
+                return {"labels": torch.zeros(at.rows, dtype=torch.long)}
+            return {"labels": ids, "num_items_in_batch": torch.ones((), dtype=torch.long)}
+
+    def _forward(self, ids: Tensor, *, inner: bool = False, **options: Any) -> Any:
         """Runs the model around its stages, or all but its head.
 
         The empty cache keeps transformers from looking for packed rows in the positions, whose values don't exist here
@@ -204,8 +221,15 @@ class Recorder:
         with self._mode:
             return torch.zeros(at.rows, at.length, dtype=torch.long)
 
-    def _autocast(self) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast)
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """What forward runs in."""
+        with ExitStack() as stack:
+            if self.variant.kernels != "none":
+                from accel_fsdp.kernels import rotary_in_place
+
+                stack.enter_context(rotary_in_place(self._metas))
+            yield stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast))
 
     def _run(
         self,
@@ -216,7 +240,7 @@ class Recorder:
     ) -> Raw:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, kernels, self._autocast)
+            return record_run(call, like, module, kernels, self._around)
 
 
 def record_run(
@@ -224,7 +248,7 @@ def record_run(
     like: Tensor | None,
     module: nn.Module,
     kernels: bool = True,
-    autocast: Callable[[], Any] = torch.no_grad,
+    around: Callable[[], Any] = nullcontext,
 ) -> Raw:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
     watch = Watch(kernels)
@@ -238,7 +262,7 @@ def record_run(
             return made
 
         with watch:
-            with autocast():
+            with around():
                 result = call(watch, given)
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             del result
@@ -324,6 +348,27 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
     return hidden, tuple(None if isinstance(value, Cache) else value for value in args[1:]), rest
 
 
+def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
+    with _quiet(), torch.device("meta"):
+        if variant.method != "full":
+            from accel_fsdp.adapting import adapt  # PEFT and bitsandbytes take two seconds to import
+
+            adapt(layer, variant, rank)
+        _changed(layer, variant)
+
+
+def _changed(module: nn.Module, variant: Variant) -> None:
+    """Puts float32 norms and fused kernels into a model or a layer, where the variant has them."""
+    if variant.wide != "none":
+        from accel_fsdp.adapting import widen
+
+        widen(module, variant)
+    if variant.kernels != "none":
+        from accel_fsdp.kernels import fuse
+
+        fuse(module, variant)
+
+
 def _built(name: str, config: Any, variant: Variant) -> Any:
     dtype = DTYPES[variant.weights]
     try:
@@ -334,9 +379,13 @@ def _built(name: str, config: Any, variant: Variant) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("bitsandbytes")  # which warns of a kernel that nothing here runs
+    before = logger.level
+    logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    logger.setLevel(before)
 
 
 @contextmanager

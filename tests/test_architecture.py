@@ -14,7 +14,7 @@ PURE = {
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
-    *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "memory"),
+    *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "zero", "playing", "memory"),
     *("drawing", "page"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
@@ -37,9 +37,9 @@ LAYERS = [
         "quirks",
         "drawing",
     },
-    {"weights", "here", "engines", "gpus", "traffic", "recorded"},
+    {"weights", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"defaults", "layouts", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
+    {"defaults", "layouts", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", "kernels", *RULES},
     {"questions", "migrate_fsdp", "traces", "page"},
     {"migrate_zero", "fitting"},
     {"migrate"},
@@ -49,6 +49,7 @@ LAYERS = [
     {"tokenizing", "batching"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning"},
+    {"models", "prepare"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},

@@ -41,7 +41,7 @@ def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerBase, tmp_p
     text = "<|im_start|>user\nIs it sharded?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
     assert tokens[0]["input_ids"] == tokenizer(text)["input_ids"]
     assert tokens[0]["labels"] == tokens[0]["input_ids"]
-    assert summary == f"1 rows, {len(tokens[0]['input_ids'])} tokens, padding 0.0%"
+    assert summary == f"1 rows, {len(tokens[0]['input_ids'])} tokens"
 
 
 def test_text_ends_with_the_end_token_and_long_rows_are_cut_or_dropped(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from accel_fsdp import arguments, batching, chats, data, files, render, tokenizing, training
+from accel_fsdp import arguments, batching, chats, data, files, models, render, tokenizing, training
 from accel_fsdp.errors import guard
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     set_seed(training_args.seed)
 
     # Data: one rank per node tokenizes on all cores, the others read its cache
-    tokenizer = training.load_tokenizer(model_args)
+    tokenizer = models.load_tokenizer(model_args)
     chats.use_template(tokenizer, data_args.chat_template_path)
     wanted = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
@@ -47,7 +47,7 @@ def main() -> None:
                 render.say(f"{name}: {summary}", style="cyan")
 
     # Model and Trainer
-    model = training.load_model(model_args)
+    model = models.load_model(model_args, tokenizer)
     batching.check_length(model, longest)
     collator = batching.collator(tokenizer, model, data_args.packing)
     trainer = training.SftTrainer(
