@@ -49,12 +49,16 @@ class Encoder:
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | BadRow]:
         """Encodes rows in their order, before anything is cut; the tokenizer is called once for all of them."""
         read = [_read(self.reader, row) for row in rows]
+        kind = next((type(one) for one in read if not isinstance(one, BadRow)), BadRow)
+        read = [
+            one if isinstance(one, kind | BadRow) else BadRow("it is of another kind than rows near it") for one in read
+        ]
         good = [one for one in read if not isinstance(one, BadRow)]
         encoded = iter(self._examples(good))
         return [one if isinstance(one, BadRow) else next(encoded) for one in read]
 
     def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:
-        """All of one kind: a column has one type."""
+        """All of one kind."""
         if examples and isinstance(examples[0], Chat):
             return self._chats([one for one in examples if isinstance(one, Chat)])
         if examples and isinstance(examples[0], Pair):

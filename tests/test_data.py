@@ -184,6 +184,13 @@ def test_what_is_no_turn_is_refused(bad: object, tokenizer: PreTrainedTokenizerB
         tokens_of(path, tokenizer)
 
 
+def test_plain_rows_among_conversations_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    turns = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    path = write(tmp_path / "rows.jsonl", turns, {"prompt": "a", "completion": "b"})
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: it is of another kind"):
+        tokens_of(path, tokenizer)
+
+
 def test_tokens_are_made_once_and_again_when_anything_changes(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
