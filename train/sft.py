@@ -57,8 +57,9 @@ def main() -> None:
         eval_dataset=tokens.get("test"),
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[batching.IsolationCheck(collator)] if data_args.packing else None,
     )
+    if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
+        trainer.add_callback(batching.IsolationCheck(collator))
 
     # Train
     trainer.train(resume_from_checkpoint=checkpoint)
