@@ -81,7 +81,8 @@ def check_length(model: "nn.Module", longest: int) -> None:
     Raises:
         UserError: it is; some models would stop in the middle of the run, others learn positions they never saw.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config: Any = model.config
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit and longest > limit:
         raise UserError(
             f"a row has {longest:,} tokens, and the model {limit:,} positions",
