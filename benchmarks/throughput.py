@@ -40,7 +40,8 @@ from accel_fsdp.data_arguments import DataArguments
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 CHATS = Path(__file__).parent.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
-MAX_LENGTH = 512
+MAX_LENGTH = 256
+PREPARED_LENGTH = 512
 BATCH = 4
 WARM_UP = 2
 """Steps before the clock starts."""
@@ -167,7 +168,7 @@ def timed(trainer: Trainer) -> float:
 
 def prepared_by_us(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes: int | None, packing: bool) -> float:
     """Seconds from rows to what the trainer reads."""
-    options = DataArguments("chats", max_length=MAX_LENGTH, packing=packing, dataset_num_proc=processes)
+    options = DataArguments("chats", max_length=PREPARED_LENGTH, packing=packing, dataset_num_proc=processes)
     started = time.perf_counter()
     tokenizing.tokenize(rows, tokenizer, options, BATCH)
     return time.perf_counter() - started
@@ -177,7 +178,7 @@ def prepared_by_trl(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes
     """The same by TRL's own preparation, without the rest of its trainer's start."""
     with tempfile.TemporaryDirectory() as output:
         config = SFTConfig(
-            max_length=MAX_LENGTH, packing=packing, dataset_num_proc=processes, **settings(output, WARM_UP)
+            max_length=PREPARED_LENGTH, packing=packing, dataset_num_proc=processes, **settings(output, WARM_UP)
         )
         model = model_of(None, tokenizer, lora=False)
         trainer = SFTTrainer(model=model, args=config, train_dataset=rows.select(range(8)), processing_class=tokenizer)
@@ -257,7 +258,9 @@ def main() -> None:
     if options.only != "training":
         lines = preparation_lines(tokenizer, options.rows, options.times)
         if options.write:
-            write("preparation", f"Chats through SmolLM2's template, {device()}.", lines)
+            cores = len(os.sched_getaffinity(0))
+            text = f"Chats through SmolLM2's template, at most {PREPARED_LENGTH} tokens, {cores} CPU cores."
+            write("preparation", text, lines)
 
 
 def device() -> str:
