@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 from transformers import HfArgumentParser, TrainingArguments
 
 from accel_fsdp import complete, config, cpu, jobs, render
+from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 SEE_HELP = "see all arguments: python train/sft.py --help"
@@ -54,18 +55,6 @@ class ModelArguments:
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
     )
-
-
-@dataclass
-class DataArguments:
-    """What it is trained on."""
-
-    dataset_name: str = field(metadata={"help": "Hub id, local folder, or a .jsonl, .json, .csv or .parquet file."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split for evaluation (--eval_strategy)."})
-    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain text, without messages."})
-    max_length: int = field(default=1024, metadata={"help": "Tokens per row; longer rows are cut, and counted."})
 
 
 @dataclass
@@ -137,6 +126,10 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(str(error).splitlines()[0], why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
+    if data.streaming and training.max_steps < 1:
+        raise UsageError(
+            "--streaming without --max_steps", why="a stream doesn't say how long it is", fix="--max_steps N"
+        )
     if model.load_in_4bit and not model.use_peft:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
@@ -153,6 +146,8 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
         )
+    if data.streaming:  # a rank that hands out batches to the others needs them of one length
+        training.accelerator_config.dispatch_batches = False
     return model, data, training
 
 

@@ -9,9 +9,9 @@ Reads top to bottom: parse, data, model, Trainer, train, export, what next.
 import sys
 from pathlib import Path
 
-from transformers import DataCollatorForSeq2Seq, set_seed
+from transformers import set_seed
 
-from accel_fsdp import arguments, data, files, models, render, training
+from accel_fsdp import arguments, batching, chats, data, files, models, render, tokenizing, training
 from accel_fsdp.errors import guard
 
 
@@ -24,33 +24,42 @@ def main() -> None:
     training.quiet(training_args.process_index)
     set_seed(training_args.seed)
 
-    # Data: one rank per node tokenizes, the others read its cache
+    # Data: one rank per node tokenizes on all cores, the others read its cache
     tokenizer = models.load_tokenizer(model_args)
+    chats.use_template(tokenizer, data_args.chat_template_path)
     wanted = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
-    tokens = {}
+    tokens, longest = {}, 0
     with training_args.main_process_first(desc="tokenizing"):
-        splits = data.load(data_args.dataset_name, data_args.dataset_config)
+        splits = data.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
         for role, name in wanted.items():
-            tokens[role], summary = data.tokenize(
-                data.split(splits, name),
-                tokenizer,
-                max_length=data_args.max_length,
-                text_field=data_args.dataset_text_field,
+            rows = data.split(splits, name)
+            if data_args.streaming and role == "train":
+                tokens[role] = tokenizing.stream(rows, tokenizer, data_args, training_args.seed)
+                longest = data_args.max_length
+                continue
+            tokens[role], summary = tokenizing.tokenize(
+                data.whole(rows), tokenizer, data_args, training_args.per_device_train_batch_size
             )
+            longest = max(longest, summary.longest)
             if training_args.process_index == 0:
                 render.say(f"{name}: {summary}", style="cyan")
 
     # Model and Trainer
+    model = models.load_model(model_args, tokenizer)
+    batching.check_length(model, longest)
+    collator = batching.collator(tokenizer, model, data_args.packing)
     trainer = training.SftTrainer(
-        model=models.load_model(model_args, tokenizer),
+        model=model,
         args=training_args,
         train_dataset=tokens["train"],
         eval_dataset=tokens.get("test"),
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer),  # pads labels with -100, so padding is never trained
+        data_collator=collator,
     )
+    if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
+        trainer.add_callback(batching.IsolationCheck(collator))
 
     # Train
     trainer.train(resume_from_checkpoint=checkpoint)
