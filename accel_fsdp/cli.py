@@ -153,6 +153,17 @@ class PlanCommand:
     force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing FILE.")] = False
 
 
+@dataclass(frozen=True)
+class Init:
+    """Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR", help="The project; made if need be.")]
+    config: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help="Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...")
+    ] = "fsdp2"
+    native: Annotated[bool, tyro.conf.arg(help="Also native.py, the same job in plain PyTorch.")] = False
+
+
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = tyro.conf.arg(
         metavar=question.metavar,
@@ -187,7 +198,7 @@ def main() -> None:
 def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     own, script_args = _split_script_args(words)
     command = tyro.extras.subcommand_cli_from_dict(
-        {"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
+        {"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch, "init": Init},
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
         args=own,
@@ -214,6 +225,10 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
         return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
     if isinstance(command, PlanCommand):
         return _plan(command)
+    if isinstance(command, Init):
+        from accel_fsdp import starter
+
+        return starter.init(command.folder, command.config, command.native)
     return _config(command)
 
 

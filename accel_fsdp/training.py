@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    EarlyStoppingCallback,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
@@ -20,7 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from accel_fsdp import adapters, cpu, export, facts, files, render, sharding
+from accel_fsdp import adapters, cpu, export, facts, files, forecast, gathering, render, reporting, sharding
 from accel_fsdp.arguments import SEE_HELP, ModelArguments
 from accel_fsdp.errors import UserError
 from accel_fsdp.refusals import check_layer_classes
@@ -130,6 +131,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
+        self.revision = getattr(model.config, "_commit_hash", None) or "main"
         self.use_cache = getattr(model.config, "use_cache", None)
         _check_wrap_classes(model)
         _check_buffers(model)
@@ -141,13 +143,28 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             raise UserError(
                 f"Trainer refuses this combination: {facts.first_line(error)}", why="training can't start", fix=SEE_HELP
             ) from error
+        self.report = reporting.Report(forecast.job_of(model, self.args, self.accelerator))
+        self.report.replace_printers(self)
+        if self.args.early_stopping_patience is not None:
+            self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             render.say(f"{kind}: no FSDP, as the YAML says; each rank may hold the whole model", style="yellow")
-        self.expected = export.expected_tensors(model, self._trained_as())
+        self.export_dtype = self._export_dtype(model)
+        saved_as = getattr(torch, self.export_dtype) if self.export_dtype else None
+        self.expected = export.expected_tensors(model, self._trained_as(), saved_as)
+        self.exporting = False
+
+    def _export_dtype(self, model: Any) -> str:
+        """The name of the dtype to export in; empty: as trained, which is the default of an adapter."""
+        if self.args.export_dtype != "auto":
+            return str(self.args.export_dtype)
+        if hasattr(model, "peft_config"):
+            return ""
+        return facts.stored_dtype(model.config._name_or_path, self.revision)
 
     def _trained_as(self) -> torch.dtype | None:
         """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
@@ -175,26 +192,80 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         with _unreadable_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model=model)
 
-    def export(self, target: Path) -> int:
-        """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Trains on one micro-batch, and counts it."""
+        self.report.tally.count(inputs)
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
 
-        Call on all ranks. `target` appears complete and verified, or not at all.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs as `Trainer` does, with rate and memory beside the loss."""
+        self.report.add_metrics(logs, self.accelerator)
+        super().log(logs, start_time)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as `Trainer` does.
 
         Raises:
-            UserError: what was written is not what was trained, or can't be written.
+            UserError: memory is used up; with what the plan says would free some.
         """
+        with self.report.explains_out_of_memory():
+            return super().train(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves as `Trainer` does; of a checkpoint, makes the folder on every rank first.
+
+        With sharded state dicts nothing else makes it until each rank has looked whether the best checkpoint is there
+        (transformers 5.23, `_save_checkpoint`): the best one isn't noted where it is the newest, and ranks that differ
+        hang in `load_best_model_at_end`.
+        """
+        if _internal_call and output_dir is not None:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        super().save_model(output_dir, _internal_call)
+
+    def export(self, target: Path, card: str = "") -> int:
+        """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
+
+        Call on all ranks. `target` appears complete and verified, with `card` as its README.md, or not at all.
+
+        Raises:
+            UserError: the host lacks memory to gather it; what was written is not what was trained, or can't be.
+        """
+        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
+            gathering.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
             plugin.set_state_dict_type("FULL_STATE_DICT")
+        gathering.lengthen_timeouts(self.expected.gathered_bytes, self.args.ddp_timeout)
         if self.use_cache is not None:  # Trainer turned it off; the export is for inference
             self.model.config.use_cache = self.use_cache
-        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
-        place = files.replaced_folder(target) if writes else contextlib.nullcontext(target)
-        with place as folder:
+        self.exporting = True
+        tensors = self._write(target, card) if writes else self.save_model(str(target)) or 0
+        self.accelerator.wait_for_everyone()
+        return tensors
+
+    def _write(self, target: Path, card: str) -> int:
+        with files.replaced_folder(target) as folder:
             self.save_model(str(folder))
-            return export.verify(folder, self.expected) if writes else 0
+            export.finish(folder, self.export_dtype, card)
+            return export.verify(folder, self.expected)
+
+    def _kept_checkpoint(self) -> Path:
+        """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            return Path(self.state.best_model_checkpoint)
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if not folder.is_dir():
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
+            plugin.set_state_dict_type("SHARDED_STATE_DICT")
+            self._save_checkpoint(self.model, trial=None)
+        return folder
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if self.exporting and self.args.should_save and self.expected.casts:
+            whole = state_dict if state_dict is not None else self.accelerator.unwrap_model(self.model).state_dict()
+            state_dict = export.cast(whole, self.expected.casts)
         if state_dict is not None:
             state_dict = export.without_tied_copies(state_dict, self.expected.ties)
         super()._save(output_dir, state_dict=state_dict)

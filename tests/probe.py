@@ -21,7 +21,7 @@ INPUT_IDS = torch.arange(3, 43).reshape(2, 20)
 export = training.SftTrainer.export
 
 
-def export_and_note(self: training.SftTrainer, target: Path) -> int:
+def export_and_note(self: training.SftTrainer, target: Path, card: str) -> int:
     rank = os.environ["RANK"]
     parameters = list(self.model.parameters())
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
@@ -32,7 +32,7 @@ def export_and_note(self: training.SftTrainer, target: Path) -> int:
         logits = self.model(input_ids=INPUT_IDS).logits.float()
     if rank == "0":
         torch.save(logits, OUT / "logits.pt")
-    return export(self, target)
+    return export(self, target, card)
 
 
 training.SftTrainer.export = export_and_note

@@ -15,7 +15,7 @@ PURE = {
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
     *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "memory"),
-    *("drawing", "page"),
+    *("drawing", "page", "savings"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
@@ -39,13 +39,15 @@ LAYERS = [
     },
     {"weights", "here", "engines", "gpus", "traffic", "recorded"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"defaults", "layouts", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
+    {"defaults", "layouts", "notes", "savings", "refusals", "draft", "plan", "shapes", "watching", "adapting", *RULES},
     {"questions", "migrate_fsdp", "traces", "page"},
     {"migrate_zero", "fitting"},
     {"migrate"},
     {"config", "prompts", "cpu", "adapters", "sharding", "data", "export"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
-    {"lint", "configure", "rewrite", "planning"},
+    {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
+    {"forecast", "cards"},
+    {"reporting"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},

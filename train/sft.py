@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import DataCollatorForSeq2Seq, set_seed
 
-from accel_fsdp import arguments, data, files, render, training
+from accel_fsdp import arguments, cards, data, files, render, runs, training
 from accel_fsdp.errors import guard
 
 
@@ -22,6 +22,8 @@ def main() -> None:
     checkpoint = arguments.checkpoint_to_resume(training_args)
     files.check_writable(output)
     training.quiet(training_args.process_index)
+    given = runs.arguments_of(model_args, data_args, training_args)
+    record = runs.Record(output, given, first_rank=training_args.process_index == 0)
     set_seed(training_args.seed)
 
     # Data: one rank per node tokenizes, the others read its cache
@@ -41,6 +43,7 @@ def main() -> None:
             )
             if training_args.process_index == 0:
                 render.say(f"{name}: {summary}", style="cyan")
+    record.lap("data")
 
     # Model and Trainer
     trainer = training.SftTrainer(
@@ -51,12 +54,17 @@ def main() -> None:
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer),  # pads labels with -100, so padding is never trained
     )
+    record.begin(trainer.report.plan())
+    record.lap("model")
 
     # Train
     trainer.train(resume_from_checkpoint=checkpoint)
+    record.lap("training")
 
     # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / "final")
+    tensors = trainer.export(output / "final", cards.text(record.content, trainer.state.log_history))
+    record.lap("export")
+    record.finish(trainer.state.log_history, trainer.report.totals())
 
     # What next
     if trainer.is_world_process_zero():
