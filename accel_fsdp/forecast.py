@@ -83,7 +83,8 @@ def read(job: Job) -> Forecast:
     """
     import torch
 
-    with torch.random.fork_rng(), render.waiting("Reading the model for the plan"):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), render.waiting("Reading the model for the plan"):
         return Forecast(job, *planning.read_shape(job.model, job.recipe))
 
 
@@ -95,7 +96,7 @@ def gpu_here() -> tuple[Gpu | None, str]:
         return None, "the peak of what isn't a GPU is not known"
     name = torch.cuda.get_device_name()
     try:
-        return gpus.find(name, torch.cuda.get_device_properties(0).total_memory / GIB), ""
+        return gpus.find(name, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB), ""
     except UsageError:
         return None, f"{name} is not in the table of GPUs"
 

@@ -83,8 +83,8 @@ class Tally:
 class Report(TrainerCallback):  # type: ignore[misc]
     """Adds to what Trainer logs, prints a line of it, and holds the second step's memory against the plan."""
 
-    def __init__(self, job: forecast.Job | None) -> None:
-        self.job, self.tally = job, Tally()
+    def __init__(self, job: forecast.Job | None, accelerator: "Accelerator") -> None:
+        self.job, self.accelerator, self.tally = job, accelerator, Tally()
         self.gpu, self.why_unknown = forecast.gpu_here()
         self.forecast: Forecast | None = None
         self.steps_here = 0
@@ -114,14 +114,14 @@ class Report(TrainerCallback):  # type: ignore[misc]
         if not trainer.args.disable_tqdm:
             trainer.add_callback(_Bar)
 
-    def add_metrics(self, logs: dict[str, float], accelerator: "Accelerator") -> None:
+    def add_metrics(self, logs: dict[str, float]) -> None:
         """Puts rate, MFU and memory beside the loss, so that every tracker gets them. Call on all ranks."""
         if "loss" not in logs:
             return
         steps = self.tally.steps
         on_gpu = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() if on_gpu else here.peak_resident() or 0
-        tokens, documents, peak, seconds = self.tally.take(accelerator, peak)
+        tokens, documents, peak, seconds = self.tally.take(self.accelerator, peak)
         self.seconds_per_step = seconds / max(steps, 1)
         logs["tokens_per_second"] = tokens / seconds
         if self.forecast and self.gpu and documents:
@@ -156,6 +156,13 @@ class Report(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Neither is saving."""
         self.tally.skip()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts the steps after the last log line too."""
+        self.tally.skip()
+        self.tally.take(self.accelerator, 0)
 
     def on_log(
         self,
@@ -204,7 +211,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
         """
         try:
             yield
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and CPU_IS_FULL not in str(error):
                 raise
             raise self._out_of_memory(error) from error

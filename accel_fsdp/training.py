@@ -143,7 +143,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             raise UserError(
                 f"Trainer refuses this combination: {facts.first_line(error)}", why="training can't start", fix=SEE_HELP
             ) from error
-        self.report = reporting.Report(forecast.job_of(model, self.args, self.accelerator))
+        job = forecast.job_of(model, self.args, self.accelerator)
+        self.report = reporting.Report(job, self.accelerator)
         self.report.replace_printers(self)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
@@ -200,7 +201,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as `Trainer` does, with rate and memory beside the loss."""
-        self.report.add_metrics(logs, self.accelerator)
+        self.report.add_metrics(logs)
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,13 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, accelerate_launch
 from reference import train
 from safetensors.torch import load_file
 from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_fsdp import arguments, drawing, forecast, gpus, recorded, runs, savings
+from accel_fsdp import arguments, drawing, forecast, gathering, gpus, here, recorded, runs, savings
 from accel_fsdp.drawing import Curve, Words
 from accel_fsdp.errors import UserError
 from accel_fsdp.reporting import Tally, line
@@ -154,3 +155,25 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, best[name].bfloat16(), atol=TOLERANCE, rtol=1e-2)
     assert runs.read(out)["results"]["held-out loss"]["last"] < runs.read(out)["results"]["held-out loss"]["first"]
+
+
+def test_collectives_get_the_time_that_writing_takes(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert gathering.lengthen_timeouts(10**9, least_seconds=1800) == 1800
+        seconds = gathering.lengthen_timeouts(280 * 10**9, least_seconds=1800)  # 70 B parameters in float32
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert backend.options._timeout.total_seconds() == pytest.approx(seconds)
+        assert seconds > 1.5 * 3600
+    finally:
+        dist.destroy_process_group()
+
+
+def test_free_memory_is_within_the_limit() -> None:
+    free, limit = here.free_memory(), here.memory_limit()
+    assert free is not None
+    assert limit is not None
+    assert 0 < free < limit
+    held = here.peak_resident()
+    assert held is not None
+    assert held < limit
