@@ -23,8 +23,6 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
 
     Experts whose weights are one 3-D tensor are no linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
     """
-    if variant.method == "full":
-        return
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
         if _is_linear(module):

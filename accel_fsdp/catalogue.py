@@ -1,7 +1,8 @@
 """Facts of widely used models, bundled: no network, no token and no torch are needed for these.
 
-`catalogue.json` holds, per hub id, the configuration that was used and the facts of the model built from it on the meta
-device; `make docs` renews the facts, and a test builds the models again.
+`catalogue.json` holds, per hub id, the configuration that was used, the positions (the longest sequence that its makers
+name) and the facts of the model built from it on the meta device; `make docs` renews the facts, and a test builds the
+models again.
 """
 
 import json
@@ -14,7 +15,7 @@ from accel_fsdp.types import LayerClass, ModelFacts
 
 @cache
 def entries() -> dict[str, dict[str, Any]]:
-    """The file's content by hub id: `config` and `facts`."""
+    """The file's content by hub id: `config`, `positions` and `facts`."""
     text = files("accel_fsdp").joinpath("catalogue.json").read_text(encoding="utf-8")
     content: dict[str, dict[str, Any]] = json.loads(text)
     return content

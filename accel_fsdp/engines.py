@@ -4,6 +4,7 @@ That order is what the allocator's statistics see: a block that another stream s
 torch 2.13 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,24 +21,39 @@ class Engine:
     """Everything on every rank, nothing to gather: one GPU, and the base of the others.
 
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
-    `prefetches` says that backward gathers the next unit early.
+    `head_unit` is the place of that one, 0 for the first. `idle` units are held and never run. `prefetches` says that
+    backward gathers the next unit early, `syncs` that this micro-batch's gradients are reduced.
     """
 
     meter: Meter
     units: Sequence[Unit]
     recipe: Recipe
     layout: Layout
+    idle: Sequence[Unit] = ()
     has_grads: bool = False
     prefetches: bool = True
+    syncs: bool = True
 
-    def begin(self, with_states: bool) -> None:
-        """What lives from step to step."""
+    def adds(self, unit: int) -> bool:
+        """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
+        return self.has_grads
+
+    @property
+    def held(self) -> Sequence[Unit]:
+        """All units, those that never run too."""
+        return (*self.units, *self.idle)
+
+    @property
+    def head_unit(self) -> int:
+        """The place of the unit that holds the head."""
+        return len(self.units) - 1 if self.units[-1].name == "head" else 0
+
+    def begin(self) -> None:
+        """What lives from step to step, once the optimizer has its state."""
         if self.layout.offload:
             return
-        self.meter.add(PARAMETERS, sum(self._at_rest(unit) for unit in self.units))
-        if with_states:
-            sizes = (states.optimizer_bytes(unit, self.recipe, self.layout) for unit in self.units)
-            self.meter.add(OPTIMIZER, sum(sizes))
+        self.meter.add(PARAMETERS, sum(self._at_rest(unit) for unit in self.held))
+        self.meter.add(OPTIMIZER, sum(states.optimizer_bytes(unit, self.recipe, self.layout) for unit in self.held))
 
     def _at_rest(self, unit: Unit) -> int:
         return states.shard_bytes(unit, self.layout) + states.quantization_bytes(unit, self.layout)
@@ -62,9 +78,7 @@ class Engine:
         """The gradient of the unit's output is there."""
 
     def after_backward(self, unit: int, born: int) -> None:
-        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS."""
-        if self.has_grads:
-            self.meter.add(GRADIENTS, -born)
+        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS, unless it `adds`."""
 
     def end_backward(self) -> None:
         """All gradients are there."""
@@ -77,7 +91,7 @@ class Engine:
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
-            self.meter.touch({OPTIMIZER: sum(self._master(unit, shard=True) for unit in self.units)})
+            self.meter.touch({OPTIMIZER: sum(self._master(unit, shard=True) for unit in self.held)})
 
     def _master(self, unit: Unit, shard: bool) -> int:
         per_element = states.master_bytes(self.recipe, self.layout)
@@ -87,17 +101,25 @@ class Engine:
 class Ddp(Engine):
     """Buckets of all gradients beside the gradients themselves: Accelerate leaves `gradient_as_bucket_view` off."""
 
-    def begin(self, with_states: bool) -> None:
+    def begin(self) -> None:
         """As without, and the buckets."""
-        super().begin(with_states)
-        self.meter.add(BUFFERS, sum(self._master(unit, shard=False) for unit in self.units))
+        super().begin()
+        self.meter.add(BUFFERS, sum(self._master(unit, shard=False) for unit in self.held))
 
 
 @dataclass
-class Fsdp(Engine):
-    """What both versions share: when units are gathered and freed, one prefetched in backward."""
+class Fsdp(Engine, ABC):
+    """What both versions share: when units are gathered and freed, one prefetched in backward.
+
+    `waiting` are the bytes of whole gradients by unit: Trainer accumulates under `no_sync`, where nothing is reduced.
+    """
 
     gathered: set[int] = field(default_factory=set)
+    waiting: dict[int, int] = field(default_factory=dict)
+
+    def end_backward(self) -> None:
+        """Gradients that wait for the last micro-batch are whole, and no shards yet."""
+        self.has_grads = self.has_grads or self.syncs
 
     def before_forward(self, unit: int) -> None:
         """Gathers the unit."""
@@ -110,26 +132,36 @@ class Fsdp(Engine):
             self._free(unit)
 
     def _reshards(self, unit: int) -> bool:
-        """The first unit is the root under FSDP1 or holds the tied head; with one for the head, that one stays."""
-        outer = len(self.units) - 1 if self._has_head_unit() else 0
-        return self.layout.strategy in (1, 4) and unit != outer
-
-    def _has_head_unit(self) -> bool:
-        return self.layout.engine == "fsdp2" and self.units[-1].name == "head"
+        """The unit of the head stays: it is the root under FSDP1, and Accelerate's tail unit under FSDP2."""
+        return self.layout.strategy in (1, 4) and unit != self.head_unit
 
     def _size(self, unit: int) -> int:
         return states.gathered_bytes(self.units[unit], self.layout)
 
-    def _gather(self, unit: int) -> None:
-        raise NotImplementedError
+    def _cast_and_gather(self, unit: int, gathered_bytes: int) -> None:
+        """The shard's cast copy lives until it is gathered."""
+        cast = states.cast_bytes(self.units[unit], self.layout)
+        self.meter.add(GATHERED, cast)
+        self.meter.add(GATHERED, gathered_bytes)
+        self.meter.add(GATHERED, -cast)
+
+    @abstractmethod
+    def _gather(self, unit: int) -> None: ...
 
     def _free(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
             self.meter.add(GATHERED, -self._size(unit))
 
-    def _keep(self, unit: Unit, new_bytes: int, reduced_bytes: int) -> None:
+    def _reduced(self, unit: int) -> tuple[int, int]:
+        """The input of the unit's reduction, and its output."""
+        width = states.reduce_bytes(self.recipe)
+        whole, shard = (states.trained_bytes(self.units[unit], self.layout, width, each) for each in (False, True))
+        return whole, shard
+
+    def _keep(self, unit: int, reduced_bytes: int) -> None:
         """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
+        new_bytes = self._master(self.units[unit], shard=True)
         if new_bytes != reduced_bytes:
             self.meter.add(GRADIENTS, new_bytes)
             self.meter.add(GRADIENTS, -reduced_bytes)
@@ -159,10 +191,11 @@ class Fsdp2(Fsdp):
         return self._size(unit) if self.layout.shard_ranks > 1 else 0
 
     def _all_gather(self, unit: int) -> None:
-        cast = states.cast_bytes(self.units[unit], self.layout)
-        self.meter.add(GATHERED, cast)
-        self.meter.add(GATHERED, self._output(unit))
-        self.meter.add(GATHERED, -cast)
+        self._cast_and_gather(unit, self._output(unit))
+
+    def adds(self, unit: int) -> bool:
+        """Gradients of the reduce dtype stay with their parameters (`to_accumulated_grad_if_needed`)."""
+        return unit in self.waiting and states.reduce_bytes(self.recipe) == states.compute_bytes(self.recipe)
 
     def end_forward(self) -> None:
         """The root's post-forward drops the last all-gather's output."""
@@ -196,13 +229,27 @@ class Fsdp2(Fsdp):
         self.reducing = 0
         if not born:
             return
-        per_element = states.reduce_bytes(self.recipe)
-        whole, shard = (states.trained_bytes(self.units[unit], self.layout, per_element, s) for s in (False, True))
+        whole, shard = self._reduced(unit)
+        ready = self._accumulated(unit, born, whole)
+        if not self.syncs:
+            self.waiting[unit] = ready
+            return
         self.meter.add(GRADIENTS, whole)
-        self.meter.add(GRADIENTS, -born)
+        self.meter.add(GRADIENTS, -ready)
         self.reducing = whole
         self.meter.add(GRADIENTS, shard)
-        self._keep(self.units[unit], self._master(self.units[unit], shard=True), shard)
+        self._keep(unit, shard)
+
+    def _accumulated(self, unit: int, born: int, whole: int) -> int:
+        """The bytes of the unit's whole gradients; unless autograd adds them, they are cast and added here."""
+        adds, older = self.adds(unit), self.waiting.pop(unit, 0)
+        if older and not adds:
+            self.meter.add(GRADIENTS, -born)
+        elif not older and not self.syncs and whole > born:
+            self.meter.add(GRADIENTS, whole)
+            self.meter.add(GRADIENTS, -born)
+            return whole
+        return older or born
 
     def end_backward(self) -> None:
         """The last reduction's input goes."""
@@ -214,18 +261,19 @@ class Fsdp2(Fsdp):
 class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
 
+    def adds(self, unit: int) -> bool:
+        """The views' gradients wait for the flat parameter's."""
+        return False
+
     def kept_gradients(self) -> int:
         """`zero_grad` clears the views only; the flat gradients go with the next forward.
 
         (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
         """
-        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.units)
+        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.held)
 
     def _gather(self, unit: int) -> None:
-        cast = states.cast_bytes(self.units[unit], self.layout)
-        self.meter.add(GATHERED, cast)
-        self.meter.add(GATHERED, self._size(unit))
-        self.meter.add(GATHERED, -cast)
+        self._cast_and_gather(unit, self._size(unit))
         self.gathered.add(unit)
 
     def before_loss_backward(self) -> None:
@@ -244,15 +292,24 @@ class Fsdp1(Fsdp):
     def after_backward(self, unit: int, born: int) -> None:
         """Frees the unit and reduces its gradients."""
         if born:
-            per_element = states.reduce_bytes(self.recipe)
-            whole, shard = (states.trained_bytes(self.units[unit], self.layout, per_element, s) for s in (False, True))
+            whole, shard = self._reduced(unit)
             self.meter.add(GRADIENTS, whole)  # the backward of torch.split joins the views' gradients in a new tensor
             self.meter.add(GRADIENTS, -born)
-            self._free(unit)
+            if unit in self.waiting:
+                self.meter.add(GRADIENTS, -self.waiting.pop(unit))
+            self._free_after(unit)
+            if not self.syncs:
+                self.waiting[unit] = whole
+                return
             self.meter.add(GRADIENTS, shard)
             self.meter.add(GRADIENTS, -whole)
-            self._keep(self.units[unit], self._master(self.units[unit], shard=True), shard)
-        self._free(unit)
+            self._keep(unit, shard)
+        self._free_after(unit)
+
+    def _free_after(self, unit: int) -> None:
+        """Without a reduction, what stays gathered after forward stays after backward (`_should_free_in_backward`)."""
+        if self.syncs or self.layout.strategy in (1, 4):
+            self._free(unit)
 
 
 class Zero(Engine):
@@ -263,10 +320,10 @@ class Zero(Engine):
     below `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
     """
 
-    def begin(self, with_states: bool) -> None:
+    def begin(self) -> None:
         """Weights, masters, optimizer state and buckets."""
         stage, compute = self.layout.strategy, states.compute_bytes(self.recipe)
-        weights = sum(states.gathered_bytes(unit, self._whole()) for unit in self.units)
+        weights = sum(states.gathered_bytes(unit, self._whole()) for unit in self.held)
         if stage < 3:
             self.meter.add(PARAMETERS, weights)
         elif not self.layout.offload:
@@ -274,15 +331,19 @@ class Zero(Engine):
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
             self.meter.add(PARAMETERS, 4 * share if compute == 2 else 0)
-            self.meter.add(OPTIMIZER, 8 * share if with_states else 0)
+            self.meter.add(OPTIMIZER, 8 * share)
         hidden = self.units[0].held[0].shape[-1]  # of the embedding
         self.meter.add(BUFFERS, 3 * hidden**2 * compute)
+
+    def adds(self, unit: int) -> bool:
+        """DeepSpeed's own hooks do."""
+        return False
 
     def _whole(self) -> Layout:
         return Layout("single", 1, 1, 1)
 
     def _trained_numel(self) -> int:
-        return sum(one.numel for unit in self.units for one in unit.held if one.trained)
+        return sum(one.numel for unit in self.held for one in unit.held if one.trained)
 
     def before_forward(self, unit: int) -> None:
         """Stage 3 gathers the unit and prefetches about as much."""

@@ -35,7 +35,7 @@ def read_model(name: str) -> ModelFacts:
     `name` is a hub id or a local folder; a folder wins over a catalogue entry of the same name.
 
     Raises:
-        UserError: there is no such folder or repository, or its config is not a causal language model's.
+        UserError: there is no such folder or repository, or `build` refuses its config.
     """
     known = None if Path(name).exists() else catalogue.find(name)
     return known or model_facts(name, read_config(name))
@@ -45,9 +45,9 @@ def model_facts(name: str, config: Any) -> ModelFacts:
     """Builds the model of a Transformers config on the meta device and looks at it.
 
     Raises:
-        UserError: the config is not a causal language model's.
+        UserError: `build` refuses the config.
     """
-    model = _build_on_meta(name, config)
+    model = build(name, config)
     found = wrap_classes(model)
     reason = "found in the built model"
     if not found:
@@ -217,19 +217,29 @@ def read_config(name: str, revision: str = "main") -> Any:
         ) from error
 
 
-def _build_on_meta(name: str, config: Any) -> "nn.Module":
-    import torch
-    from transformers import AutoModelForCausalLM
+def build(name: str, config: Any, **options: Any) -> "nn.Module":
+    """The model on the meta device, without weights: of the kind that the config's `architectures` names, else the
+    first of causal language model, model for images and text, sequence classifier that the config can be.
 
-    try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
+    Raises:
+        UserError: it can be none of these, or has an encoder and a decoder.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    kinds = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification]
+    if any(each.endswith("ForSequenceClassification") for each in getattr(config, "architectures", None) or ()):
+        kinds.insert(0, kinds.pop())
+    kind = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+    if kind is None or config.is_encoder_decoder:
+        what = "has an encoder and a decoder" if config.is_encoder_decoder else "is not a language model"
         raise UserError(
-            f"{name} ({config.model_type}) is not a causal language model",
-            why=first_line(error),
+            f"{name} ({config.model_type}) {what}",
+            why="the layers of a decoder-only model, or of a sequence classifier, are looked for",
             fix="choose a model that AutoModelForCausalLM can build",
-        ) from error
+        )
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(config, **options)
     return model
 
 

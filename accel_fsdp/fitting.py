@@ -7,37 +7,40 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp import recorded
+from accel_fsdp.errors import UserError
+from accel_fsdp.facts import first_line
+from accel_fsdp.recorded import Record
 from accel_fsdp.tapes import SHIPPED, At, Event, Size, Tape, Tapes, Variant
 from accel_fsdp.traces import Raw, Recorder
 from accel_fsdp.types import ModelShape
 
 STEP = 64
 """Lengths are multiples of this: attention kernels round some small tensors up to 32."""
+LENGTHS, CHUNKED_LENGTHS = (64, 128, 192, 256), (1024, 1152, 1280, 1536)
 RANKS = (8, 24, 40)
 ALONE = ("fixed", "tokens", "rows_length2")
 SEVERAL = (*ALONE, "length", "length2", "rows")
 RANKED = ("rank", "rank_tokens")
+SILENT = Tape((), (), Size())
+"""Of a block that no text goes through."""
 
 
 def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
     """The shape of a config's model and its tapes in one variant, from the cache if they were recorded before.
 
     Raises:
-        UserError: no language model can be built from the config.
-        RuntimeError: what the model allocates is no polynomial, or not the same for every batch.
+        UserError: as `record_model`.
     """
-    key = recorded.key_of(config.to_dict(), (variant,))
-    found = recorded.cached(key) or record_model(name, config, (variant,))
-    recorded.keep(key, *found)
-    return replace(found[0], name=name), found[1][variant]
+    shape, tapes = recorded.remembered(config.to_dict(), variant, lambda: record_model(name, config, (variant,)))
+    return replace(shape, name=name), tapes
 
 
-def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> tuple[ModelShape, dict[str, Tapes]]:
+def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> Record:
     """The shape of a config's model and its tapes in some variants, recorded anew.
 
     Raises:
-        UserError: no language model can be built from the config.
-        RuntimeError: what the model allocates is no polynomial, or not the same for every batch.
+        UserError: no model that is known can be built from the config, or what its layers allocate is no polynomial of
+            the batch.
     """
     tapes: dict[str, Tapes] = {}
     alike: dict[Variant, Tapes] = {}
@@ -45,21 +48,26 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         recorder = Recorder(name, config, Variant.of(variant))
         frozen = recorder.variant.method != "full"  # adapters are in the blocks only
         outside = recorder.variant._replace(method="lora" if frozen else "full", adapters="fp32")
-        tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
+        try:
+            tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",
+                why="its memory depends on more than rows, length and LoRA rank, or its code can't run without data",
+                fix="plan for a model of the same shape; accel-fsdp plan --model llama-3.1-8b shows what is known",
+            ) from error
     return recorder.shape, tapes
 
 
 def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
     """All tapes of one variant; `alike` has those of what is outside of the blocks, if they were recorded before."""
-    window = recorder.shape.window
+    window, untraced = recorder.shape.window, recorder.shape.untraced
     blocks = range(len(recorder.shape.blocks))
+    late = [block not in untraced and _takes_mask_late(recorder, block, window) for block in blocks]
     return Tapes(
-        blocks=tuple(record_block(recorder, block) for block in blocks),
-        masked=tuple(
-            record_block(recorder, block, window) if _takes_mask_late(recorder, block, window) else None
-            for block in blocks
-        ),
-        embedding=alike.embedding if alike else fit(recorder.embedding, (64, 128, 192, 256), False),
+        blocks=tuple(SILENT if block in untraced else record_block(recorder, block) for block in blocks),
+        masked=tuple(record_block(recorder, block, window) if late[block] else None for block in blocks),
+        embedding=alike.embedding if alike else fit(recorder.embedding, LENGTHS, False),
         head=alike.head if alike else record_head(recorder, chunked=False),
         chunked_head=alike.chunked_head if alike else record_head(recorder, chunked=True),
     )
@@ -75,8 +83,10 @@ def record_block(recorder: Recorder, block: int, beyond: int = 0) -> Tape:
 
 
 def record_head(recorder: Recorder, chunked: bool) -> Tape:
-    """The tape of what follows the blocks."""
-    return fit(lambda at: recorder.head(at, chunked), (1024, 1152, 1280, 1536), False)
+    """The tape of what follows the blocks; a model for rows of less than two chunks has no chunked loss."""
+    chunked = chunked and not 0 < recorder.shape.positions < CHUNKED_LENGTHS[0]
+    lengths = CHUNKED_LENGTHS if chunked else LENGTHS
+    return fit(lambda at: recorder.head(at, chunked), lengths, False)
 
 
 def _takes_mask_late(recorder: Recorder, block: int, window: int) -> bool:

@@ -92,7 +92,7 @@ class _Walk:
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-        engine = ENGINES[layout.engine](meter, units, recipe, layout)
+        engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
 
         def play(tape: Tape) -> Replay:
@@ -101,14 +101,13 @@ class _Walk:
         blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
         embedding = play(tapes.embedding)
         head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
-        head_unit = len(units) - 1 if units[-1].name == "head" else 0
         logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
         loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
         backward += states.compute_bytes(recipe) if recipe.keeps_logits else 0
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         return _Walk(
-            *(meter, engine, recipe, order, blocks, embedding, head, head_unit),
+            *(meter, engine, recipe, order, blocks, embedding, head, engine.head_unit),
             more_logits=(loss * logits, backward * logits),
             retained=blocks[-1].output if retains else 0,
             summed=min(_table_bytes(shape, recipe, layout), embedding.born, head.born) if shape.tied else 0,
@@ -119,10 +118,12 @@ class _Walk:
         self.meter.enter("between steps")
         self.meter.add(BUFFERS, buffers_bytes)
         self.meter.add(WORKSPACE, workspace_bytes)
-        self.engine.begin(with_states=True)
+        self.engine.begin()
         steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
-        for micro_batch in range(1, min(self.recipe.accumulation, 2) + 1):
-            self.micro_batch(f" of micro-batch {micro_batch}" if self.recipe.accumulation > 1 else "")
+        last = self.recipe.accumulation
+        for number in sorted({1, min(2, last), last}):  # those between are like the second
+            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
+            self.micro_batch(f" of micro-batch {number}" if last > 1 else "")
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
@@ -184,26 +185,31 @@ class _Walk:
             self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
         self.engine.before_head_backward(self.head_unit)
         if self.recipe.chunked_loss:
-            self._play_back(self.head, LOSS)
+            self._play_back(self.head, LOSS, self.head_unit)
         else:
             self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
         # hidden states that it keeps go when their gradient comes, of the same size
         gradient = 0 if self.head.keeps_input else hidden
-        self._end_of(self.head, {LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
+        # a tied one's gradient waits for the embedding's, which is the same parameter's
+        born = self.head.born if self.summed else self._born(self.head, self.head_unit)
+        self.meter.change({GRADIENTS: born, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
-    def _play_back(self, played: Replay, kind: str, released: int = 0) -> None:
-        """Its highest point. The tape begins with the release of `released` bytes of output that are long gone.
+    def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
+        """Its highest point. The tape begins by releasing the output, not counted any more by then: `released`.
 
-        Or, with reentrant checkpointing, that the checkpoint's own frame holds to the end.
+        (It went with the block after it; reentrant checkpointing's copy of it stays to the end.)
         """
-        rise = released + played.backward_peak - played.backward_born
-        self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
+        if self.engine.adds(unit):
+            self.meter.touch({kind: released + played.adding_peak})
+        else:
+            rise = released + played.backward_peak - played.backward_born
+            self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
 
-    def _end_of(self, played: Replay, freed: Mapping[str, int]) -> None:
-        """What a backward leaves: gradients, in the place of what it freed on the way to its own highest point."""
-        self.meter.change({GRADIENTS: played.born, **freed})
+    def _born(self, played: Replay, unit: int) -> int:
+        """The gradients that a backward leaves."""
+        return 0 if self.engine.adds(unit) else played.born
 
     def _backward(self) -> None:
         """Frees what each block saved, and its input: its output went with the block after it."""
@@ -216,17 +222,17 @@ class _Walk:
                 self._rise(played.forward_peak)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
-            self._play_back(played, ACTIVATIONS, played.output)
+            self._play_back(played, ACTIVATIONS, unit, played.output)
             grown = -held if not self.retained else self.retained if unit > 2 else 0
-            self._end_of(played, {ACTIVATIONS: grown - saved})
+            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: grown - saved})
             self.engine.after_backward(unit, played.born)
             self.meter.mark()
         self.engine.before_backward(0)
-        self._play_back(self.embedding, ACTIVATIONS, self.embedding.output)
-        self._end_of(self.embedding, {ACTIVATIONS: -self.embedding.forward_end})
+        self._play_back(self.embedding, ACTIVATIONS, 0, self.embedding.output)
+        self.meter.change({GRADIENTS: self._born(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end})
         born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
         self.meter.touch({GRADIENTS: self.summed})
-        self.meter.add(GRADIENTS, -self.summed)
+        self.meter.add(GRADIENTS, -self.summed)  # with `adds` it is the head's, of the same size
         self.engine.after_backward(0, born)
         if self.retained:  # the inputs of all blocks, and the gradients of all but two
             self.meter.add(ACTIVATIONS, -self.retained * (2 * len(self.order) - 2))
@@ -240,23 +246,21 @@ def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 
 def block_order(shape: ModelShape) -> list[int]:
-    """The index of each layer's block, in forward order."""
-    places = {layer: index for index, block in enumerate(shape.blocks) for layer in block.layers}
+    """The index of each layer's block, in forward order, without the layers that no text goes through."""
+    traced = ((index, block) for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    places = {layer: index for index, block in traced for layer in block.layers}
     return [places[layer] for layer in sorted(places)]
 
 
 def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
-    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap.
-
-    FSDP2 (accelerate 1.15, `fsdp2_prepare_model`): an untied embedding alone, last norm and head together. FSDP1, and
-    FSDP2 with tied embeddings: all that is outside of the blocks in one unit, which comes first.
-    """
+    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap."""
     blocks = states.block_units(shape, recipe, layout)
-    outer = tuple(states.held(shape.outer, recipe, layout, inside=False))
     inner = [blocks[index] for index in block_order(shape)]
-    if layout.engine != "fsdp2" or shape.tied:
-        return [Unit("root", outer), *inner]
-    embeds = [one.kind == "embedding" for one in shape.outer]
-    first = tuple(held for held, embed in zip(outer, embeds, strict=True) if embed)
-    last = tuple(held for held, embed in zip(outer, embeds, strict=True) if not embed)
-    return [Unit("embedding", first), *inner, Unit("head", last)]
+    first, last = (tuple(states.held(part, recipe, layout, inside=False)) for part in states.outer_parts(shape, layout))
+    return [Unit("embedding", first), *inner, Unit("head", last)] if last else [Unit("root", first), *inner]
+
+
+def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
+    """The units of layers that no text goes through: held like the others, and not run by rows of text."""
+    blocks = states.block_units(shape, recipe, layout)
+    return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]

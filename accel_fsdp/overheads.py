@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_fsdp import states
-from accel_fsdp.memory import Prediction, units_of
+from accel_fsdp.memory import Prediction, idle_units, units_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 GIB = 1 << 30
@@ -81,7 +81,7 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     load_bytes = numel * states.DTYPE_BYTES[recipe.dtype]
     shards = layout.engine in ("fsdp1", "fsdp2")
     copies = 1 if shards and ram_efficient else layout.ranks_per_node
-    units = units_of(shape, recipe, layout)
+    units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
     held = sum(states.shard_bytes(unit, layout) for unit in units)
     optimizer = sum(states.optimizer_bytes(unit, recipe, layout) for unit in units)
     per_element = states.master_bytes(recipe, layout)

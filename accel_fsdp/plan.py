@@ -9,7 +9,7 @@ from accel_fsdp.memory import Prediction, predict
 from accel_fsdp.overheads import GIB, Device
 from accel_fsdp.speed import Step, step_time
 from accel_fsdp.tapes import Tapes, variant_of
-from accel_fsdp.types import Layout, ModelShape, Recipe
+from accel_fsdp.types import STRATEGIES, Layout, ModelShape, Recipe
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
@@ -204,12 +204,11 @@ def _changes(job: Job) -> Iterator[str]:
 
 def name_of(layout: Layout) -> str:
     """How people call a layout."""
-    names = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
     if layout.engine == "zero":
         return f"ZeRO-{layout.strategy}" + (" offload" if layout.offload else "")
     if layout.engine in ("ddp", "single"):
         return {"ddp": "DDP", "single": "one GPU"}[layout.engine]
-    return f"{layout.engine.upper()} {names[layout.strategy]}" + (" offload" if layout.offload else "")
+    return f"{layout.engine.upper()} {STRATEGIES[layout.strategy]}" + (" offload" if layout.offload else "")
 
 
 def checkpointing_in(recipe: Recipe) -> str:

@@ -147,16 +147,15 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tape
 
 
 def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
-    key = recorded.key_of(config, (variant,))
-    kept = recorded.cached(key)
-    if kept is None:
+    def anew() -> recorded.Record:
         with render.waiting(f"Tracing {name} ({variant})"):
             from accel_fsdp.facts import read_config
             from accel_fsdp.fitting import record_model
 
-            kept = record_model(name, read_config(name), (variant,))
-        recorded.keep(key, *kept)
-    return replace(kept[0], name=name), kept[1][variant]
+            return record_model(name, read_config(name), (variant,))
+
+    shape, tapes = recorded.remembered(config, variant, anew)
+    return replace(shape, name=name), tapes
 
 
 def as_json(job: Job, found: Plan) -> dict[str, Any]:

@@ -7,13 +7,13 @@ place of its size among `sizes`, plus 0 for a release, 1 for a gradient, 2 for a
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accel_fsdp import catalogue
 from accel_fsdp.errors import UserError
@@ -24,21 +24,20 @@ from accel_fsdp.types import Block, ModelShape, Parameter
 RECORDING = 1
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
+Record: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
-def find(name: str) -> tuple[ModelShape, dict[str, Tapes]] | None:
+def find(name: str) -> Record | None:
     """The bundled shape and tapes of a hub id by variant, in any case, or None."""
     known = catalogue.canonical(name)
     if known is None:
         return None
     shape, tapes = _bundled(first_alike(known))
-    config = catalogue.entries()[known]["config"]
-    positions = next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), 0)
-    return replace(shape, name=known, positions=positions), tapes
+    return replace(shape, name=known, positions=catalogue.entries()[known]["positions"]), tapes
 
 
 @cache
-def _bundled(name: str) -> tuple[ModelShape, dict[str, Tapes]]:
+def _bundled(name: str) -> Record:
     return from_text(files("accel_fsdp").joinpath(FOLDER, file_name(name)).read_text(encoding="utf-8"))
 
 
@@ -65,7 +64,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "accel-fsdp"
 
 
-def cached(key: str) -> tuple[ModelShape, dict[str, Tapes]] | None:
+def cached(key: str) -> Record | None:
     """What was kept under a key; None without it, and also if its file can't be read."""
     try:
         text = (cache_folder() / f"{key}.json").read_text(encoding="utf-8")
@@ -80,6 +79,16 @@ def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
         write_text(cache_folder() / f"{key}.json", to_text(key, shape, tapes))
     except UserError:
         return
+
+
+def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], Record]) -> tuple[ModelShape, Tapes]:
+    """The shape and tapes of a config's model in one variant, from the cache or else recorded and kept there."""
+    key = key_of(config, (variant,))
+    found = cached(key)
+    if found is None:
+        found = record()
+        keep(key, *found)
+    return found[0], found[1][variant]
 
 
 def key_in(text: str) -> str:
@@ -131,7 +140,7 @@ def _short(size: Size) -> list[float]:
     return numbers
 
 
-def from_text(text: str) -> tuple[ModelShape, dict[str, Tapes]]:
+def from_text(text: str) -> Record:
     """The shape and tapes of a file."""
     content = json.loads(text)
     events = [Event(sign, Size(*size)) for size in content["sizes"] for sign in (-1, 0, 1)]
@@ -156,7 +165,8 @@ def _shape(content: dict[str, Any]) -> ModelShape:
     blocks = tuple(
         Block(block["name"], tuple(block["layers"]), _parameters(block["parameters"])) for block in content["blocks"]
     )
-    return ModelShape(**{**content, "blocks": blocks, "outer": _parameters(content["outer"])})
+    given = {"outer": _parameters(content["outer"]), "untraced": tuple(content.get("untraced", ()))}
+    return ModelShape(**{**content, **given, "blocks": blocks})
 
 
 def _parameters(content: list[dict[str, Any]]) -> tuple[Parameter, ...]:

@@ -125,8 +125,7 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 def catalogue_text() -> str:
     """The bundled catalogue with its facts renewed."""
     models = {
-        name: {"config": entry["config"], "facts": catalogue_facts(name, entry["config"])}
-        for name, entry in catalogue.entries().items()
+        name: entry | {"facts": catalogue_facts(name, entry["config"])} for name, entry in catalogue.entries().items()
     }
     return json.dumps(models, indent=1) + "\n"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.facts import first_line, wrap_classes
+from accel_fsdp.facts import wrap_classes
 from accel_fsdp.types import Block, Kind, ModelShape, Parameter
 
 if TYPE_CHECKING:
@@ -13,45 +13,11 @@ if TYPE_CHECKING:
 SLIDING = ("sliding_attention", "chunked_attention")
 
 
-def read_shape(name: str, config: Any) -> ModelShape:
-    """The shape of the model that a config describes.
-
-    Raises:
-        UserError: it is not a language model's, or no layer repeats in it.
-    """
-    return shape_of(name, config, build(name, config))
-
-
-def build(name: str, config: Any, **options: Any) -> "nn.Module":
-    """The model on the meta device: a causal one, else one for images and text, else a sequence classifier.
-
-    Raises:
-        UserError: none of these can be built from the config.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
-
-    reason = ""
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification):
-        try:
-            with torch.device("meta"):
-                model: nn.Module = kind.from_config(config, **options)
-            return model
-        except ValueError as error:
-            if "nrecognized configuration class" not in str(error):
-                raise
-            reason = reason or first_line(error)
-    raise UserError(
-        f"{name} ({config.model_type}) is not a language model",
-        why=reason,
-        fix="choose a model that AutoModelForCausalLM can build",
-    )
-
-
 def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
     """The shape of a built model."""
     text = config.get_text_config()
     layers = dict(blocks_of(model))
+    traced = set(text_layers(model))
     groups: dict[Any, list[int]] = {}
     for index, (path, layer) in enumerate(layers.items()):
         groups.setdefault((*_looks(layer), path.rsplit(".", 1)[0]), []).append(index)
@@ -74,6 +40,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         experts_used=int(_first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
         window=_window(text, modules),
         positions=int(_first(text, "max_position_embeddings", "n_positions")),
+        untraced=tuple(place for place, group in enumerate(groups.values()) if not traced.intersection(group)),
     )
 
 
@@ -95,6 +62,16 @@ def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
             fix="choose a model made of transformer layers",
         )
     return found
+
+
+def text_layers(model: Any) -> list[int]:
+    """The places, among all blocks, of those that text goes through: a model for images has layers for these too."""
+    paths = [path for path, _ in blocks_of(model)]
+    if len({path.rsplit(".", 1)[0] for path in paths}) == 1:
+        return list(range(len(paths)))
+    decoder = model.get_decoder()
+    start = next(f"{path}." for path, module in model.named_modules() if module is decoder)
+    return [place for place, path in enumerate(paths) if path.startswith(start)]
 
 
 def _nested(path: str, paths: set[str]) -> bool:

@@ -124,7 +124,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
         tokens_per_s_per_gpu=tokens / total,
         mfu=useful / total / peak_flops(recipe, gpu),
         bound=max(spent, key=lambda bound: spent[bound]),
-        assumptions=tuple(_assumptions(recipe, layout, gpu)),
+        assumptions=tuple(_assumptions(shape, recipe, layout, gpu)),
     )
 
 
@@ -278,7 +278,9 @@ def _is_bf16(recipe: Recipe) -> bool:
     return recipe.precision == "bf16" or (recipe.precision == "no" and recipe.dtype == "bfloat16")
 
 
-def _assumptions(recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
+def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
+    if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
+        yield f"Rows hold text only: the {silent} layers for images are held and not run."
     if not gpu.calibrated:
         yield f"No public run calibrates {gpu.name}: products are taken to reach {gpu.efficiency:.0%} of its peak."
     if layout.ranks > layout.ranks_per_node:

@@ -68,6 +68,18 @@ def master_bytes(recipe: Recipe, layout: Layout) -> int:
     return DTYPE_BYTES[recipe.dtype]
 
 
+def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """The parameters outside of the blocks: those of the first unit, and those of a last one, if there is one.
+
+    accelerate 1.15 (`fsdp2_prepare_model`) gives FSDP2 a unit for an untied input embedding and one for the last norm
+    and the head. FSDP1, and FSDP2 with tied embeddings, have all of them in one, which comes first.
+    """
+    if layout.engine != "fsdp2" or shape.tied:
+        return shape.outer, ()
+    embedding = tuple(one for one in shape.outer if one.kind == "embedding")
+    return embedding, tuple(one for one in shape.outer if one.kind != "embedding")
+
+
 def block_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
     """One unit per distinct block, in the order of `shape.blocks`."""
     return tuple(Unit(block.name, tuple(held(block.parameters, recipe, layout, inside=True))) for block in shape.blocks)

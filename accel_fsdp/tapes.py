@@ -205,6 +205,7 @@ class Replay(NamedTuple):
     `forward_end` holds the output and all that is saved. `backward_peak` counts the gradients born by then,
     `backward_born` is their share; `born` are all of them. `early_peak` is the highest point of backward before the
     first gradient of a parameter is born, which is where a head's own backward follows the loss's; without any, all.
+    `adding_peak` is that of backward where each gradient is added to an older one at once.
     """
 
     forward_peak: int
@@ -217,18 +218,19 @@ class Replay(NamedTuple):
     early_peak: int = 0
     late_peak: int = 0
     late_born: int = 0
+    adding_peak: int = 0
 
 
 def replay(tape: Tape, at: At) -> Replay:
     """Plays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
-    alive = born = 0
+    alive = born = adding = 0
     early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
     for event in tape.backward:
-        if event.sign:
-            alive += event.sign * event.size.at(at)
-        else:
-            born += event.size.at(at)
+        size = event.size.at(at)
+        alive += event.sign * size
+        born += 0 if event.sign else size
+        adding = max(adding, alive if event.sign else alive + size)
         if born:
             late = max(late, (alive + born, born), key=lambda point: point[0])
         else:
@@ -237,5 +239,5 @@ def replay(tape: Tape, at: At) -> Replay:
     end = forward[-1] if forward else 0
     return Replay(
         *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
-        *(early[0], *late),
+        *(early[0], *late, adding),
     )

@@ -7,6 +7,7 @@ has static shapes (`grouped_mm`, integrations/moe.py).
 
 import copy
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_fsdp.adapting import adapt
-from accel_fsdp.shapes import blocks_of, build, shape_of
+from accel_fsdp.facts import build
+from accel_fsdp.shapes import blocks_of, shape_of, text_layers
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
 from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, summed_in_place
@@ -68,13 +69,16 @@ class Recorder:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         settings = copy.deepcopy(config)
         settings.use_cache = False
+        settings.get_text_config().pad_token_id = 0  # classifiers look for the last token before the padding
         with _quiet():
             model = _built(name, settings, variant)
             self.shape: ModelShape = shape_of(name, settings, model)
-            paths = [path for path, _ in blocks_of(model)]
-            self._firsts = [block.layers[0] for block in self.shape.blocks]
-            self._metas = [model.get_submodule(path) for path in paths[: max(self._firsts) + 1]]
-            parent, self._list, _ = paths[0].rsplit(".", 2)
+            layers, places = blocks_of(model), text_layers(model)
+            self._firsts = [block.layers[0] - places[0] for block in self.shape.blocks]  # negative or beyond: untraced
+            self._text = [first for n, first in enumerate(self._firsts) if n not in self.shape.untraced]
+            self._metas = [layers[place][1] for place in places[: max(self._text) + 1]]
+            parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
+            del layers
             self._lists = model.get_submodule(parent)._modules
             self._lists[self._list] = nn.ModuleList()
             with self._mode:
@@ -88,8 +92,8 @@ class Recorder:
         """A block with its adapters of one rank."""
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
-            with torch.device("meta"), _quiet():
-                adapt(layer, self.variant, rank)
+            if self.variant.method != "full":
+                _adapt(layer, self.variant, rank)
             with self._mode, _quiet():
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
@@ -110,7 +114,7 @@ class Recorder:
     def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
         """What the model calls the first block of each kind with, by its index: input, other arguments."""
         found = {}
-        layers = {index: self._layer(index, at.rank) for index in self._firsts if index not in self._width}
+        layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, rest, named = _split(args, kwargs)
@@ -120,7 +124,7 @@ class Recorder:
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
             return self._as_block(index, hidden)
 
-        self._stages(max(self._firsts) + 1, seen)
+        self._stages(max(self._text) + 1, seen)
         with self._mode, CudaRules(), self._autocast(), torch.no_grad(), _quiet():
             self._forward(self._ids(at))
         return found
@@ -167,10 +171,9 @@ class Recorder:
 
     def head(self, at: At, chunked: bool) -> Raw:
         """Runs from the last block's output to the loss as Trainer asks for it, the outputs dropped before backward."""
-        hidden = self.calls(at)[0][0]
+        hidden = self.calls(at)[self._text[0]][0]
         ids = self._ids(at)
-        with self._mode:
-            items = torch.ones((), dtype=torch.long)
+        options = self._labels(at, ids)
 
         def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
             def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,10 +181,9 @@ class Recorder:
                 return self._as_block(0, given())
 
             self._stages(1, seen)
-            if chunked:
-                last = self._forward(ids, inner=True).last_hidden_state
-                return _chunked_loss(last, self.model.get_output_embeddings())
-            output = self._forward(ids, labels=ids, num_items_in_batch=items)
+            if chunked and (vocabulary := self.model.get_output_embeddings()) is not None:
+                return _chunked_loss(self._forward(ids, inner=True).last_hidden_state, vocabulary)
+            output = self._forward(ids, **options)
             if self.variant.autocast:
                 # Accelerate's `convert_outputs_to_fp32` wraps the forward wherever it runs under autocast
                 output.logits.float()
@@ -189,7 +191,14 @@ class Recorder:
 
         return self._run(call, hidden, self.model)
 
-    def _forward(self, ids: Tensor, inner: bool = False, **options: Any) -> Any:
+    def _labels(self, at: At, ids: Tensor) -> dict[str, Any]:
+        """What Trainer gives the model besides its input: a label per token, or per row to a classifier."""
+        with self._mode:
+            if type(self.model).__name__.endswith("ForSequenceClassification"):
+                return {"labels": torch.zeros(at.rows, dtype=torch.long)}
+            return {"labels": ids, "num_items_in_batch": torch.ones((), dtype=torch.long)}
+
+    def _forward(self, ids: Tensor, *, inner: bool = False, **options: Any) -> Any:
         """Runs the model around its stages, or all but its head.
 
         The empty cache keeps transformers from looking for packed rows in the positions, whose values don't exist here
@@ -324,6 +333,13 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
     return hidden, tuple(None if isinstance(value, Cache) else value for value in args[1:]), rest
 
 
+def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
+    with _quiet(), torch.device("meta"):
+        from accel_fsdp.adapting import adapt  # PEFT and bitsandbytes take two seconds to import
+
+        adapt(layer, variant, rank)
+
+
 def _built(name: str, config: Any, variant: Variant) -> Any:
     dtype = DTYPES[variant.weights]
     try:
@@ -334,9 +350,13 @@ def _built(name: str, config: Any, variant: Variant) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("bitsandbytes")  # which warns of a kernel that nothing here runs
+    before = logger.level
+    logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    logger.setLevel(before)
 
 
 @contextmanager

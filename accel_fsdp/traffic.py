@@ -11,7 +11,7 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from accel_fsdp.states import DTYPE_BYTES, NF4_BYTES, compute_bytes, master_bytes, reduce_bytes
+from accel_fsdp.states import DTYPE_BYTES, NF4_BYTES, compute_bytes, master_bytes, outer_parts, reduce_bytes
 from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
 
 
@@ -55,17 +55,16 @@ class Unit:
 def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
     """What is gathered together, in the order of the forward pass.
 
-    FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`).
-    accelerate 1.15 gives FSDP2 a unit for an untied input embedding and one that is never resharded for the last norm
-    and the head, to which it adds tied embeddings (`fsdp2_prepare_model`).
+    FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`);
+    accelerate 1.15 never reshards FSDP2's unit with the head.
     """
     kept = _keeps(layout)
-    blocks = tuple(Unit(block.parameters, kept, block) for block in shape.blocks)
-    if layout.engine == "fsdp2" and not shape.tied:
-        embedding = tuple(one for one in shape.outer if one.kind == "embedding")
-        tail = tuple(one for one in shape.outer if one.kind != "embedding")
-        return Unit(embedding, kept), *blocks, Unit(tail, True)
-    return Unit(shape.outer, layout.engine != "zero"), *blocks
+    run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    blocks = tuple(Unit(block.parameters, kept, block) for block in run)
+    first, last = outer_parts(shape, layout)
+    if last:
+        return Unit(first, kept), *blocks, Unit(last, True)
+    return Unit(first, layout.engine != "zero"), *blocks
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:

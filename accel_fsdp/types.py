@@ -236,7 +236,8 @@ class ModelShape:
 
     A tied head has no parameter of its own. `buffers_bytes` are stored or computed buffers, on every rank. `experts`
     and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
-    window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited.
+    window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
+    places of the blocks that images go through, whose activations aren't known.
     """
 
     name: str
@@ -253,6 +254,7 @@ class ModelShape:
     experts_used: int = 0
     window: int = 0
     positions: int = 0
+    untraced: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:

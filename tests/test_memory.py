@@ -21,6 +21,7 @@ SIZES = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 51
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": False},
     "tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+    "classifier": {"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]},
     "qwen3": {"model_type": "qwen3", **SIZES, "hidden_size": 256, "vocab_size": 1024, "head_dim": 64},
     "gemma2": {"model_type": "gemma2", **SIZES, "head_dim": 32, "sliding_window": 4096},
     "moe": {
@@ -40,13 +41,20 @@ def settings() -> Iterator[dict[str, Any]]:
         yield {"model": "llama", "rows": 2, "length": 128, **how, **full}
         if checkpointing != "reentrant":
             yield {"model": "tied", "rows": 1, "length": 64, **how, **mixed}
+    for engine, strategy, accumulation in (*product(("fsdp1", "fsdp2"), (1, 2), (2, 3)), ("ddp", 3, 1), ("ddp", 3, 2)):
+        how = {"engine": engine, "strategy": strategy, "checkpointing": "none", "accumulation": accumulation}
+        yield {"model": "llama", "rows": 2, "length": 128, **how, **full}
+    for engine, checkpointing in product(("fsdp2", "ddp"), ("none", "full")):
+        how = {"engine": engine, "strategy": 1, "checkpointing": checkpointing}
+        yield {"model": "classifier", "rows": 2, "length": 128, **how, **full}
     for model, strategy, checkpointing in product(("qwen3", "gemma2", "moe"), (1, 2), ("none", "full")):
         how = {"engine": "fsdp2", "strategy": strategy, "checkpointing": checkpointing}
         yield {"model": model, "rows": 1, "length": 64, **how, **full}
 
 
 def name(setting: dict[str, Any]) -> str:
-    return "-".join(str(setting[key]) for key in ("model", "engine", "strategy", "checkpointing"))
+    keys = ("model", "engine", "strategy", "checkpointing", "accumulation")
+    return "-".join(str(setting[key]) for key in keys if key in setting)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +84,9 @@ def predicted(setting: dict[str, Any]) -> tuple[memory.Prediction, ModelShape]:
     from accel_fsdp.fitting import tapes_of
 
     keys = ("rows", "length", "checkpointing", "precision", "dtype")
-    recipe = Recipe(**{key: setting[key] for key in keys}, attention="eager")
+    recipe = Recipe(
+        **{key: setting[key] for key in keys}, attention="eager", accumulation=setting.get("accumulation", 1)
+    )
     layout = Layout(setting["engine"], setting["strategy"], RANKS, RANKS)
     options = dict(CONFIGS[setting["model"]])
     config = AutoConfig.for_model(options.pop("model_type"), **options)

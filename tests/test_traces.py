@@ -13,10 +13,13 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from accel_fsdp import catalogue, fitting, recorded, shapes
+from accel_fsdp import catalogue, facts, fitting, overheads, recorded, shapes
+from accel_fsdp.errors import UserError
+from accel_fsdp.memory import predict
+from accel_fsdp.meter import ACTIVATIONS, OPTIMIZER
 from accel_fsdp.tapes import SHIPPED, VARIANTS, At, Event, Tape, Variant, levels, variant_of
 from accel_fsdp.traces import Raw, Recorder
-from accel_fsdp.types import Recipe
+from accel_fsdp.types import Layout, Recipe
 
 LLAMA = LlamaConfig(
     hidden_size=256,
@@ -317,7 +320,7 @@ def test_tapes_of_other_models_are_cached(tmp_path: Path, monkeypatch: pytest.Mo
 def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
     found = recorded.find("google/gemma-2-2b") or pytest.fail("not bundled")
     assert [block.layers for block in found[0].blocks] == [tuple(range(0, 26, 2)), tuple(range(1, 26, 2))]
-    shape = shapes.read_shape("tiny", MIXTRAL)
+    shape = shapes.shape_of("tiny", MIXTRAL, facts.build("tiny", MIXTRAL))
     kinds = {parameter.name: parameter.kind for parameter in shape.blocks[0].parameters}
     assert kinds["self_attn.q_proj.weight"] == "linear"
     assert kinds["mlp.experts.gate_up_proj"] == "experts"
@@ -344,3 +347,30 @@ def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
 def test_a_recipe_has_a_variant(engine: str, recipe: Recipe, name: str) -> None:
     assert variant_of(recipe, engine) == name
     assert Variant.of(name) in VARIANTS
+
+
+def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
+    from transformers import Gemma3Config
+
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = Gemma3Config(text_config={**text, **heads}, vision_config=sight, mm_tokens_per_image=4)
+    shape, tapes = fitting.record_model("sees", config, ("fp32-full-sdpa",))
+    assert [shape.blocks[index].name for index in shape.untraced] == ["SiglipEncoderLayer"]
+    alone, blind = fitting.record_model("blind", config.text_config, ("fp32-full-sdpa",))
+    count = len(shape.untraced)
+    assert tapes["fp32-full-sdpa"].blocks[count:] == blind["fp32-full-sdpa"].blocks
+    layout, recipe = Layout("single", 1, 1, 1), Recipe(precision="no", rows=1, length=128)
+    made = [predict(one, each["fp32-full-sdpa"], recipe, layout) for one, each in ((shape, tapes), (alone, blind))]
+    more = sum(p.numel() for p in facts.build("sees", config).parameters()) - overheads.model_numel(alone)
+    assert made[0].peak.live[OPTIMIZER] - made[1].peak.live[OPTIMIZER] == 8 * more
+    assert made[0].peak.live[ACTIVATIONS] == pytest.approx(made[1].peak.live[ACTIVATIONS], rel=0.001)
+
+
+def test_a_model_that_cannot_be_recorded_says_so() -> None:
+    from transformers import DebertaV2Config
+
+    relative = {"relative_attention": True, "position_buckets": 256, "pos_att_type": ["p2c", "c2p"]}
+    with pytest.raises(UserError, match="can't be recorded"):
+        fitting.record_model("debertas", DebertaV2Config(num_hidden_layers=2, **relative), ("fp32-full-sdpa",))

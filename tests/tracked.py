@@ -11,14 +11,17 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from held import storages
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from upstream_probe import V1, V2, local, prepared
 
 from accel_fsdp import cpu
@@ -30,7 +33,9 @@ STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP"}
 def built(setting: dict[str, Any]) -> Any:
     options = dict(setting["config"])
     config = AutoConfig.for_model(options.pop("model_type"), **options, use_cache=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting["dtype"]], attn_implementation="eager")
+    config.pad_token_id = 0
+    kind = AutoModelForSequenceClassification if setting["model"] == "classifier" else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=DTYPES[setting["dtype"]], attn_implementation="eager")
     if setting["checkpointing"] != "none":
         reentrant = setting["checkpointing"] == "reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -45,24 +50,46 @@ def fsdp(setting: dict[str, Any], model: Any) -> dict[str, Any]:
     return {**V1, **block, **settings, "fsdp_sharding_strategy": STRATEGIES[setting["strategy"]]}
 
 
+def unsent(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A bucket as it is: the fake group's all-reduce gives DDP no result."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def wrapped(setting: dict[str, Any], model: Any) -> tuple[Any, Callable[[], Any]]:
+    """The model as the engine has it, and its context for micro-batches that reduce nothing."""
+    if setting["engine"] == "ddp":  # Accelerate's own options; it would name a GPU
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=False)
+        parallel.register_comm_hook(None, unsent)
+        return parallel, parallel.no_sync
+    accelerator, sharded, _ = prepared(model, fsdp(setting, model), setting["precision"])
+    return sharded, lambda: accelerator.no_sync(sharded)
+
+
 def tracked(setting: dict[str, Any]) -> dict[str, int]:
     gc.collect()
     torch.manual_seed(0)
     model = built(setting)
-    _, model, _ = prepared(model, fsdp(setting, model), setting["precision"])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as wrapping:
+        model, no_sync = wrapped(setting, model)
+    buckets = sum(event.nbytes() for event in memory_events(wrapping)) if setting["engine"] == "ddp" else 0
     ids = torch.ones(setting["rows"], setting["length"], dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": ids.clone()}
-    count = torch.tensor(ids.numel())
+    labels = torch.zeros(setting["rows"], dtype=torch.long) if setting["model"] == "classifier" else ids.clone()
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": ids.clone()}
+    count = {} if setting["model"] == "classifier" else {"num_items_in_batch": torch.tensor(ids.numel())}
 
     def step() -> None:
-        loss = model(**batch, num_items_in_batch=count).loss
-        loss.backward()
+        last = setting.get("accumulation", 1)
+        for number in range(1, last + 1):
+            with no_sync() if number < last else nullcontext():
+                model(**batch, **count).loss.backward()
 
     gc.collect()
     before = storages([*model.parameters(), *model.buffers(), *batch.values()])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
-    alive, peak = before, 0
+    alive, peak = before + buckets, 0
     for event in sorted(memory_events(seen), key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
