@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 from accel_fsdp import files
@@ -69,10 +70,12 @@ def free_memory() -> int | None:
     return min(left)
 
 
-def peak_resident() -> int | None:
-    """The most host memory that this process has held, in bytes; None off Linux."""
-    kib = _field(Path("/proc/self/status"), "VmHWM:")
-    return None if kib is None else kib * 1024
+def peak_memory() -> int:
+    """The most bytes of host memory that this process had at any time so far, files that it mapped included."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -120,14 +120,13 @@ class Report(TrainerCallback):  # type: ignore[misc]
             return
         steps = self.tally.steps
         on_gpu = torch.cuda.is_available()
-        peak = torch.cuda.max_memory_allocated() if on_gpu else here.peak_resident() or 0
+        peak = torch.cuda.max_memory_allocated() if on_gpu else here.peak_memory()
         tokens, documents, peak, seconds = self.tally.take(self.accelerator, peak)
         self.seconds_per_step = seconds / max(steps, 1)
         logs["tokens_per_second"] = tokens / seconds
         if self.forecast and self.gpu and documents:
             logs["mfu"] = self.forecast.mfu(tokens / seconds, tokens / documents, self.gpu)
-        if peak:
-            logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
+        logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -192,8 +191,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
     def _comparison(self) -> str:
         batch = f"{self.tally.rows} x {self.tally.length:,} tokens"
         if not torch.cuda.is_available():
-            size = here.peak_resident()
-            held = f"{size / GIB:.2f} GiB of host memory held by rank 0" if size else "unknown"
+            held = f"{here.peak_memory() / GIB:.2f} GiB of host memory on rank 0"
             return f"peak memory after step 2: {held}; the plan is about GPU memory, of which there is none"
         self.peaks["measured"] = torch.cuda.max_memory_allocated()
         said = f"peak memory after step 2: {self.peaks['measured'] / GIB:.2f} GiB with {batch}"

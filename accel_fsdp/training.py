@@ -241,11 +241,14 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if self.use_cache is not None:  # Trainer turned it off; the export is for inference
             self.model.config.use_cache = self.use_cache
         self.exporting = True
-        tensors = self._write(target, card) if writes else self.save_model(str(target)) or 0
+        tensors = self._write(target, card, writes)
         self.accelerator.wait_for_everyone()
         return tensors
 
-    def _write(self, target: Path, card: str) -> int:
+    def _write(self, target: Path, card: str, writes: bool) -> int:
+        if not writes:
+            self.save_model(str(target))  # its part of the gather
+            return 0
         with files.replaced_folder(target) as folder:
             self.save_model(str(folder))
             export.finish(folder, self.export_dtype, card)

@@ -1,22 +1,26 @@
 """What a run says of itself: rate and memory, advice when memory is used up, the best model, and what it leaves."""
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, accelerate_launch
+from conftest import ROOT, Finished, accelerate_launch
+from huggingface_hub import ModelCard
 from reference import train
 from safetensors.torch import load_file
 from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_fsdp import arguments, drawing, forecast, gathering, gpus, here, recorded, runs, savings
+from accel_fsdp import arguments, drawing, forecast, gathering, gpus, here, layouts, recorded, runs, savings
 from accel_fsdp.drawing import Curve, Words
 from accel_fsdp.errors import UserError
+from accel_fsdp.inputs import read_subject
 from accel_fsdp.reporting import Tally, line
 from accel_fsdp.types import Layout, Recipe
 
@@ -155,6 +159,42 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, best[name].bfloat16(), atol=TOLERANCE, rtol=1e-2)
     assert runs.read(out)["results"]["held-out loss"]["last"] < runs.read(out)["results"]["held-out loss"]["first"]
+    assert_accounted_for(out, config, finished, low, text_data, steps=2)
+
+
+def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Path, data: Path, steps: int) -> None:
+    """run.json, the curve and the card say what the YAML, the log and the data say."""
+    account = json.loads((out / "run.json").read_text())
+    assert account["status"] == "finished"
+    wanted, _ = layouts.of_subject(read_subject(config)[0], Recipe())
+    assert Layout(**account["plan"]["layout"]) == wanted
+    state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert account["results"]["training loss"] == {"first": losses[0], "best": min(losses), "last": losses[-1]}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line)["text"] for line in data.read_text().splitlines()][: steps * PER_RANK * RANKS]
+    assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
+    assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
+    assert account["versions"]["torch"] == torch.__version__
+    assert (
+        len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  MFU unknown  [\d.]+ GiB of host", finished.output))
+        == steps
+    )
+    assert "peak memory after step 2: " in finished.output
+    assert (out / "loss.svg").read_text().count("<polyline") == 2
+    card = ModelCard.load(out / "final" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"| training loss | {losses[0]:.4f} |" in card.text
+    assert str(out) not in card.content
+    readable = 0o666 & ~current_umask()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (out / "final").iterdir()} == {readable}
+    assert not list((out / "final").glob("*.bin"))
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def test_collectives_get_the_time_that_writing_takes(tmp_path: Path) -> None:
@@ -174,6 +214,4 @@ def test_free_memory_is_within_the_limit() -> None:
     assert free is not None
     assert limit is not None
     assert 0 < free < limit
-    held = here.peak_resident()
-    assert held is not None
-    assert held < limit
+    assert here.peak_memory() < limit
