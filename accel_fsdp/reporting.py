@@ -146,7 +146,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
         if self.steps_here == COMPARE_AFTER_STEPS - 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # loading and sharding may have taken more
         if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
-            render.say(self._comparison(), style="cyan")
+            _say(self._comparison(), "cyan")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluating is not training."""
@@ -171,11 +171,10 @@ class Report(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Prints the line, above the progress bar where there is one."""
+        """Prints the line."""
         text = line(logs or {}, state.global_step, state.max_steps, self.seconds_per_step)
         if state.is_world_process_zero and text:
-            with tqdm.external_write_mode(file=sys.stderr):
-                render.say(text)
+            _say(text)
 
     def _read(self) -> Forecast | None:
         """The forecast, or None with the reason said: whatever keeps it from being made must not stop a run."""
@@ -225,6 +224,12 @@ class Report(TrainerCallback):  # type: ignore[misc]
             why = f"the plan says {size / GIB:.2f} GiB for {rows} x {length:,} tokens per rank, {found.job.strategy}"
         fix = "one of these, by what the plan says it frees:\n    " + "\n    ".join(advice) if advice else HALVE
         return UserError(f"out of memory: {what}", why=why, fix=fix)
+
+
+def _say(text: str, style: str = "") -> None:
+    """Talk above the progress bar where there is one."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        render.say(text, style=style)
 
 
 HALVE = "a smaller --per_device_train_batch_size, a shorter --max_length, or more GPUs"

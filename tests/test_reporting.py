@@ -89,7 +89,7 @@ def test_the_curve_is_a_picture_of_its_own(points: list[tuple[int, float]]) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--report_to", "tensorbord"], "Did you mean tensorboard?"),
+        (["--report_to", "tensorbord,trackio"], "Did you mean tensorboard?"),
         (["--report_to", "clearml"], "pip install clearml"),
         (["--early_stopping_patience", "2"], "--early_stopping_patience without evaluation"),
         (["--early_stopping_patience", "0", "--eval_strategy", "steps"], "--early_stopping_patience 3"),
