@@ -242,6 +242,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.model.config.use_cache = self.use_cache
         self.exporting = True
         tensors = self._write(target, card, writes)
+        self.exporting = False
         self.accelerator.wait_for_everyone()
         return tensors
 
