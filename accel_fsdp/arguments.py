@@ -87,8 +87,9 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         if self.early_stopping_patience is not None:
             self._check_early_stopping(self.early_stopping_patience)
             self.load_best_model_at_end = True
-        if isinstance(self.report_to, str):  # one word on the command line, although Trainer takes a list
-            self.report_to = self.report_to.split(",")
+        trackers: Any = self.report_to  # type: ignore[has-type]
+        if isinstance(trackers, str):  # one word on the command line, although Trainer takes a list
+            self.report_to = trackers.split(",")
         if cpu.deepspeed_requested():  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
             precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
             self.bf16, self.fp16 = precision == "bf16", precision == "fp16"
