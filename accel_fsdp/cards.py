@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from accel_fsdp.runs import results
 
-METHODS = {True: "LoRA adapter", False: "every weight"}
+METHODS = {True: "a LoRA adapter", False: "every weight"}
 SHOWN = (
     *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm", "seed"),
