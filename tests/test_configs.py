@@ -4,31 +4,25 @@ from pathlib import Path
 
 import pytest
 from conftest import CHAT_DATA, ROOT, SFT, accelerate_launch
+from test_engines import SHIPPED
 
 from accel_fsdp import arguments, catalogue, lint, reference
 from accel_fsdp.presets import MODEL, PRESETS
 
 FOLDER = ROOT / "accelerate_configs"
 ONE_MACHINE = ["--num_machines", "1"]
-SMALLER = {
-    "fsdp2_hybrid_2x8": [
-        *ONE_MACHINE,
-        *("--parallelism_config_dp_replicate_size", "1", "--parallelism_config_dp_shard_size", "2"),
-    ],
-    "fsdp2_two_nodes": ONE_MACHINE,
-}
+SMALLER = {"fsdp2_two_nodes": ONE_MACHINE}
 METHOD = {"lora": ["--use_peft"], "qlora": ["--use_peft", "--load_in_4bit"], "full": []}
 SHARDS = {
     "fsdp1": "sharding: FSDP1",
     "fsdp2": "sharding: FSDP2",
     "zero": "DEEPSPEED",
-    "ddp": "no FSDP, as the YAML says",
 }
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "tpu"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in {"tpu", *SHIPPED}])
 def test_it_trains_on_two_ranks_and_exports(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    """As shipped, but for the number of processes: 2 CPU processes instead of 8 or 16 GPUs."""
+    """As shipped, bfloat16 too, but on 2 CPU processes instead of 8 or 16 GPUs; the others are in test_engines.py."""
     method = METHOD[PRESETS[name]["method"]]
     words = ["--model_name_or_path", tiny_model, "--dataset_name", CHAT_DATA, "--output_dir", tmp_path / "run"]
     short = ["--max_steps", "2", "--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
