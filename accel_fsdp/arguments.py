@@ -69,7 +69,25 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         },
     )
 
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations without a better held-out loss, and export the best model; needs "
+            "--eval_strategy and the same --save_strategy."
+        },
+    )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},
+    )
+
     def __post_init__(self) -> None:
+        if self.early_stopping_patience is not None:
+            self._check_early_stopping(self.early_stopping_patience)
+            self.load_best_model_at_end = True
+        trackers: Any = self.report_to  # type: ignore[has-type]
+        if isinstance(trackers, str):  # one word on the command line, although Trainer takes a list
+            self.report_to = trackers.split(",")
         if cpu.deepspeed_requested():  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
             precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
             self.bf16, self.fp16 = precision == "bf16", precision == "fp16"
@@ -86,6 +104,18 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             self.use_cpu = True
             cpu.init_process_group(self.ddp_timeout)
         super().__post_init__()
+
+    def _check_early_stopping(self, patience: int) -> None:
+        if patience < 1:
+            raise UsageError(
+                f"--early_stopping_patience {patience}", why="it would stop at once", fix="--early_stopping_patience 3"
+            )
+        if self.eval_strategy == "no":
+            raise UsageError(
+                "--early_stopping_patience without evaluation",
+                why="there is no held-out loss that could stop getting better",
+                fix="--eval_strategy steps --save_strategy steps",
+            )
 
 
 def xla_settings(path: Path) -> dict[str, Any]:
@@ -148,7 +178,26 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         )
     if data.streaming:  # a rank that hands out batches to the others needs them of one length
         training.accelerator_config.dispatch_batches = False
+    _check_trackers(training.report_to)
     return model, data, training
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Refuses a tracker that Trainer doesn't know, or that isn't installed, before anything is loaded."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UsageError(
+                f"--report_to {name} is no tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
+                why="nothing would be reported",
+                fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
+            )
+        if name not in {*get_available_reporting_integrations(), "flyte"}:  # which is no part of that list
+            raise UserError(
+                f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
+            )
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]

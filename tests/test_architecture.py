@@ -16,7 +16,7 @@ PURE = {
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
     *("tapes", "recorded", "quirks", "overheads", "plan", "meter", "states", "engines", "zero", "playing", "memory"),
-    *("drawing", "page"),
+    *("drawing", "page", "savings"),
 }
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
@@ -44,7 +44,10 @@ LAYERS = [
     {"checkpoint"},
     {"asking", "complete", "facts", "check", "memory", "speed", "overheads"},
     {"resuming", "stopping"},
-    {"defaults", "layouts", "notes", "refusals", "draft", "plan", "shapes", "watching", "adapting", "kernels", *RULES},
+    {
+        *("defaults", "layouts", "notes", "refusals", "draft", "plan", "savings", "shapes", "watching", "adapting"),
+        *("kernels", *RULES),
+    },
     {"questions", "migrate_fsdp", "traces", "page"},
     {"migrate_zero", "fitting"},
     {"migrate"},
@@ -56,8 +59,9 @@ LAYERS = [
     {"packing"},
     {"tokenizing", "batching"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
-    {"lint", "configure", "rewrite", "planning"},
-    {"models", "prepare", "surviving"},
+    {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
+    {"models", "prepare", "surviving", "forecast", "cards"},
+    {"reporting"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},
