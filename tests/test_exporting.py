@@ -4,12 +4,15 @@ import json
 import shutil
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, accel_fsdp, run
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, 
 
 from accel_fsdp import checkpoint, exporting, stream
 from accel_fsdp.errors import UserError
+from accel_fsdp.stored import Reader, Record
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
 KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
@@ -250,3 +254,29 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
         checkpoint.find(run_folder / "checkpoint-12")
     with pytest.raises(UserError, match=r"no config\.json"):
         export(run_folder, tmp_path / "out")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_casts_round_as_torch_does(bits: list[int]) -> None:
+    """Every pattern of bits: numbers alike, and no NaN becomes a number."""
+    given_bits = torch.tensor(bits, dtype=torch.int64).to(torch.uint32)
+    content = bytearray(given_bits.numpy().tobytes())
+    for short, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        ours = torch.frombuffer(bytearray(stream.cast(memoryview(content), "F32", short)), dtype=dtype)
+        torch.testing.assert_close(ours, given_bits.view(torch.float32).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_checksums_of_parts_in_any_order(tmp_path: Path) -> None:
+    """Parts read twice, overlapping, or never."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40)
+    for wrong in (0, 1):
+        reader, record = Reader(), Record(path, 10, 10_000, zlib.crc32(path.read_bytes()[10:10_010]) ^ wrong)
+        for skip, length in ((0, 4000), (4000, 100), (0, 2000), (3000, 5000), (9000, 1000), (2000, 2000)):
+            reader.read(record, skip, memoryview(bytearray(length)))
+        if wrong:
+            with pytest.raises(UserError, match="is damaged: the checksum"):
+                reader.check()
+        else:
+            assert reader.check() == 1
+        reader.close()
