@@ -254,6 +254,8 @@ class Reader:
 
 def joined_crc(first: int, second: int, second_bytes: int) -> int:
     """The CRC-32 of two runs of bytes in a row, from the CRC-32 of each: first * x^(8 * second_bytes) + second."""
+    if first == 0 or second_bytes == 0:  # most records are read at once
+        return first ^ second
     factor, square, count = 1 << 31, 1 << 23, second_bytes  # x^0 and x^8, bits reversed
     while count:
         if count & 1:
