@@ -49,8 +49,10 @@ def aside() -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
         try:
             yield pool
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # its answer would take seconds and is wanted no longer
+            raise
 
 
 def _begin() -> None:

@@ -240,16 +240,16 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
     run_folder = tmp_path / "run"
     for number in (2, 10, 12):
         shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}")
+        (run_folder / f"checkpoint-{number}" / "complete.json").write_text('{"complete": true, "files": {}}')
+    shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
+    (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
     (run_folder / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").unlink()
     found, newer = checkpoint.find(run_folder)
     assert found.folder.name == "checkpoint-10"
-    assert [one.missing for one in newer] == [("pytorch_model_fsdp_0/.metadata",)]
+    assert [one.missing for one in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
     listed = accel_fsdp("export", run_folder, "--list", "--json")
-    assert [Path(one["folder"]).name for one in json.loads(listed.output)] == [
-        "checkpoint-2",
-        "checkpoint-10",
-        "checkpoint-12",
-    ]
+    numbers = [Path(one["folder"]).name.removeprefix("checkpoint-") for one in json.loads(listed.output)]
+    assert numbers == ["2", "10", "11", "12"]
     with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/\.metadata"):
         checkpoint.find(run_folder / "checkpoint-12")
     with pytest.raises(UserError, match=r"no config\.json"):
