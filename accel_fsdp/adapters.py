@@ -1,10 +1,10 @@
-"""Adapters under FSDP: what PEFT lacks to save and load their tensors in a wrapped model.
+"""Adapters under FSDP: what PEFT and torch lack to save and load their tensors in a wrapped model.
 
 PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
 all without a word: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
 (`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
-and under FSDP1 a resume loads none. `enable()` mends both directions; this module and `cpu.py` are the only ones that
-patch a library.
+and under FSDP1 a resume loads none. And torch's FSDP1 loses the frozen base of an unsharded model. `enable()` mends all
+of it; this module and `cpu.py` are the only ones that patch a library.
 """
 
 from typing import Any
@@ -22,14 +22,16 @@ def clean_name(name: str) -> str:
 
 
 def enable() -> None:
-    """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2). Idempotent."""
+    """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2, torch 2.13). Idempotent."""
     import peft
+    import torch.distributed.fsdp._runtime_utils as runtime
     from peft.tuners import tuners_utils
 
     if getattr(peft, "accel_fsdp_enabled", False):
         return
     tuners_utils._get_tuner_state_dict_key_prefixes = _clean(tuners_utils._get_tuner_state_dict_key_prefixes)
     peft.set_peft_model_state_dict = _load_through_fsdp1(peft.set_peft_model_state_dict)
+    runtime._catch_all_reshard = _with_parameters_again(runtime._catch_all_reshard)
     peft.accel_fsdp_enabled = True
 
 
@@ -40,6 +42,22 @@ def _clean(original: Any) -> Any:
         return {clean_name(prefix) for prefix in original(model, adapter_name=adapter_name)}
 
     return prefixes
+
+
+def _with_parameters_again(original: Any) -> Any:
+    """After backward: torch 2.13's FSDP1 leaves the frozen units of NO_SHARD without parameters.
+
+    A unit whose inputs need no gradient, such as the first layer, isn't resharded by a hook, and the catch-all takes it
+    for resharded because NO_SHARD's whole and own part are the same memory. Its weights stay plain tensors, and the
+    next state dict stops at the first one that it misses.
+    """
+
+    def catch_all(state: Any) -> None:
+        original(state)
+        if state._handle is not None and not state._handle.uses_sharded_strategy:
+            state._handle._use_sharded_views()
+
+    return catch_all
 
 
 def _load_through_fsdp1(original: Any) -> Any:

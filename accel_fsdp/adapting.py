@@ -37,6 +37,17 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
                 adapters.to(dtype).requires_grad_(True)
 
 
+def widen(model: nn.Module, variant: Variant) -> None:
+    """Makes float32 what TRL or PEFT alone make so before 4-bit training on one GPU: norms, or all that isn't packed.
+
+    (PEFT's `prepare_model_for_kbit_training`; TRL's `peft_module_casting_to_bf16` takes back all but the norms.)
+    """
+    for path, module in model.named_modules():
+        if variant.wide == "rest" or (variant.wide == "norms" and ("norm" in path or isinstance(module, nn.LayerNorm))):
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=parameter.requires_grad)
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
@@ -69,16 +80,16 @@ class _FourBit(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         """A linear layer whose weight exists only meanwhile; neither it nor the input is saved."""
         ctx.shape = shape
-        return F.linear(x, _unpacked(shape, x), bias)
+        return F.linear(x, unpacked(shape, x), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """The input's gradient through a weight unpacked anew."""
-        return torch.matmul(grads[0], _unpacked(ctx.shape, grads[0])), None, None
+        return torch.matmul(grads[0], unpacked(ctx.shape, grads[0])), None, None
 
 
-def _unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
-    """The weight in 16 bits; its float32 scales exist while it is made (bitsandbytes.functional.dequantize_4bit)."""
+def unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
+    """A 4-bit weight in 16 bits; its float32 scales exist while it is made (bitsandbytes, `dequantize_4bit`)."""
     scales = like.new_empty(shape[0] * shape[1] // QUANT_BLOCK, dtype=torch.float32)
     weight = like.new_empty(shape)
     del scales

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import config, cpu
+from accel_fsdp import config, cpu, jobs
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.files import checkpoints
 
@@ -29,10 +29,17 @@ class ModelArguments:
         },
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    resize_vocab: bool = field(
+        default=False,
+        metadata={"help": "Add embedding rows where the tokenizer has more tokens than the model; never shrinks."},
+    )
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the base model stays frozen."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapter: alpha / r."})
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
+    use_dora: bool = field(
+        default=False, metadata={"help": "DoRA: the adapter also learns each output's magnitude. Needs --use_peft."}
+    )
     load_in_4bit: bool = field(
         default=False, metadata={"help": "QLoRA: quantise the frozen base to 4 bits (bitsandbytes). Needs --use_peft."}
     )
@@ -68,7 +75,10 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
 
     accelerate_config: str | None = field(
         default=None,
-        metadata={"help": "The Accelerate YAML once more: on TPU its fsdp_xla keys reach Trainer on no other way."},
+        metadata={
+            "help": "The Accelerate YAML, under torchrun (the number of processes is torchrun's) and on TPU. "
+            "Under accelerate launch it is --config_file instead."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -132,6 +142,14 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
         )
+    if model.use_dora and not model.use_peft:
+        raise UsageError("--use_dora without --use_peft", why="DoRA is a kind of adapter", fix="--use_peft")
+    if model.resize_vocab and model.use_peft:
+        raise UsageError(
+            "--resize_vocab with --use_peft",
+            why="under an adapter the embedding is frozen, so the new rows would stay as they begin",
+            fix="full training; or train the rows first and adapt the model that comes out",
+        )
     if training.eval_on_start and training.eval_strategy == "no":
         raise UsageError(
             "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
@@ -146,15 +164,38 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]
 
 
 def _require_launcher() -> None:
-    """Stops a start without `accelerate launch`: no YAML would be read and every rank would train unsharded."""
-    on_tpu = any(word.startswith("--accelerate_config") for word in sys.argv)  # its launcher sets no variable
-    if {"-h", "--help"} & set(sys.argv) or "ACCELERATE_MIXED_PRECISION" in os.environ or on_tpu:
-        return
-    raise UserError(
-        "not started by accelerate launch",
-        why="no FSDP setting is read without it, and the model would train unsharded",
-        fix="accelerate launch --config_file FILE.yaml train/sft.py ... (make FILE.yaml with accel-fsdp config)",
-    )
+    """Makes sure that an Accelerate YAML decides: the launcher's, or under torchrun that of `--accelerate_config`.
+
+    Raises:
+        UserError: there is no YAML, two decide, or nothing started this process as one rank of a job.
+    """
+    file = _word_after("--accelerate_config")
+    if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):
+        return  # the TPU launcher sets no variable; Trainer reads these settings itself
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and file is not None:
+        raise UsageError(
+            "--accelerate_config under accelerate launch",
+            why="the launcher has its own --config_file, and only one of them can decide",
+            fix="leave it out, or start with torchrun",
+        )
+    if file is not None and cpu.is_distributed_launch():
+        os.environ.update(jobs.rank_environment(Path(file), Path(sys.argv[0])))
+    elif not launched:
+        raise UserError(
+            "not started by accelerate launch or torchrun",
+            why="no FSDP setting is read without them, and the model would train unsharded",
+            fix="accelerate launch --config_file FILE.yaml train/sft.py ..., or torchrun --standalone "
+            "--nproc-per-node N train/sft.py --accelerate_config FILE.yaml ... (accel-fsdp config makes FILE.yaml)",
+        )
+
+
+def _word_after(flag: str) -> str | None:
+    """The value of a flag that is needed before the command line can be parsed."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if word == flag or word.startswith(f"{flag}="):
+            return word.partition("=")[2] or following
+    return None
 
 
 def checkpoint_to_resume(training: SftArguments) -> str | None:

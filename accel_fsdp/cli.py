@@ -15,7 +15,7 @@ from accel_fsdp.asking import Question
 from accel_fsdp.errors import UsageError, guard
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
-from accel_fsdp.types import Checkpointing, Method, OptimizerName, Precision, Recipe
+from accel_fsdp.types import Attention, Checkpointing, Kernels, Method, OptimizerName, Precision, Recipe
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,10 @@ class PlanCommand:
     chunked_loss: Annotated[bool, tyro.conf.arg(help="A loss that never holds all logits (Liger, chunked NLL).")] = (
         False
     )
+    attention: Annotated[Attention, tyro.conf.arg(help="Attention; flash is flash_attention_2.")] = "sdpa"
+    kernels: Annotated[
+        Kernels, tyro.conf.arg(help="Fused kernels: Trainer's use_liger_kernel, or fms-acceleration's foak.")
+    ] = "none"
     config: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
     ] = None
@@ -285,6 +289,8 @@ def _plan(command: PlanCommand) -> int:
         checkpointing=command.checkpointing,
         chunked_loss=command.chunked_loss,
         lora_rank=command.lora_rank,
+        attention=command.attention,
+        kernels=command.kernels,
     )
     shown = (command.json, command.config, command.html, command.force)
     return planning.show_plan(

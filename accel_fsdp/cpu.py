@@ -60,11 +60,16 @@ def enable() -> bool:
         _prepare_deepspeed()
         return True
     _patch_plugin()
+    mend_fsdp1()
+    return True
+
+
+def mend_fsdp1() -> None:
+    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Call once."""
     _patch_hybrid_groups()
     _patch_sync_module_states()
     _patch_full_state_dict()
     _patch_full_optimizer_state()
-    return True
 
 
 def init_process_group(timeout_seconds: float) -> None:

@@ -13,8 +13,6 @@ from accel_fsdp.meter import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_fsdp.states import Unit
 from accel_fsdp.types import Layout, Recipe
 
-MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3
-
 
 @dataclass
 class Engine:
@@ -87,6 +85,10 @@ class Engine:
     def kept_gradients(self) -> int:
         """Gradients that outlive `zero_grad`."""
         return 0
+
+    def last_gradients(self) -> int:
+        """The gradients of a whole step."""
+        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.held)
 
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
@@ -258,22 +260,52 @@ class Fsdp2(Fsdp):
         super().end_backward()
 
 
+@dataclass
 class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    offloaded: int = 0
 
     def adds(self, unit: int) -> bool:
         """The views' gradients wait for the flat parameter's."""
         return False
+
+    def _keep(self, unit: int, reduced_bytes: int) -> None:
+        """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
+        if self.layout.offload:
+            new_bytes = self._master(self.units[unit], shard=True)
+            self.meter.add(GRADIENTS, new_bytes - reduced_bytes)
+            self.offloaded += new_bytes
+        else:
+            super()._keep(unit, reduced_bytes)
+
+    def end_backward(self) -> None:
+        """`prepare_gradient_for_optim` drops what has been copied."""
+        self.meter.add(GRADIENTS, -self.offloaded)
+        self.offloaded = 0
+        super().end_backward()
 
     def kept_gradients(self) -> int:
         """`zero_grad` clears the views only; the flat gradients go with the next forward.
 
         (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
         """
-        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.held)
+        return self.last_gradients()
+
+    def _size(self, unit: int) -> int:
+        """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
+        whole = self.layout.shard_ranks == 1
+        return states.cast_bytes(self.units[unit], self.layout) if whole else super()._size(unit)
+
+    def _reshards(self, unit: int) -> bool:
+        """NO_SHARD frees the copies of all units, the root's too (`post_reshard`)."""
+        return self.layout.strategy == 3 or super()._reshards(unit)
 
     def _gather(self, unit: int) -> None:
-        self._cast_and_gather(unit, self._size(unit))
+        if self.layout.shard_ranks == 1:
+            self.meter.add(GATHERED, self._size(unit))
+        else:
+            self._cast_and_gather(unit, self._size(unit))
         self.gathered.add(unit)
 
     def before_loss_backward(self) -> None:
@@ -308,70 +340,5 @@ class Fsdp1(Fsdp):
 
     def _free_after(self, unit: int) -> None:
         """Without a reduction, what stays gathered after forward stays after backward (`_should_free_in_backward`)."""
-        if self.syncs or self.layout.strategy in (1, 4):
+        if self.syncs or self.layout.strategy in (1, 3, 4):
             self._free(unit)
-
-
-class Zero(Engine):
-    """DeepSpeed's stages, `strategy` being the stage: an estimate after its own formulas, not an account of each block.
-
-    16-bit weights and gradients stand beside float32 masters (ZeRO paper, section 3). Buckets as accelerate fills in
-    "auto" (`deepspeed.py`, hidden² elements each): two to reduce, one to gather. In stage 3 the gathered weights stay
-    below `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
-    """
-
-    def begin(self) -> None:
-        """Weights, masters, optimizer state and buckets."""
-        stage, compute = self.layout.strategy, states.compute_bytes(self.recipe)
-        weights = sum(states.gathered_bytes(unit, self._whole()) for unit in self.held)
-        if stage < 3:
-            self.meter.add(PARAMETERS, weights)
-        elif not self.layout.offload:
-            self.meter.add(PARAMETERS, weights // self.layout.ranks)
-        if not self.layout.offload:
-            share = self._trained_numel() // self.layout.ranks
-            self.meter.add(PARAMETERS, 4 * share if compute == 2 else 0)
-            self.meter.add(OPTIMIZER, 8 * share)
-        hidden = self.units[0].held[0].shape[-1]  # of the embedding
-        self.meter.add(BUFFERS, 3 * hidden**2 * compute)
-
-    def adds(self, unit: int) -> bool:
-        """DeepSpeed's own hooks do."""
-        return False
-
-    def _whole(self) -> Layout:
-        return Layout("single", 1, 1, 1)
-
-    def _trained_numel(self) -> int:
-        return sum(one.numel for unit in self.held for one in unit.held if one.trained)
-
-    def before_forward(self, unit: int) -> None:
-        """Stage 3 gathers the unit and prefetches about as much."""
-        if self.layout.strategy == 3:
-            self._live(unit, 1)
-
-    def after_forward(self, unit: int) -> None:
-        """Stage 3 releases it."""
-        if self.layout.strategy == 3:
-            self._live(unit, -1)
-
-    def before_backward(self, unit: int) -> None:
-        """Stage 3 gathers it again."""
-        self.before_forward(unit)
-
-    def _live(self, unit: int, sign: int) -> None:
-        size = 2 * states.gathered_bytes(self.units[unit], self._whole())
-        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * 2))
-
-    def after_backward(self, unit: int, born: int) -> None:
-        """Stages 2 and 3 keep this rank's share of the gradients."""
-        self.after_forward(unit)
-        share = born // self.layout.ranks if self.layout.strategy >= 2 else born
-        kept = 0 if self.layout.offload and self.layout.strategy >= 2 else share
-        self.meter.add(GRADIENTS, -born if self.has_grads else kept - born)
-
-    def step(self) -> None:
-        """The gradients in float32, of this rank's share or of a sub-group of it."""
-        if not self.layout.offload:
-            share = self._trained_numel() // self.layout.ranks
-            self.meter.touch({GRADIENTS: 4 * min(share, SUB_GROUP_SIZE)})

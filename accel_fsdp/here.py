@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 from accel_fsdp import files
@@ -53,6 +54,14 @@ def memory_limit() -> int | None:
         return None
     limits = (_number(path) for path in _limit_files())
     return min([total, *(limit for limit in limits if limit is not None)])
+
+
+def peak_memory() -> int:
+    """The most bytes of host memory that this process had at any time so far, files that it mapped included."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _limit_files() -> list[Path]:

@@ -70,6 +70,19 @@ def environment(args: Any) -> dict[str, str]:
     return {name: value for name, value in prepared.items() if os.environ.get(name) != value}
 
 
+def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
+    """The variables for a rank that torchrun started: how many processes and machines there are is torchrun's to say.
+
+    Raises:
+        UserError: the YAML can't be read, or Accelerate refuses it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = launcher_args(config_file, script, ())
+        args.num_machines, args.main_process_port = 1, 0  # else it would look for the port, which torchrun may hold
+        return environment(args)
+
+
 def command(config_file: Path, script: Path, script_args: tuple[str, ...]) -> list[str]:
     """The words that a shell would need for the same launch."""
     return ["accelerate", "launch", "--config_file", str(config_file), str(script), *script_args]

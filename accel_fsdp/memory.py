@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import states
-from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2, Zero
+from accel_fsdp.engines import Ddp, Engine, Fsdp1, Fsdp2
 from accel_fsdp.meter import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
-from accel_fsdp.quirks import TAPE_LOGIT_BYTES, Quirks
+from accel_fsdp.playing import play
+from accel_fsdp.quirks import Quirks, quirks_of
 from accel_fsdp.states import Unit
-from accel_fsdp.tapes import At, Replay, Tape, Tapes, Variant, replay, variant_of
+from accel_fsdp.tapes import Replay, Tapes, Variant, variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
+from accel_fsdp.zero import Zero
 
 ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
 ID_BYTES = 8
-TODAY = Quirks()
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,13 @@ def predict(
     recipe: Recipe,
     layout: Layout,
     workspace_bytes: int = 0,
-    quirks: Quirks = TODAY,
+    quirks: Quirks | None = None,
 ) -> Prediction:
-    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
-    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks)
+    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator.
+
+    Without `quirks`, the libraries are today's.
+    """
+    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
 
@@ -62,7 +66,8 @@ class Timeline:
 def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
     """The step that `predict` walks through, unit by unit."""
     trace = Trace()
-    _Walk.of(trace, shape, tapes, recipe, layout, TODAY).step(shape.buffers_bytes, workspace_bytes)
+    today = quirks_of({}, shape.model_type, recipe)
+    _Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
     return Timeline(tuple(trace.samples), trace.most)
 
@@ -84,6 +89,7 @@ class _Walk:
     head: Replay
     head_unit: int
     more_logits: tuple[int, int]
+    until_loss: tuple[int, ...]
     retained: int
     summed: int
 
@@ -91,26 +97,18 @@ class _Walk:
     def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
-        at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
         engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
-
-        def play(tape: Tape) -> Replay:
-            return replay(tape.of(recipe.rows), at)
-
-        blocks = tuple(play(tapes.block(i, recipe.length, shape.window)) for i in range(len(shape.blocks)))
-        embedding = play(tapes.embedding)
-        head = play(tapes.chunked_head if recipe.chunked_loss else tapes.head)
-        logits = 0 if recipe.chunked_loss else shape.vocab * recipe.rows * recipe.length
-        loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
-        backward += states.compute_bytes(recipe) if recipe.keeps_logits else 0
+        played = play(shape, tapes, recipe, layout, quirks)
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
+        tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return _Walk(
-            *(meter, engine, recipe, order, blocks, embedding, head, engine.head_unit),
-            more_logits=(loss * logits, backward * logits),
-            retained=blocks[-1].output if retains else 0,
-            summed=min(_table_bytes(shape, recipe, layout), embedding.born, head.born) if shape.tied else 0,
+            *(meter, engine, recipe, order, played.blocks, played.embedding, played.head, engine.head_unit),
+            more_logits=played.more_logits,
+            until_loss=played.until_loss,
+            retained=played.blocks[-1].output if retains else 0,
+            summed=min(tables) if shape.tied else 0,
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -120,22 +118,24 @@ class _Walk:
         self.meter.add(WORKSPACE, workspace_bytes)
         self.engine.begin()
         steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
+        late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
+        self.meter.add(GRADIENTS, late)
         last = self.recipe.accumulation
         for number in sorted({1, min(2, last), last}):  # those between are like the second
             self.engine.syncs = self.engine.layout.sync_each_batch or number == last
-            self.micro_batch(f" of micro-batch {number}" if last > 1 else "")
+            self.micro_batch(f" of micro-batch {number}" if last > 1 else "", late if number == 1 else 0)
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
 
-    def micro_batch(self, name: str) -> None:
-        """Forward and backward."""
+    def micro_batch(self, name: str, late: int) -> None:
+        """Forward and backward; `late` bytes of gradients are cleared between them."""
         tokens = self.recipe.rows * self.recipe.length
         self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
         self.meter.enter(f"forward{name}")
         self._forward()
         self.meter.enter(f"loss{name}")
-        self._loss()
+        self._loss(late)
         self.meter.enter(f"backward{name}")
         self._backward()
         self.meter.add(ACTIVATIONS, -3 * ID_BYTES * tokens)
@@ -150,7 +150,7 @@ class _Walk:
             played = self.blocks[block]
             self.engine.before_forward(unit)
             self._rise(played.forward_peak)
-            self.meter.add(ACTIVATIONS, self._kept(played))
+            self.meter.add(ACTIVATIONS, self._kept(played) + self.until_loss[block])
             if not self._holds_input(played):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
@@ -161,22 +161,24 @@ class _Walk:
 
     def _kept(self, played: Replay) -> int:
         """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
-        return played.forward_end if self.recipe.checkpointing == "none" else played.output
+        return played.output if self.recipe.recomputes else played.forward_end
 
     def _holds_input(self, played: Replay) -> bool:
         """Whether a block's input lives until its backward: for its own sake, or to compute it again."""
-        return played.keeps_input or self.recipe.checkpointing != "none"
+        return played.keeps_input or self.recipe.recomputes
 
     def _output_before(self, unit: int) -> int:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
 
-    def _loss(self) -> None:
+    def _loss(self, late: int) -> None:
         self.engine.before_forward(self.head_unit)
         self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order))
         self.meter.mark()
+        self.meter.add(GRADIENTS, -late)
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
@@ -218,7 +220,7 @@ class _Walk:
             held = self._output_before(unit) if self._holds_input(played) else 0
             self.engine.before_backward(unit)
             saved = played.forward_end - played.output
-            if self.recipe.checkpointing != "none":
+            if self.recipe.recomputes:
                 self._rise(played.forward_peak)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import describing, weights
+from accel_fsdp import describing, facts, files, weights
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UserError
 
@@ -89,6 +89,8 @@ class Papers:
 def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes what an export of a run's checkpoints needs besides them. Call on one rank, before Trainer edits it.
 
+    The dtype is that of the model's files, which may have been loaded in another one.
+
     Raises:
         OSError: the folder can't be written.
     """
@@ -97,6 +99,11 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     for part in (inner.config, getattr(inner, "generation_config", None), tokenizer, *adapters.values()):
         if part is not None:
             part.save_pretrained(folder)
+    name = str(getattr(inner.config, "_name_or_path", ""))
+    if name:
+        config = weights.read_json(folder / CONFIG)
+        config["dtype"] = str(facts.read_config(name).dtype).removeprefix("torch.")
+        files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:

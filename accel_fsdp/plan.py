@@ -213,7 +213,8 @@ def name_of(layout: Layout) -> str:
 
 def checkpointing_in(recipe: Recipe) -> str:
     """The recipe's activation checkpointing in words."""
-    return "no checkpointing" if recipe.checkpointing == "none" else "activation checkpointing"
+    kinds = {"none": "no checkpointing", "selective": "selective checkpointing"}
+    return kinds.get(recipe.checkpointing, "activation checkpointing")
 
 
 def rows_in(recipe: Recipe) -> str:

@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Recorded(Mapping[str, Tapes]):
-    """The tapes of a model that isn't in the catalogue, each variant recorded when it is asked for, and then kept."""
+    """The tapes of a model, each variant that isn't bundled recorded when it is asked for, and then kept."""
 
     name: str
     config: Mapping[str, Any]
@@ -134,7 +134,8 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tape
     """
     folder = Path(name)
     if not folder.exists() and (found := recorded.find(catalogue.short(name) or name)):
-        return found
+        known = found[0].name
+        return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
     if folder.is_dir() and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     else:
@@ -152,10 +153,17 @@ def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelSh
             from accel_fsdp.facts import read_config
             from accel_fsdp.fitting import record_model
 
-            return record_model(name, read_config(name), (variant,))
+            known = name in catalogue.entries() and not Path(name).exists()
+            return record_model(name, _configured(config) if known else read_config(name), (variant,))
 
     shape, tapes = recorded.remembered(config, variant, anew)
     return replace(shape, name=name), tapes
+
+
+def _configured(settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**settings)
 
 
 def as_json(job: Job, found: Plan) -> dict[str, Any]:

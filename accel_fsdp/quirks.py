@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from accel_fsdp.types import Recipe
+
 TAPE_LOGIT_BYTES = (10, 12)
 """Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
 
@@ -20,18 +22,28 @@ class Quirks:
     `checkpoints_outside`: reentrant checkpointing runs around FSDP1's wrapper instead of inside of it. The wrapper's
     forward then runs without gradients, so it leaves no hook for backward (`_register_pre_backward_hooks`), and a unit
     without one is never prefetched.
+
+    `upcasts_logits`: the model's logits are float32. `repeats_heads`: attention saves keys and values of all heads
+    where the kernel could share them. `caches_keys`: checkpointing leaves the cache on.
     """
 
     logit_bytes: tuple[int, int] = TAPE_LOGIT_BYTES
     keeps_block_gradients: bool = False
     checkpoints_outside: bool = False
+    upcasts_logits: bool = False
+    repeats_heads: bool = False
+    caches_keys: bool = False
 
 
 PLAIN_LOSS = frozenset({"gpt_bigcode"})
 """Model types whose own loss took the 16-bit logits as they were, before transformers 5 gave all of them one loss."""
 
 
-def of(versions: Mapping[str, str], model_type: str = "", autocast: bool = True) -> Quirks:
+SHARING = frozenset({"llama", "gemma", "gemma2", "cohere", "olmo"})
+"""Model types that handed shared heads to flash attention as they were before transformers 4.48."""
+
+
+def quirks_of(versions: Mapping[str, str], model_type: str, recipe: Recipe) -> Quirks:
     """The quirks of these versions; what isn't given counts as today's.
 
     transformers: upcasting copies the logits and shifting copies them again in 4.45 (12 bytes), where 4.48 also keeps
@@ -39,13 +51,30 @@ def of(versions: Mapping[str, str], model_type: str = "", autocast: bool = True)
     gradients: exactly (L - 2) hidden states per token in all their frozen FSDP1 runs with torch 2.4.1, none without
     FSDP or when everything is trained. Since 4.53 layers checkpoint in their own `__call__` (modeling_layers.py);
     before, the constant term of all frozen and large FSDP1 runs lacks exactly one block, and so it does in those that
-    name no version but torch 2.4.1.
+    name no version but torch 2.4.1. Each model had its own attention until 4.48, in which `repeat_kv` came before the
+    kernel, but for some models' flash attention. gpt_bigcode returned its cache with checkpointing on, where others
+    turned it off (modeling_gpt_bigcode.py, `presents`).
     """
     transformers, torch = (Version(versions.get(name, "99")) for name in ("transformers", "torch"))
-    logits = TAPE_LOGIT_BYTES
-    if transformers < Version("5"):
-        logits = (12, 12) if transformers < Version("4.46") else (14, 12)
-        if model_type in PLAIN_LOSS and not autocast:  # which upcasts
-            logits = (6, 8)  # logits, shifted copy, log-softmax; and the gradient
     old = transformers < Version("4.53") if "transformers" in versions else torch < Version("2.5")
-    return Quirks(logits, torch < Version("2.5"), old)
+    early = transformers < Version("4.48")
+    return Quirks(
+        logit_bytes=_logit_bytes(transformers, model_type, recipe),
+        keeps_block_gradients=torch < Version("2.5"),
+        checkpoints_outside=old,
+        upcasts_logits=transformers < Version("4.46") and model_type not in PLAIN_LOSS,
+        repeats_heads=early and not (recipe.attention == "flash" and model_type in SHARING),
+        caches_keys=transformers < Version("5") and model_type in PLAIN_LOSS,
+    )
+
+
+def _logit_bytes(transformers: Version, model_type: str, recipe: Recipe) -> tuple[int, int]:
+    """At the highest point of the loss and of its backward."""
+    if model_type in PLAIN_LOSS and transformers < Version("5"):
+        # logits, shifted copy and log-softmax; autocast makes two of the last, in float32
+        return (6, 6) if recipe.precision == "no" else (12, 12)
+    if recipe.kernels == "foak":  # no log-softmax, and the gradient takes the place of the logits that it is for
+        return (8, 8) if transformers < Version("4.46") else (10, 8) if transformers < Version("5") else (6, 6)
+    if transformers < Version("5"):
+        return (12, 12) if transformers < Version("4.46") else (14, 12)
+    return TAPE_LOGIT_BYTES

@@ -21,7 +21,7 @@ from accel_fsdp.files import write_text
 from accel_fsdp.tapes import Event, Size, Tape, Tapes
 from accel_fsdp.types import Block, ModelShape, Parameter
 
-RECORDING = 1
+RECORDING = 2
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 Record: TypeAlias = tuple[ModelShape, dict[str, Tapes]]

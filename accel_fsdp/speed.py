@@ -219,11 +219,14 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
 def _recomputed(forward: Work, unit: Unit, shape: ModelShape, recipe: Recipe) -> Work:
     """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
 
-    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop).
+    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
+    checkpointing computes half of the products again, and no attention.
     """
     products = [one for one in unit.parameters if unit.block and one.kind in ("linear", "experts")]
     if recipe.checkpointing == "none" or not products:
         return Work()
+    if recipe.checkpointing == "selective":
+        return Work(forward.matmul_flops / 2, 0, forward.elementwise_bytes)
     last = products[-1].numel * _share(products[-1], shape) * (recipe.checkpointing == "full")
     return forward + Work(matmul_flops=-2 * last * recipe.rows * recipe.length)
 

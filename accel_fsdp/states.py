@@ -63,7 +63,9 @@ def reduce_bytes(recipe: Recipe) -> int:
 
 def master_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a trained weight: FSDP with mixed precision keeps it in float32 (accelerate >= 1.13)."""
-    if recipe.method != "full" or (recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")):
+    if recipe.method != "full":
+        return 4 if recipe.lora_dtype == "float32" else DTYPE_BYTES[recipe.dtype]
+    if recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2"):
         return 4
     return DTYPE_BYTES[recipe.dtype]
 
@@ -92,11 +94,19 @@ def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, insi
     for one in parameters:
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else DTYPE_BYTES[recipe.dtype]
+        if _is_widened(one, recipe, layout) and not quantized:
+            stored = 4
         yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
         if not full and inside and one.is_adapted(recipe.lora_targets):
             rows, columns = one.shape
-            yield Held((recipe.lora_rank, columns), 4, compute, trained=True, adapter=True)
-            yield Held((rows, recipe.lora_rank), 4, compute, trained=True, adapter=True)
+            wide = master_bytes(recipe, layout)
+            yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
+            yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
+
+
+def _is_widened(one: Parameter, recipe: Recipe, layout: Layout) -> bool:
+    whole = recipe.method == "qlora" and layout.engine in ("single", "ddp")
+    return whole and (recipe.wide == "rest" or (recipe.wide == "norms" and one.kind == "norm"))
 
 
 def shard_numel(one: Held, ranks: int) -> int:

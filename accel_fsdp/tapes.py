@@ -7,7 +7,7 @@ every size on it is a polynomial in them. So a peak is exact although it is only
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from accel_fsdp.types import LOW_DTYPES, LoraTargets, Method, Recipe
+from accel_fsdp.types import LOW_DTYPES, Kernels, LoraTargets, Method, Recipe, Wide
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -106,9 +106,12 @@ class Tapes:
     chunked_head: Tape
 
     def block(self, index: int, length: int, window: int) -> Tape:
-        """The tape of a block for sequences of `length`: transformers masks a sliding window from its length on."""
+        """The tape of a block for sequences of `length`: transformers masks a sliding window from its length on.
+
+        Flash attention takes the window as a number, so it never needs a mask: for it `window` is 0.
+        """
         masked = self.masked[index]
-        return self.blocks[index] if masked is None or length < window else masked
+        return self.blocks[index] if masked is None or not window or length < window else masked
 
 
 CHUNK_TOKENS = 256
@@ -129,13 +132,18 @@ class Variant(NamedTuple):
     attention: Literal["sdpa", "eager"] = "sdpa"
     targets: LoraTargets = "all"
     dropout: bool = False
+    kernels: Kernels = "none"
+    wide: Wide = "none"
+    selective: bool = False
 
     @property
     def name(self) -> str:
-        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention."""
+        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels."""
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
         wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
-        return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention))
+        wide += "" if self.wide == "none" else f"+{self.wide}32"
+        ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
+        return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
     @staticmethod
     def of(name: str) -> "Variant":
@@ -150,7 +158,10 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 held = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout)  # type: ignore[arg-type]
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, wide, selective)  # type: ignore[arg-type]
+                    for kernels in ("none", "liger", "foak")
+                    for selective in (False, True)
+                    for wide in (("none", "norms", "rest") if method == "qlora" else ("none",))
                     for adapters in sorted(held)
                     for targets in (("all", "attention") if method != "full" else ("all",))
                     for dropout in ((False, True) if method != "full" else (False,))
@@ -173,20 +184,25 @@ def variant_of(recipe: Recipe, engine: str) -> str:
 
     FSDP's mixed precision hands 16-bit copies of all parameters to the block, DeepSpeed keeps such copies; Accelerate
     runs both precisions under autocast, except DeepSpeed's (accelerator.py, `native_amp`). DDP and one GPU compute
-    from the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`).
+    from the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`). Flash attention saves
+    what the kernel saves that `sdpa` takes without a mask.
     """
     mixed = recipe.precision != "no"
     sharded = engine in ("fsdp1", "fsdp2", "zero")
     low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
     kept_wide = not sharded or (engine != "zero" and not mixed)  # under FSDP1 adapters are flat parameters of their own
+    kept_wide = kept_wide and recipe.lora_dtype == "float32"
     return Variant(
         weights="bf16" if low else "fp32",
         autocast=mixed and engine != "zero",
         method=recipe.method,
         adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
-        attention=recipe.attention,
+        attention="eager" if recipe.attention == "eager" else "sdpa",
         targets="all" if recipe.method == "full" else recipe.lora_targets,
         dropout=recipe.method != "full" and recipe.lora_dropout,
+        kernels=recipe.kernels,
+        selective=recipe.checkpointing == "selective",
+        wide=recipe.wide if recipe.method == "qlora" and not sharded else "none",
     ).name
 
 

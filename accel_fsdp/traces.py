@@ -10,7 +10,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from accel_fsdp.facts import build
 from accel_fsdp.shapes import blocks_of, shape_of, text_layers
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
-from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, summed_in_place
+from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, selectively, summed_in_place
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
@@ -81,19 +81,20 @@ class Recorder:
             del layers
             self._lists = model.get_submodule(parent)._modules
             self._lists[self._list] = nn.ModuleList()
+            _changed(model, variant)
             with self._mode:
                 self.model = model.to_empty(device="cpu").train()
                 if variant.method != "full":
                     model.requires_grad_(False)
         self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
+        self._dtype: dict[int, torch.dtype] = {}
 
     def _layer(self, index: int, rank: int) -> nn.Module:
         """A block with its adapters of one rank."""
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
-            if self.variant.method != "full":
-                _adapt(layer, self.variant, rank)
+            _adapt(layer, self.variant, rank)
             with self._mode, _quiet():
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
@@ -112,20 +113,25 @@ class Recorder:
         return (hidden, *([None] * (width - 1))) if width else hidden
 
     def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
-        """What the model calls the first block of each kind with, by its index: input, other arguments."""
+        """What the model calls the first block of each kind with, by its index: input, other arguments.
+
+        The input is as the block before it leaves it, whose dtype need not be the embedding's.
+        """
         found = {}
         layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, rest, named = _split(args, kwargs)
-            found[index] = (hidden, rest, named)
             if index in layers:
                 result = layers[index](hidden, *rest, **named)
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
+                self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
+            hidden = hidden.to(self._dtype.get(index, hidden.dtype))
+            found[index] = (hidden, rest, named)
             return self._as_block(index, hidden)
 
         self._stages(max(self._text) + 1, seen)
-        with self._mode, CudaRules(), self._autocast(), torch.no_grad(), _quiet():
+        with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
             self._forward(self._ids(at))
         return found
 
@@ -137,6 +143,8 @@ class Recorder:
 
         def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
             watch.start()
+            if self.variant.selective:
+                return selectively(layer, given(), *args, **kwargs)
             return layer(given(), *args, **kwargs)
 
         return self._run(call, hidden, layer, kernels)
@@ -213,8 +221,15 @@ class Recorder:
         with self._mode:
             return torch.zeros(at.rows, at.length, dtype=torch.long)
 
-    def _autocast(self) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast)
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """What forward runs in."""
+        with ExitStack() as stack:
+            if self.variant.kernels != "none":
+                from accel_fsdp.kernels import rotary_in_place
+
+                stack.enter_context(rotary_in_place(self._metas))
+            yield stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast))
 
     def _run(
         self,
@@ -225,7 +240,7 @@ class Recorder:
     ) -> Raw:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, kernels, self._autocast)
+            return record_run(call, like, module, kernels, self._around)
 
 
 def record_run(
@@ -233,7 +248,7 @@ def record_run(
     like: Tensor | None,
     module: nn.Module,
     kernels: bool = True,
-    autocast: Callable[[], Any] = torch.no_grad,
+    around: Callable[[], Any] = nullcontext,
 ) -> Raw:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
     watch = Watch(kernels)
@@ -247,7 +262,7 @@ def record_run(
             return made
 
         with watch:
-            with autocast():
+            with around():
                 result = call(watch, given)
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             del result
@@ -335,9 +350,23 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
 
 def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
     with _quiet(), torch.device("meta"):
-        from accel_fsdp.adapting import adapt  # PEFT and bitsandbytes take two seconds to import
+        if variant.method != "full":
+            from accel_fsdp.adapting import adapt  # PEFT and bitsandbytes take two seconds to import
 
-        adapt(layer, variant, rank)
+            adapt(layer, variant, rank)
+        _changed(layer, variant)
+
+
+def _changed(module: nn.Module, variant: Variant) -> None:
+    """Puts float32 norms and fused kernels into a model or a layer, where the variant has them."""
+    if variant.wide != "none":
+        from accel_fsdp.adapting import widen
+
+        widen(module, variant)
+    if variant.kernels != "none":
+        from accel_fsdp.kernels import fuse
+
+        fuse(module, variant)
 
 
 def _built(name: str, config: Any, variant: Variant) -> Any:

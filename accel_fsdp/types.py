@@ -189,8 +189,11 @@ class Answers:
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
 EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
-Checkpointing = Literal["none", "full", "reentrant"]
+Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
+Attention = Literal["sdpa", "eager", "flash"]
+Wide = Literal["none", "norms", "rest"]
+Kernels = Literal["none", "liger", "foak"]
 Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
 
 
@@ -268,9 +271,16 @@ class Recipe:
 
     `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
-    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind. `chunked_loss` never holds all logits at once.
-    Trainer drops them before backward, another script may have `keeps_logits`; `reduce` is the dtype in which FSDP
-    reduces gradients, which Accelerate makes that of mixed precision.
+    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind, "selective" keeps attention's output and every
+    second product, as torchtitan does. `chunked_loss` never holds all logits at once.
+    Trainer drops them before backward, another script may have `keeps_logits`, and one that `zeroes_late` clears the
+    last step's gradients only between forward and backward, as Lightning's Trainer does. `reduce` is the dtype in which
+    FSDP reduces gradients, which Accelerate makes that of mixed precision.
+
+    `lora_dtype` "base" is PEFT without `autocast_adapter_dtype`. `wide` is what is float32 beside 4-bit weights on one
+    GPU: norms with TRL, everything with PEFT's `prepare_model_for_kbit_training` alone. `attention` "flash" is
+    flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the "fused ops and kernels"
+    plugin of fms-acceleration, foak.
     """
 
     method: Method = "full"
@@ -283,11 +293,20 @@ class Recipe:
     checkpointing: Checkpointing = "none"
     chunked_loss: bool = False
     keeps_logits: bool = False
+    zeroes_late: bool = False
     reduce: Literal["compute", "float32"] = "compute"
     lora_rank: int = 16
     lora_targets: LoraTargets = "all"
     lora_dropout: bool = False
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    lora_dtype: Literal["float32", "base"] = "float32"
+    wide: Wide = "none"
+    attention: Attention = "sdpa"
+    kernels: Kernels = "none"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes whole blocks again."""
+        return self.checkpointing in ("full", "reentrant")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 LOW = (torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
+_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+}
 _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
 
 FLOAT32_OPS = {
@@ -243,6 +248,41 @@ def _dying_after(events: list[Happening], born: int) -> int | None:
         if events[number].size == events[born].size:
             return number
     return None
+
+
+def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a layer under selective checkpointing as torchtitan does (activation_checkpoint.py, `_save_list`).
+
+    Attention's output is kept and every second product; all else is computed again in backward, where the function mode
+    of the forward isn't on.
+    """
+
+    def ruled(*given: Any) -> Any:
+        with CudaRules():
+            return layer(*given, **kwargs)
+
+    return checkpoint(
+        ruled,
+        *args,
+        use_reentrant=False,
+        context_fn=_selective_contexts,
+        determinism_check="none",
+        preserve_rng_state=False,
+    )
+
+
+def _selective_contexts() -> Any:
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func is _ATEN.mm.default:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        else:
+            keeps = func in _ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 class Begin(torch.autograd.Function):

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,7 @@ CHAT_TEMPLATE = (
 
 LAUNCHING = {
     *("test_accelerate_config", "test_configs", "test_states", "test_training", "test_upstream_launcher"),
-    *("test_upstream_ranks", "test_exporting"),
+    *("test_engines", "test_exporting", "test_upstream_ranks"),
 }
 """Modules that start jobs of several processes: one of those at a time, so one worker runs them all."""
 
@@ -65,6 +67,18 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
         output, _ = process.communicate()
         pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-3000:]}")
     return Finished(process.returncode, output.replace("\r", "\n"))
+
+
+def together(commands: Sequence[Sequence[str | Path]], **environment: str) -> list[Finished]:
+    """Runs several commands at the same time."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return list(pool.map(lambda words: run(words, **environment), commands))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def accelerate_launch(

@@ -1,18 +1,22 @@
 """Runs `train/sft.py` unchanged and, just before it exports, notes what each rank holds and what the model computes.
 
-Reads torch objects directly and not through accel_fsdp.sharding, so that the two can be compared. Output: one JSON file
-per rank and `logits.pt` from rank 0, in the folder named by PROBE_OUT.
+Reads torch objects directly and not through accel_fsdp.sharding, so that the two can be compared. Output, in the folder
+named by PROBE_OUT: RUN-rankN.json and RUN-logits.pt, where RUN is the name of the output folder. PROBE_MORE, a mapping
+from further such names to arguments, makes the same processes run the script again: most of a launch is imports.
 """
 
 import json
 import os
 import runpy
+import sys
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import training
+from accel_fsdp.errors import guard
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 OUT = Path(os.environ["PROBE_OUT"])
@@ -21,19 +25,36 @@ INPUT_IDS = torch.arange(3, 43).reshape(2, 20)
 export = training.SftTrainer.export
 
 
-def export_and_note(self: training.SftTrainer, target: Path) -> int:
-    rank = os.environ["RANK"]
+def export_and_note(self: training.SftTrainer, target: Path, *rest: str) -> int:
+    run, rank = target.parent.name, os.environ["RANK"]
     parameters = list(self.model.parameters())
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     kinds = sorted({type(p).__name__ for p in parameters})
-    (OUT / f"rank{rank}.json").write_text(json.dumps({"held": held, "kinds": kinds}))
-    self.model.eval()
+    losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+    stage = getattr(self.model_wrapped, "zero_optimization_stage", int)()
+    noted = {"held": held, "kinds": kinds, "losses": losses, "stage": stage}
+    (OUT / f"{run}-rank{rank}.json").write_text(json.dumps(noted))
+    self.model_wrapped.eval()
     with torch.no_grad():
-        logits = self.model(input_ids=INPUT_IDS).logits.float()
+        logits = self.model_wrapped(input_ids=INPUT_IDS).logits.float()
     if rank == "0":
-        torch.save(logits, OUT / "logits.pt")
-    return export(self, target)
+        torch.save(logits, OUT / f"{run}-logits.pt")
+    return export(self, target, *rest)
+
+
+def jobs() -> None:
+    main = runpy.run_path(str(SFT), run_name="sft")["main"]
+    main()
+    words = list(sys.argv)
+    output = Path(words[words.index("--output_dir") + 1])
+    for run, more in json.loads(os.environ.get("PROBE_MORE", "{}")).items():
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        sys.argv = [*words, "--output_dir", str(output.with_name(run)), *more]
+        main()
 
 
 training.SftTrainer.export = export_and_note
-runpy.run_path(str(SFT), run_name="__main__")
+code = guard(jobs)
+training.finish(code)
+sys.exit(code)

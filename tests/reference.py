@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LEARNING_RATE = 1e-3
+LORA_LEARNING_RATE = 1e-2
 SGD_LEARNING_RATE = 0.5
 GRADIENT_NORM = 1.0
+SEED = 42
+"""Trainer's default."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,26 @@ class Reference:
     weights: dict[str, torch.Tensor]
 
 
-def train(model_folder: Path, data: Path, *, steps: int, global_batch: int, sgd: bool = False) -> Reference:
+def train(
+    model_folder: Path, data: Path, *, steps: int, global_batch: int, sgd: bool = False, lora: bool = False
+) -> Reference:
     """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
 
-    AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show.
+    AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show. With
+    `lora` an adapter of the script's default size is trained and the weights are the merged model's.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    if lora:
+        torch.manual_seed(SEED)
+        settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, settings)
     model.train()
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    rate = LORA_LEARNING_RATE if lora else LEARNING_RATE
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+        model.parameters(), lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     if sgd:
         optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
@@ -49,6 +61,7 @@ def train(model_folder: Path, data: Path, *, steps: int, global_batch: int, sgd:
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         optimizer.step()
         losses.append(total.item())
+    model = model.merge_and_unload() if lora else model
     return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from conftest import ROOT, run
 
-from accel_fsdp import memory, quirks
+from accel_fsdp import memory
 from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS
+from accel_fsdp.quirks import quirks_of
 from accel_fsdp.tapes import variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
@@ -41,6 +42,9 @@ def settings() -> Iterator[dict[str, Any]]:
         yield {"model": "llama", "rows": 2, "length": 128, **how, **full}
         if checkpointing != "reentrant":
             yield {"model": "tied", "rows": 1, "length": 64, **how, **mixed}
+    for checkpointing, dtypes in (("none", full), ("full", full), ("full", mixed)):
+        how = {"engine": "fsdp1", "strategy": 3, "checkpointing": checkpointing}
+        yield {"model": "llama" if dtypes is full else "tied", "rows": 1, "length": 64, **how, **dtypes}
     for engine, strategy, accumulation in (*product(("fsdp1", "fsdp2"), (1, 2), (2, 3)), ("ddp", 3, 1), ("ddp", 3, 2)):
         how = {"engine": engine, "strategy": strategy, "checkpointing": "none", "accumulation": accumulation}
         yield {"model": "llama", "rows": 2, "length": 128, **how, **full}
@@ -128,4 +132,4 @@ def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
     ],
 )
 def test_checkpoints_went_around_fsdp1_before_4_53(versions: dict[str, str], outside: bool) -> None:
-    assert quirks.of(versions).checkpoints_outside == outside
+    assert quirks_of(versions, "llama", Recipe()).checkpoints_outside == outside

@@ -342,6 +342,9 @@ def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
         ("single", Recipe(precision="no"), "fp32-full-sdpa"),
         ("single", Recipe(method="qlora", dtype="bfloat16"), "bf16-amp-qlora32-sdpa"),
         ("zero", Recipe(method="lora", attention="eager"), "bf16-lora-eager"),
+        ("fsdp2", Recipe(attention="flash", kernels="liger"), "bf16-amp-full-sdpa-liger"),
+        ("single", Recipe(method="qlora", dtype="bfloat16", wide="norms"), "bf16-amp-qlora32+norms32-sdpa"),
+        ("fsdp1", Recipe("lora", "no", "bfloat16", lora_dtype="base"), "bf16-lora-sdpa"),
     ],
 )
 def test_a_recipe_has_a_variant(engine: str, recipe: Recipe, name: str) -> None:

@@ -1,13 +1,12 @@
 """`train/sft.py` under `accelerate launch`: sharding on real processes, the losses of plain PyTorch, full exports."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch, made_yaml
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml
 from peft import PeftModel
 from reference import LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
@@ -18,10 +17,6 @@ STEPS = 6
 PER_RANK = 2
 RANKS = 2
 TOLERANCE = 1e-4
-
-ENGINES = [
-    pytest.param("1", strategy, 1 if strategy == "3" else 2, id=f"fsdp1-strategy{strategy}") for strategy in "12345"
-] + [pytest.param("2", strategy, 2, id=f"fsdp2-strategy{strategy}") for strategy in "1245"]
 
 
 def make_config(folder: Path, model: Path, **flags: str) -> Path:
@@ -48,13 +43,6 @@ def sft_args(model: Path, data: Path, output: Path, *more: str) -> list[str]:
     return [str(word) for pair in fixed.items() for word in pair] + list(more)
 
 
-def reported_share(finished: Finished) -> float:
-    """The share of the parameters that each rank holds, as the run reported it."""
-    found = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", finished.output)
-    assert found, finished.output
-    return float(found[1]) / float(found[2])
-
-
 def logged_losses(run_folder: Path) -> list[float]:
     """Losses at full precision, from the newest checkpoint's trainer_state.json."""
     state = json.loads((run_folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
@@ -64,31 +52,6 @@ def logged_losses(run_folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, text_data: Path) -> Reference:
     return train(tiny_model, text_data, steps=STEPS, global_batch=PER_RANK * RANKS)
-
-
-@pytest.mark.parametrize(("version", "strategy", "shards"), ENGINES)
-def test_matches_plain_pytorch(
-    version: str, strategy: str, shards: int, tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
-) -> None:
-    config = make_config(tmp_path, tiny_model, fsdp_version=version, strategy=strategy)
-    out = tmp_path / "run"
-    finished = accelerate_launch(config, PROBE, *sft_args(tiny_model, text_data, out), PROBE_OUT=str(tmp_path))
-    assert finished.code == 0, finished.output
-
-    total = sum(tensor.numel() for tensor in reference.weights.values())
-    for rank in range(RANKS):
-        noted = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert noted["held"] == pytest.approx(total / shards, rel=0.02)
-        assert noted["kinds"] == (["DTensor"] if version == "2" else ["Parameter"])
-    assert f"sharding: FSDP{version}" in finished.output
-    assert reported_share(finished) == pytest.approx(1 / shards, abs=0.02)
-
-    assert logged_losses(out) == pytest.approx(reference.losses, abs=TOLERANCE)
-    exported = load_file(out / "final" / "model.safetensors")
-    assert exported.keys() == reference.weights.keys()
-    for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, reference.weights[name], atol=TOLERANCE, rtol=0)
-    assert_same_logits(AutoModelForCausalLM.from_pretrained(out / "final"), tmp_path)
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
@@ -219,28 +182,12 @@ def test_a_model_with_stored_buffers(tiny_model: Path, text_data: Path, tmp_path
     assert "fsdp_cpu_ram_efficient_loading: false in the YAML" in refused.output
 
 
-def test_hybrid_mesh_holds_a_replica_per_pair(
-    tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
-) -> None:
-    """Four ranks as two machines of two: what the wizard writes for two machines, without their addresses."""
-    flags = {"num_machines": "2", "num_processes": "4", "main_process_ip": "127.0.0.1", "strategy": "4"}
-    config = make_config(tmp_path, tiny_model, **flags)
-    text = config.read_text().replace("num_machines: 2", "num_machines: 1")
-    config.write_text("".join(line for line in text.splitlines(True) if not line.startswith("main_process")))
-    out = tmp_path / "run"
-    args = sft_args(tiny_model, text_data, out, "--per_device_train_batch_size", "1")
-    finished = accelerate_launch(config, SFT, *args)
-    assert finished.code == 0, finished.output
-    assert reported_share(finished) == pytest.approx(1 / 2, abs=0.02)
-    assert logged_losses(out) == pytest.approx(reference.losses, abs=TOLERANCE)
-
-
 def assert_same_logits(model: torch.nn.Module, noted: Path) -> None:
     """The reloaded model computes what the sharded one did before its export."""
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=torch.arange(3, 43).reshape(2, 20)).logits
-    torch.testing.assert_close(logits, torch.load(noted / "logits.pt", weights_only=True), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, torch.load(noted / "run-logits.pt", weights_only=True), atol=1e-5, rtol=1e-5)
 
 
 def assert_resumes_exactly(config: Path, model: Path, data: Path, folder: Path, *more: str) -> None:

@@ -27,7 +27,7 @@ from upstream_probe import V1, V2, local, prepared
 from accel_fsdp import cpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP"}
+STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD"}
 
 
 def built(setting: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import DataCollatorForSeq2Seq, set_seed
 
-from accel_fsdp import arguments, data, files, render, training
+from accel_fsdp import arguments, data, files, models, render, training
 from accel_fsdp.errors import guard
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     set_seed(training_args.seed)
 
     # Data: one rank per node tokenizes, the others read its cache
-    tokenizer = training.load_tokenizer(model_args)
+    tokenizer = models.load_tokenizer(model_args)
     wanted = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
@@ -44,7 +44,7 @@ def main() -> None:
 
     # Model and Trainer
     trainer = training.SftTrainer(
-        model=training.load_model(model_args),
+        model=models.load_model(model_args, tokenizer),
         args=training_args,
         train_dataset=tokens["train"],
         eval_dataset=tokens.get("test"),

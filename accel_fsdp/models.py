@@ -1,0 +1,181 @@
+"""The model and tokenizer as `train/sft.py` loads them: explicit dtypes, vocabulary, adapters."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from accel_fsdp import adapters, cpu, facts, render
+from accel_fsdp.arguments import ModelArguments
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+    """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        UserError: the model or its tokenizer can't be read.
+    """
+    facts.read_config(options.model_name_or_path, options.model_revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path, revision=options.model_revision)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load a tokenizer from {options.model_name_or_path}: {facts.first_line(error)}",
+            why="the data can't be turned into tokens",
+            fix="copy the tokenizer files of the base model into that folder",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "nn.Module":
+    """Loads the model on the CPU, resized and with an adapter where asked for; `prepare` shards it later.
+
+    Raises:
+        UserError: the weights can't be read, the vocabulary is too small, or no module matches `lora_target_modules`.
+    """
+    model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
+    if os.environ.get("RANK", "0") == "0":
+        dtype, reason = weight_dtype(options)
+        render.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
+    _fit_vocabulary(model, tokenizer, options)
+    return _with_adapter(model, options) if options.use_peft else model
+
+
+def _receives_weights(options: ModelArguments) -> bool:
+    """Whether rank 0 sends this rank its shards, so that what it reads itself would be thrown away.
+
+    transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
+    full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.
+    """
+    asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    sends_all = cpu.fsdp_requested() and not options.load_in_4bit and not os.environ.get("FSDP_IGNORED_MODULES")
+    return asked and sends_all and int(os.environ.get("RANK", "0")) > 0
+
+
+def _without_weights(options: ModelArguments) -> Any:
+    """A model of the right shapes whose memory is never touched, so that the system never has to provide it.
+
+    Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
+    some weights in another dtype, or is quantised, is known only once it is loaded.
+    """
+    config = facts.read_config(options.model_name_or_path, options.model_revision)
+    dtype, _ = weight_dtype(options)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=options.attn_implementation)
+    mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+    if getattr(config, "quantization_config", None) or (mixed and dtype != torch.float32):
+        return _with_weights(options)
+    model.tie_weights()
+    return model
+
+
+def _with_weights(options: ModelArguments) -> Any:
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            options.model_name_or_path,
+            revision=options.model_revision,
+            dtype=weight_dtype(options)[0],
+            attn_implementation=options.attn_implementation,
+            quantization_config=_quantization(options),
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"cannot load the weights of {options.model_name_or_path}: {facts.first_line(error)}",
+            why="there is nothing to train",
+            fix="check the name, or give a folder that save_pretrained wrote",
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"{options.model_name_or_path} lacks {len(missing)} weights of its model, first {missing[0]}",
+            why="they would be trained from random values",
+            fix="download or export the model again",
+        )
+    return model
+
+
+def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
+    """The dtype that the weights are loaded in, and why.
+
+    Explicit, because transformers 5 keeps a checkpoint's 16 bits, and under `mixed_precision: 'no'` weights, gradients
+    and Adam's state would then all have 16 bits, silently.
+    """
+    if options.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, options.dtype)
+        low = chosen != torch.float32 and not options.use_peft and _mixed_precision() == "no"
+        return chosen, "--dtype; no float32 master weights: small updates are lost" if low else "--dtype"
+    if not options.use_peft:
+        return torch.float32, "master weights of full training"
+    stored = facts.read_config(options.model_name_or_path, options.model_revision).dtype
+    return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
+
+
+def _mixed_precision() -> str:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _quantization(options: ModelArguments) -> Any:
+    """4-bit weights packed in a floating dtype, the only kind that FSDP can shard; computed in that same dtype."""
+    if not options.load_in_4bit:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    storage = getattr(torch, options.bnb_4bit_quant_storage)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=storage if storage.is_floating_point else torch.bfloat16,
+    )
+
+
+def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: ModelArguments) -> None:
+    """Makes room for the tokenizer's tokens, where allowed to. Never shrinks: many models pad their vocabulary."""
+    rows, tokens = _vocabulary_rows(model), len(tokenizer)
+    if tokens <= rows:
+        return
+    if not options.resize_vocab:
+        raise UserError(
+            f"the tokenizer has {tokens} tokens, the model's embedding only {rows} rows",
+            why="a token without a row stops training with an index error",
+            fix="--resize_vocab adds the rows, or use the tokenizer that belongs to this model",
+        )
+    model.resize_token_embeddings(tokens, mean_resizing=not _receives_weights(options))
+
+
+def _vocabulary_rows(model: Any) -> int:
+    weight = model.get_input_embeddings().weight
+    return int(getattr(weight, "ds_shape", weight.shape)[0])  # under ZeRO-3 the parameter itself is empty
+
+
+def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
+    from peft import LoraConfig, get_peft_model
+
+    adapters.enable()
+    targets = options.lora_target_modules
+    config = LoraConfig(
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_dora=options.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(
+            f"no adapter can be made: {facts.first_line(error)}",
+            why="nothing would be trained",
+            fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
+        ) from error
+    return adapted
