@@ -1,5 +1,6 @@
 """What belongs to a model besides its weights: config, generation config, tokenizer, chat template, card."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -99,11 +100,11 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     for part in (inner.config, getattr(inner, "generation_config", None), tokenizer, *adapters.values()):
         if part is not None:
             part.save_pretrained(folder)
-    name = str(getattr(inner.config, "_name_or_path", ""))
-    if name:
-        config = weights.read_json(folder / CONFIG)
-        config["dtype"] = str(facts.read_config(name).dtype).removeprefix("torch.")
-        files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with contextlib.suppress(UserError):  # then it is the dtype that was loaded
+        config, filed = weights.read_json(folder / CONFIG), facts.read_config(str(inner.config._name_or_path))
+        if filed.dtype is not None:
+            config["dtype"] = str(filed.dtype).removeprefix("torch.")
+            files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:

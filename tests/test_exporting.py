@@ -13,13 +13,13 @@ import torch
 from conftest import ROOT, accel_fsdp, run
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_dcp
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from accel_fsdp import checkpoint, exporting, stream
+from accel_fsdp import checkpoint, exporting, papers, stream
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import Reader, Record
 
@@ -214,6 +214,21 @@ def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: 
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md", "export.json"} <= names
     assert "x.py" not in names
+
+
+def test_a_run_notes_what_its_exports_need(tiny_model: Path, tmp_path: Path) -> None:
+    """The dtype is the file's, not the one that the weights were loaded in."""
+    AutoModelForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "low")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "low", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    papers.describe(adapted, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "run" / "model")
+    checkpoint_folder = tmp_path / "run" / "checkpoint-1"
+    checkpoint_folder.mkdir()
+    (checkpoint_folder / "trainer_state.json").write_text("{}")
+    adapted.save_pretrained(checkpoint_folder)
+    merged = export(tmp_path / "run", tmp_path / "out", merge_adapter=True)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
 def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
