@@ -19,8 +19,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from accel_fsdp import checkpoint, exporting, papers, stream
+from accel_fsdp import checkpoint, exporting, papers, sources, stream
+from accel_fsdp.describing import Description
 from accel_fsdp.errors import UserError
+from accel_fsdp.planned import Planner
 from accel_fsdp.stored import Reader, Record
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
@@ -229,6 +231,28 @@ def test_a_run_notes_what_its_exports_need(tiny_model: Path, tmp_path: Path) -> 
     merged = export(tmp_path / "run", tmp_path / "out", merge_adapter=True)
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+@pytest.mark.parametrize(
+    ("memory", "ties", "message"),
+    [
+        ({"a": (2, 3), "b": (2, 3), "c": (1,)}, (), "c is missing"),
+        ({"a": (2, 3)}, (), "b is unexpected"),
+        ({"a": (2, 3), "b": (3, 2)}, (), r"b is \[2, 3\], the config says \[3, 2\]"),
+        ({"a": (2, 3)}, (("a", "b"),), "a and b differ, and the config ties them"),
+    ],
+)
+def test_another_model_than_the_config_says(
+    memory: dict[str, tuple[int, ...]], ties: Any, message: str, tmp_path: Path
+) -> None:
+    """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
+    torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
+    (tmp_path / "config.json").write_text("{}")
+    reader, found = Reader(), checkpoint.find(tmp_path)[0]
+    planner = Planner(sources.read(found, reader), papers.find(found, None), reader, None)
+    with pytest.raises(UserError, match=message):
+        planner.outputs(Description(memory, memory, ties))
+    reader.close()
 
 
 def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
