@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_fsdp import partitions, weights
+from accel_fsdp import weights, zero_checkpoint
 from accel_fsdp.dcp import METADATA
 from accel_fsdp.errors import UserError
 
@@ -120,7 +120,7 @@ def _full(folder: Path) -> Found | None:
 
 
 def _zero(folder: Path) -> Found | None:
-    place = partitions.folder_of(folder)
+    place = zero_checkpoint.folder_of(folder)
     if place is None:
         return None
     lacking = [name for name in ("*_model_states.pt", "*_optim_states.pt") if not any(place.glob(name))]

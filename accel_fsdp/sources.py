@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import archive, dcp, partitions, weights
+from accel_fsdp import archive, dcp, weights, zero_checkpoint
 from accel_fsdp.adapters import clean_name
 from accel_fsdp.archive import View
 from accel_fsdp.checkpoint import Found
@@ -56,7 +56,7 @@ def _read(found: Found, reader: Reader, optimizer: bool) -> Weights:
     if found.kind == "adapter":
         return Weights({}, of_file(found.weights))
     if found.kind == "ZeRO":
-        return split({(name,): one for name, one in partitions.read(found.weights, reader).items()})
+        return split({(name,): one for name, one in zero_checkpoint.read(found.weights, reader).items()})
     if found.kind == "sharded (DCP)":
         paths = dcp.read(found.weights, reader)
         if optimizer and found.optimizer:

@@ -248,7 +248,7 @@ def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Pat
     assert finished.code == 0, finished.output
     found = re.search(r"peak of rank 0 ([\d.]+) GiB, of the others at most ([\d.]+) GiB", finished.output)
     assert found, finished.output
-    assert float(found[1]) - float(found[2]) > 0.75 * 4 * total / 2**30
+    assert float(found[1]) - float(found[2]) > 0.5 * 4 * total / 2**30  # its shards and one tensor are there too
 
 
 NATIVE_RUNS = {
