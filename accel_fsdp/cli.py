@@ -237,7 +237,7 @@ def main() -> None:
         sys.stdout.write(f"{__version__}\n")
         return
     launches, code = words[:1] == ["launch"], 0
-    if not launches and hasattr(signal, "SIGPIPE"):
+    if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `accel-fsdp check --list-rules | head` ends quietly
 
     def run() -> None:

@@ -49,8 +49,10 @@ def aside() -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
         try:
             yield pool
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # its answer would take seconds and is wanted no longer
+            raise
 
 
 def _begin() -> None:
@@ -101,12 +103,12 @@ def describe(folder: Path) -> Description:
     from accel_fsdp import export
 
     model = build(folder)
-    expected = export.expected_tensors(model, None)
-    copies = {name for group in expected.ties for name in group[1:]}
-    memory = {name: tuple(one.shape) for name, one in model.state_dict().items() if name not in copies}
+    ties = export._ties(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    memory = {name: shape for name, shape in memory.items() if name not in ignored}
-    return Description(memory, {name: one.shape for name, one in expected.tensors.items()}, expected.ties)
+    held = {name: one for name, one in model.state_dict().items() if name not in ignored}
+    held = export.without_tied_copies(held, ties)
+    filed = export._as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
+    return Description(*({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed)), ties)
 
 
 def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """What belongs to a model besides its weights: config, generation config, tokenizer, chat template, card."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import describing, weights
+from accel_fsdp import describing, facts, files, weights
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UserError
 
@@ -89,6 +90,8 @@ class Papers:
 def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes what an export of a run's checkpoints needs besides them. Call on one rank, before Trainer edits it.
 
+    The dtype is that of the model's files, which may have been loaded in another one.
+
     Raises:
         OSError: the folder can't be written.
     """
@@ -97,6 +100,11 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     for part in (inner.config, getattr(inner, "generation_config", None), tokenizer, *adapters.values()):
         if part is not None:
             part.save_pretrained(folder)
+    with contextlib.suppress(UserError):  # then it is the dtype that was loaded
+        config, filed = weights.read_json(folder / CONFIG), facts.read_config(str(inner.config._name_or_path))
+        if filed.dtype is not None:
+            config["dtype"] = str(filed.dtype).removeprefix("torch.")
+            files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:

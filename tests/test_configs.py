@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import CHAT_DATA, ROOT, SFT, accelerate_launch
-from safetensors.torch import load_file
+from offline import assert_exports_offline
 from test_engines import SHIPPED
 
-from accel_fsdp import arguments, catalogue, exporting, lint, reference
+from accel_fsdp import arguments, catalogue, lint, reference
 from accel_fsdp.presets import MODEL, PRESETS
 
 FOLDER = ROOT / "accelerate_configs"
@@ -35,29 +34,6 @@ def test_it_trains_on_two_ranks_and_exports(name: str, tiny_model: Path, tmp_pat
     assert next(text for start, text in SHARDS.items() if name.startswith(start)) in finished.output
     assert finished.output.count("'loss'") == 2
     assert_exports_offline(tmp_path / "run", tmp_path / "offline")
-
-
-def assert_exports_offline(run_folder: Path, out: Path) -> None:
-    """`accel-fsdp export` of the checkpoint is what the run gathered at its end, and of ZeRO what DeepSpeed finds."""
-    gathered = tensors_in(run_folder / "final")
-    dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[next(iter(gathered.values())).dtype]
-    assert exporting.run(exporting.Options(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
-    assert_same(tensors_in(out), gathered)
-    if any((run_folder / "checkpoint-2").glob("global_step*")):
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        options = exporting.Options(run_folder, out, dtype="F32", verify="bytes", no_sync=True, force=True)
-        assert exporting.run(options) == 0
-        assert_same(tensors_in(out), get_fp32_state_dict_from_zero_checkpoint(str(run_folder / "checkpoint-2")))
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: one for path in folder.glob("*model*.safetensors") for name, one in load_file(path).items()}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:

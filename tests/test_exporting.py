@@ -4,20 +4,26 @@ import json
 import shutil
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, accel_fsdp, run
-from peft import PeftModel
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_dcp
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from accel_fsdp import checkpoint, exporting, stream
+from accel_fsdp import checkpoint, exporting, papers, sources, stream
+from accel_fsdp.describing import Description
 from accel_fsdp.errors import UserError
+from accel_fsdp.planned import Planner
+from accel_fsdp.stored import Reader, Record
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
 KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
@@ -212,6 +218,43 @@ def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: 
     assert "x.py" not in names
 
 
+def test_a_run_notes_what_its_exports_need(tiny_model: Path, tmp_path: Path) -> None:
+    """The dtype is the file's, not the one that the weights were loaded in."""
+    AutoModelForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "low")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "low", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    papers.describe(adapted, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "run" / "model")
+    checkpoint_folder = tmp_path / "run" / "checkpoint-1"
+    checkpoint_folder.mkdir()
+    (checkpoint_folder / "trainer_state.json").write_text("{}")
+    adapted.save_pretrained(checkpoint_folder)
+    merged = export(tmp_path / "run", tmp_path / "out", merge_adapter=True)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+@pytest.mark.parametrize(
+    ("memory", "ties", "message"),
+    [
+        ({"a": (2, 3), "b": (2, 3), "c": (1,)}, (), "c is missing"),
+        ({"a": (2, 3)}, (), "b is unexpected"),
+        ({"a": (2, 3), "b": (3, 2)}, (), r"b is \[2, 3\], the config says \[3, 2\]"),
+        ({"a": (2, 3)}, (("a", "b"),), "a and b differ, and the config ties them"),
+    ],
+)
+def test_another_model_than_the_config_says(
+    memory: dict[str, tuple[int, ...]], ties: Any, message: str, tmp_path: Path
+) -> None:
+    """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
+    torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
+    (tmp_path / "config.json").write_text("{}")
+    reader, found = Reader(), checkpoint.find(tmp_path)[0]
+    planner = Planner(sources.read(found, reader), papers.find(found, None), reader, None)
+    with pytest.raises(UserError, match=message):
+        planner.outputs(Description(memory, memory, ties))
+    reader.close()
+
+
 def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "runs" / "first"
     shutil.copytree(written / "fsdp2-2", run_folder)
@@ -236,17 +279,43 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
     run_folder = tmp_path / "run"
     for number in (2, 10, 12):
         shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}")
+        (run_folder / f"checkpoint-{number}" / "complete.json").write_text('{"complete": true, "files": {}}')
+    shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
+    (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
     (run_folder / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").unlink()
     found, newer = checkpoint.find(run_folder)
     assert found.folder.name == "checkpoint-10"
-    assert [one.missing for one in newer] == [("pytorch_model_fsdp_0/.metadata",)]
+    assert [one.missing for one in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
     listed = accel_fsdp("export", run_folder, "--list", "--json")
-    assert [Path(one["folder"]).name for one in json.loads(listed.output)] == [
-        "checkpoint-2",
-        "checkpoint-10",
-        "checkpoint-12",
-    ]
+    numbers = [Path(one["folder"]).name.removeprefix("checkpoint-") for one in json.loads(listed.output)]
+    assert numbers == ["2", "10", "11", "12"]
     with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/\.metadata"):
         checkpoint.find(run_folder / "checkpoint-12")
     with pytest.raises(UserError, match=r"no config\.json"):
         export(run_folder, tmp_path / "out")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_casts_round_as_torch_does(bits: list[int]) -> None:
+    """Every pattern of bits: numbers alike, and no NaN becomes a number."""
+    given_bits = torch.tensor(bits, dtype=torch.int64).to(torch.uint32)
+    content = bytearray(given_bits.numpy().tobytes())
+    for short, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        ours = torch.frombuffer(bytearray(stream.cast(memoryview(content), "F32", short)), dtype=dtype)
+        torch.testing.assert_close(ours, given_bits.view(torch.float32).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_checksums_of_parts_in_any_order(tmp_path: Path) -> None:
+    """Parts read twice, overlapping, or never."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40)
+    for wrong in (0, 1):
+        reader, record = Reader(), Record(path, 10, 10_000, zlib.crc32(path.read_bytes()[10:10_010]) ^ wrong)
+        for skip, length in ((0, 4000), (4000, 100), (0, 2000), (3000, 5000), (9000, 1000), (2000, 2000)):
+            reader.read(record, skip, memoryview(bytearray(length)))
+        if wrong:
+            with pytest.raises(UserError, match="is damaged: the checksum"):
+                reader.check()
+        else:
+            assert reader.check() == 1
+        reader.close()
