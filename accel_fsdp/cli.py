@@ -123,7 +123,10 @@ class PlanCommand:
     ]
     gpus: Annotated[str, tyro.conf.arg(metavar="NxNAME[-MEMORYGB]", help="8xH100-80GB; 2x8xA100-40GB: two machines.")]
     nodes: Annotated[int | None, tyro.conf.arg(help="Machines of that kind.")] = None
-    seq_len: Annotated[int, tyro.conf.arg(help="Tokens per row.")] = 2048
+    seq_len: Annotated[
+        int | None,
+        tyro.conf.arg(help="Tokens per row.", help_behavior_hint="(default: 2048, or the model's positions if fewer)"),
+    ] = None
     batch: Annotated[
         int | None,
         tyro.conf.arg(
@@ -301,7 +304,6 @@ def _plan(command: PlanCommand) -> int:
         command.method,
         command.precision,
         dtype,
-        length=command.seq_len,
         accumulation=command.accumulation,
         optimizer=command.optimizer,
         checkpointing=command.checkpointing,
@@ -312,7 +314,7 @@ def _plan(command: PlanCommand) -> int:
     )
     shown = (command.json, command.config, command.html, command.force)
     return planning.show_plan(
-        planning.Options(command.model, command.gpus, command.nodes, recipe, command.batch, *shown)
+        planning.Options(command.model, command.gpus, command.nodes, recipe, command.batch, command.seq_len, *shown)
     )
 
 

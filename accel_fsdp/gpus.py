@@ -14,6 +14,9 @@ from accel_fsdp.types import MachineFacts
 ASSUMED_EFFICIENCY = 0.5
 """Share of the peak that matrix products reach where no public run tells: the lowest measured one, H100's, rounded."""
 
+INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
+"""Data-centre cards with GDDR memory, sold with error correction on."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -37,6 +40,14 @@ class Gpu:
     efficiency: float
     calibrated: bool
     source: str
+
+    @property
+    def usable_gib(self) -> float:
+        """What the driver shows of it: error correction takes a sixteenth where it has no chips of its own.
+
+        (`nvidia-smi` shows 15,360 MiB of T4's 16 GiB, 23,034 of L4's 24 and 46,068 of L40S's 48.)
+        """
+        return self.memory_gib * (15 / 16 if self.name in INLINE_ECC else 1)
 
     @property
     def has_bf16(self) -> bool:

@@ -13,14 +13,16 @@ KINDS: dict[Engine, EngineKind] = {
     Engine.DDP: "ddp",
     Engine.DEEPSPEED: "zero",
 }
-PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16"}
+PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
+STAGES = (0, 1, 2, 3)
+OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
 
 
 def of_subject(subject: Subject, recipe: Recipe) -> tuple[Layout, Recipe]:
     """The layout that a YAML asks for, and the recipe with what the YAML decides of it.
 
     Raises:
-        UsageError: its engine can't be predicted, or it doesn't say how many processes there are.
+        UsageError: what it asks for can't be predicted, or it doesn't say how many processes there are.
     """
     ranks = subject.number("num_processes")
     if subject.engine not in KINDS or not ranks:
@@ -31,9 +33,13 @@ def of_subject(subject: Subject, recipe: Recipe) -> tuple[Layout, Recipe]:
         )
     strategy, together = _strategy(subject)
     kind = KINDS[subject.engine]
+    if kind == "zero" and strategy == 0:
+        kind, strategy = "ddp", 1  # stage 0 shards nothing
+    precision = str(subject.top("mixed_precision"))
+    _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     changed = replace(
         recipe,
-        precision=PRECISIONS.get(str(subject.top("mixed_precision")), "no"),
+        precision=PRECISIONS[precision],
         checkpointing="full"
         if subject.is_fsdp and subject.on("fsdp_activation_checkpointing")
         else recipe.checkpointing,
@@ -46,15 +52,52 @@ def _strategy(subject: Subject) -> tuple[int, int]:
     if subject.engine is Engine.FSDP1:
         return next((number for number, name in STRATEGIES.items() if name == subject.strategy), 1), 0
     if subject.engine is Engine.DEEPSPEED:
-        return int(subject.section("deepspeed_config").get("zero_stage", 2)), 0  # the launcher's default
+        stage = subject.section("deepspeed_config").get("zero_stage", 2)  # the launcher's default
+        _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
+        return int(stage), 0
     if subject.engine is Engine.DDP:
         return 1, 0
     number = 1 if subject.on("fsdp_reshard_after_forward") else 2
-    mesh = subject.section("parallelism_config")
-    return (number + 3, int(mesh.get("parallelism_config_dp_shard_size", 1))) if mesh else (number, 0)
+    together = _mesh(subject)
+    return (number + 3, together) if together else (number, 0)
+
+
+def _mesh(subject: Subject) -> int:
+    """How many ranks share a copy of the model where there are several copies, else 0."""
+    mesh = {
+        key.removeprefix("parallelism_config_"): size for key, size in subject.section("parallelism_config").items()
+    }
+    for name in OTHER_SIZES:
+        _refuse(mesh.get(name, 1) != 1, f"{name}: {mesh.get(name)}", "only data-parallel meshes are known")
+    copies, shards = mesh.get("dp_replicate_size", 1), mesh.get("dp_shard_size", 1)
+    ranks = subject.number("num_processes")
+    fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
+    _refuse(
+        bool(mesh) and not fits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that"
+    )
+    return shards if mesh and copies > 1 else 0
 
 
 def _offloads(subject: Subject) -> bool:
     if subject.is_fsdp:
         return subject.on("fsdp_offload_params")
-    return subject.section("deepspeed_config").get("offload_optimizer_device") == "cpu"
+    section = subject.section("deepspeed_config")
+    places = {str(section.get(f"offload_{what}_device", "none")) for what in ("optimizer", "param")}
+    stage = section.get("zero_stage", 2)
+    _refuse("nvme" in places, "offload to nvme", "no run tells how fast it is")
+    mixed = stage == 3 and len(places) > 1
+    _refuse(mixed, "offload of parameters or optimizer alone in stage 3", "only both together are known")
+    return str(section.get("offload_optimizer_device")) == "cpu"
+
+
+def notes(subject: Subject) -> tuple[str, ...]:
+    """What the prediction makes of a YAML that it doesn't follow to the letter, in sentences."""
+    policy = str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
+    if not subject.is_fsdp or policy == "TRANSFORMER_BASED_WRAP":
+        return ()
+    return (f"The YAML's {policy} is predicted as one unit per layer.",)
+
+
+def _refuse(wrong: bool, what: str, why: str) -> None:
+    if wrong:
+        raise UsageError(f"{what} can't be predicted", why=why, fix="accel-fsdp check FILE, or leave out --config")

@@ -9,7 +9,9 @@ CPU = MachineFacts(accelerator=None, count=0)
 WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX", "QUADRO", "RTX 20", "RTX20")
 """GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
 
-_SHAPE = re.compile(r"(?:(?P<machines>\d+)x)?(?P<count>\d+)x(?P<name>[A-Za-z][\w .]*?)(?:-(?P<memory>\d+)GB)?", re.I)
+_SHAPE = re.compile(
+    r"(?:(?P<machines>\d+)x)?(?P<count>\d+)x\s*(?P<name>[A-Za-z][\w .-]*?)(?:-(?P<memory>\d+)Gi?B)?", re.I
+)
 
 
 def parse(text: str) -> tuple[MachineFacts, int]:
@@ -21,10 +23,11 @@ def parse(text: str) -> tuple[MachineFacts, int]:
     if text.strip().lower() == "cpu":
         return CPU, 1
     found = _SHAPE.fullmatch(text.strip())
-    if found is None or int(found["count"]) < 1 or int(found["machines"] or 1) < 1:
+    numbers = [] if found is None else [found["count"], found["machines"] or "1", found["memory"] or "1"]
+    if found is None or any(int(number) < 1 for number in numbers):
         raise UsageError(
             f"--gpus {text} can't be read",
-            why="the number of processes and the precision follow from it",
+            why="the number of processes, their memory and the precision follow from it",
             fix="--gpus 8xH100-80GB, --gpus 2x8xA100-40GB for two machines, or --gpus cpu",
         )
     memory = float(found["memory"]) if found["memory"] else None

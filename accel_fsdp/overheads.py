@@ -1,6 +1,6 @@
 """From allocated bytes to what a device, a host and a disk need: ranges where the public figures are ranges. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_fsdp import states
@@ -76,21 +76,37 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
 
     Loading: the whole model on rank 0 where loading is RAM-efficient, on each of the machine's ranks where not.
     Offload: pinned parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict.
-    A checkpoint holds trained and frozen parameters as stored and the optimizer's state, over all ranks.
+    A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
+    also the weights in the dtype of forward and backward. An adapter is exported as it was trained.
     """
-    numel = model_numel(shape)
-    load_bytes = numel * states.DTYPE_BYTES[recipe.dtype]
     shards = layout.engine in ("fsdp1", "fsdp2")
     copies = 1 if shards and ram_efficient else layout.ranks_per_node
     units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
-    held = sum(states.shard_bytes(unit, layout) for unit in units)
-    optimizer = sum(states.optimizer_bytes(unit, recipe, layout) for unit in units)
-    per_element = states.master_bytes(recipe, layout)
-    gradients = sum(states.trained_bytes(unit, layout, per_element, shard=True) for unit in units)
-    offload = (held + gradients + optimizer) * layout.ranks_per_node if layout.offload else 0
-    export = numel * states.compute_bytes(recipe)
-    gathering = held * layout.shard_ranks if shards else 0
-    return Host(load_bytes * copies, offload, gathering, (held + optimizer) * layout.shard_ranks, export)
+    master = states.master_bytes(recipe, layout)
+
+    def total(layout: Layout) -> tuple[int, int, int]:
+        sizes = [
+            (
+                states.shard_bytes(unit, layout),
+                states.optimizer_bytes(unit, recipe, layout),
+                states.trained_bytes(unit, layout, master, shard=True),
+            )
+            for unit in units
+        ]
+        held, optimizer, trained = (sum(column) for column in zip(*sizes, strict=True))
+        return held, optimizer, trained
+
+    alone = replace(layout, ranks=1, ranks_per_node=1)
+    held, optimizer, trained = total(alone)
+    weights = trained if recipe.method != "full" else held
+    weights += trained * states.compute_bytes(recipe) // master if layout.engine == "zero" else 0
+    return Host(
+        loading=model_numel(shape) * states.DTYPE_BYTES[recipe.dtype] * copies,
+        offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
+        gathering=held if shards else 0,
+        checkpoint=weights + optimizer,
+        export=trained if recipe.method != "full" else model_numel(shape) * states.compute_bytes(recipe),
+    )
 
 
 def model_numel(shape: ModelShape) -> int:

@@ -18,7 +18,10 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """What is given: the model, how to train it, on what. `fixed_rows` keeps the micro-batch of the recipe."""
+    """What is given: the model, how to train it, on what. `fixed_rows` keeps the micro-batch of the recipe.
+
+    `ram_efficient`: one rank of a machine reads the weights. `notes` are assumptions besides those of a step.
+    """
 
     shape: ModelShape
     tapes: Mapping[str, Tapes]
@@ -27,11 +30,13 @@ class Job:
     ranks: int
     ranks_per_node: int
     fixed_rows: bool = False
+    ram_efficient: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def capacity_bytes(self) -> int:
         """The memory of one GPU."""
-        return round(self.gpu.memory_gib * GIB)
+        return round(self.gpu.usable_gib * GIB)
 
 
 @dataclass(frozen=True)
@@ -135,20 +140,22 @@ def make_plan(job: Job) -> Plan:
     rows = tuple(table(job))
     found = sorted(_search(job), key=lambda one: -one.tokens_per_s)
     if not found:
-        return Plan(rows, None, None, "", 0, tuple(_changes(job)))
+        return Plan(rows, None, None, "", 0, tuple(_changes(job, None)))
     choice = found[0]
+    more = tuple(_changes(job, choice.layout)) if choice.layout.offload else ()
     second = next((one for one in found if one.layout != choice.layout), None)
     longest = longest_sequence(job, choice.recipe, choice.layout, job.shape.positions or MOST_TOKENS)
-    return Plan(rows, choice, second, _reason(job, choice), longest, ())
+    return Plan(rows, choice, second, _reason(job, choice), longest, more)
 
 
 def judge(job: Job, layout: Layout) -> Plan:
     """One given layout: whether it fits, and the largest micro-batch and sequence that would."""
     one = evaluate(job, job.recipe, layout)
     if not one.fits:
-        return Plan((one,), None, None, "", 0, tuple(_changes(job)))
+        return Plan((one,), None, None, "", 0, tuple(_changes(job, layout)))
     longest = longest_sequence(job, job.recipe, layout, job.shape.positions or MOST_TOKENS)
-    return Plan((one,), one, None, f"It fits, up to {largest_rows(job, job.recipe, layout)} rows per GPU.", longest, ())
+    most = replace(job.recipe, rows=largest_rows(job, job.recipe, layout))
+    return Plan((one,), one, None, f"It fits, up to {rows_in(most)} per GPU.", longest, ())
 
 
 def _search(job: Job) -> Iterator[Candidate]:
@@ -179,16 +186,30 @@ def _best(job: Job, recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
 def _reason(job: Job, choice: Candidate) -> str:
     used = choice.device.allocated / GIB
     return (
-        f"{name_of(choice.layout)} is the fastest that fits: {used:.1f} of {job.gpu.memory_gib:.0f} GiB at its peak, "
+        f"{_contest(choice.layout)}: {used:.1f} of {job.gpu.usable_gib:.0f} GiB at its peak, "
         f"about {choice.tokens_per_s:,.0f} tokens/s per GPU, bound by {choice.step.bound}."
     )
 
 
-def _changes(job: Job) -> Iterator[str]:
-    """The smallest changes that would make it fit, each tried alone with one row and full checkpointing."""
+def _contest(layout: Layout) -> str:
+    """Of what the choice is the best: FSDP1 and ZeRO are shown and not proposed."""
+    return "It fits" if layout.engine == "single" else "It is the fastest of DDP and FSDP2 that fits"
+
+
+def _changes(job: Job, given: Layout | None) -> Iterator[str]:
+    """The smallest changes that would make it fit, each tried alone with one row and full checkpointing.
+
+    They are changes of the `given` layout where that helps, else of the one that shards all; offload is the last one,
+    unless it is given.
+    """
     layout = next(one for one in layouts(job.ranks, job.ranks_per_node) if one.engine in ("fsdp2", "single"))
     smallest = replace(job.recipe, checkpointing="full", rows=1)
     used = "1 row per GPU and activation checkpointing"
+    if given and smallest != job.recipe and not given.offload and _fits(job, smallest, given):
+        yield used
+        return
+    if given and given != layout:
+        used = f"{name_of(layout)}, {used}"
     if _fits(job, smallest, layout):
         yield used
     elif length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
@@ -198,7 +219,8 @@ def _changes(job: Job) -> Iterator[str]:
         yield f"{enough.ranks} GPUs, with {used}"
     if job.recipe.method == "full" and _fits(job, replace(smallest, method="lora", dtype="bfloat16"), layout):
         yield f"--method lora, with {used}"
-    if layout.engine == "fsdp2" and _fits(job, smallest, replace(layout, offload=True)):
+    offloads = given is not None and given.offload
+    if layout.engine == "fsdp2" and not offloads and _fits(job, smallest, replace(layout, offload=True)):
         yield f"CPU offload, with {used}: several times slower"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import catalogue, files, gpus, layouts, machines, overheads, page, plan, recorded, render
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.inputs import read_subject
 from accel_fsdp.meter import KINDS, LETTERS
 from accel_fsdp.overheads import GIB
@@ -17,6 +17,7 @@ from accel_fsdp.traffic import step_traffic
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 BAR_CELLS = 20
+DEFAULT_LENGTH = 2048
 COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s")
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
 COLOURS = dict(
@@ -27,6 +28,7 @@ COLOURS = dict(
 @dataclass(frozen=True)
 class Options:
     """What the command takes. `rows` None: the table has one row per GPU, the search finds the largest that fits.
+    `length` None: 2048 tokens, or the model's positions where it has fewer.
 
     `html` is where the plan is also written as a page.
     """
@@ -36,6 +38,7 @@ class Options:
     nodes: int | None
     recipe: Recipe
     rows: int | None = None
+    length: int | None = None
     json: bool = False
     config: Path | None = None
     html: Path | None = None
@@ -70,11 +73,17 @@ def show_plan(options: Options) -> int:
     """
     if options.html and not options.force:
         files.refuse_existing(options.html, "it may be the page of another plan", "--html")
-    layout = None
+    layout = subject = None
+    machines_there = 0
     if options.config is not None:
-        layout, recipe = layouts.of_subject(read_subject(options.config)[0], options.recipe)
+        subject, _ = read_subject(options.config)
+        layout, recipe = layouts.of_subject(subject, options.recipe)
         options = replace(options, recipe=recipe)
-    job = make_job(options, layout)
+        machines_there = subject.number("num_machines") or 1
+    job = make_job(options, layout, machines_there)
+    if subject is not None:
+        efficient = not subject.is_fsdp or subject.on("fsdp_cpu_ram_efficient_loading")
+        job = replace(job, ram_efficient=efficient, notes=layouts.notes(subject))
     found = plan.make_plan(job) if layout is None else plan.judge(job, layout)
     if options.json:
         render.put(json.dumps(as_json(job, found), indent=2))
@@ -86,8 +95,8 @@ def show_plan(options: Options) -> int:
     return 0 if found.choice else 1
 
 
-def make_job(options: Options, layout: Layout | None = None) -> Job:
-    """What is to be planned; with the layout of a YAML on as many GPUs as it has ranks.
+def make_job(options: Options, layout: Layout | None = None, machines_there: int = 0) -> Job:
+    """What is to be planned; with the layout of a YAML on as many GPUs and machines as it has.
 
     Raises:
         UserError: as `show_plan`.
@@ -98,18 +107,21 @@ def make_job(options: Options, layout: Layout | None = None) -> Job:
             "--gpus cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB"
         )
     gpu = gpus.find(machine.accelerator, machine.memory_gib)
-    nodes = options.nodes or described
-    _positive("--nodes", nodes)
-    for flag, value in (("--seq-len", options.recipe.length), ("--batch", 1 if options.rows is None else options.rows)):
+    nodes = _nodes(options.nodes, described)
+    given = options.recipe
+    rows = 1 if options.rows is None else options.rows
+    numbers = {"--nodes": nodes, "--batch": rows, "--accumulation": given.accumulation, "--lora-rank": given.lora_rank}
+    for flag, value in {**numbers, "--seq-len": 1 if options.length is None else options.length}.items():
         _positive(flag, value)
     shape, tapes = read_shape(options.model, options.recipe)
-    if shape.positions and options.recipe.length > shape.positions:
+    length = options.length or min(DEFAULT_LENGTH, shape.positions or DEFAULT_LENGTH)
+    if shape.positions and length > shape.positions:
         raise UsageError(
-            f"--seq-len {options.recipe.length} is longer than the {shape.positions} positions of {shape.name}",
+            f"--seq-len {length} is longer than the {shape.positions} positions of {shape.name}",
             why="the model was not made for them",
             fix=f"--seq-len {shape.positions} or less",
         )
-    recipe = replace(options.recipe, rows=1 if options.rows is None else options.rows)
+    recipe = replace(options.recipe, rows=rows, length=length)
     if layout is not None:
         if machine.count * nodes != layout.ranks:
             raise UsageError(
@@ -117,8 +129,24 @@ def make_job(options: Options, layout: Layout | None = None) -> Job:
                 why="each process drives one GPU",
                 fix=f"--gpus {layout.ranks}x{machine.accelerator}, or change num_processes",
             )
+        if nodes != machines_there:
+            raise UsageError(
+                f"--gpus {options.gpus} is {nodes} machines, the YAML has num_machines: {machines_there}",
+                why="the links between machines decide the speed",
+                fix=f"--gpus {layout.ranks // machines_there}x{machine.accelerator} --nodes {machines_there}",
+            )
         return Job(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node, True)
     return Job(shape, tapes, recipe, gpu, machine.count * nodes, machine.count, options.rows is not None)
+
+
+def _nodes(asked: int | None, described: int) -> int:
+    if asked is not None and described > 1 and asked != described:
+        raise UsageError(
+            f"--nodes {asked}, and --gpus names {described} machines",
+            why="one of them is wrong",
+            fix="leave out --nodes",
+        )
+    return described if asked is None else asked
 
 
 def _positive(flag: str, value: int) -> None:
@@ -137,7 +165,14 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tape
         known = found[0].name
         return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
     if folder.is_dir() and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder / 'config.json'} can't be read: {error}",
+                why="the layers' sizes are in it",
+                fix="copy the model's config.json again",
+            ) from error
     else:
         from accel_fsdp.facts import read_config
 
@@ -171,8 +206,13 @@ def as_json(job: Job, found: Plan) -> dict[str, Any]:
     return {
         "model": job.shape.name,
         "parameters": overheads.model_numel(job.shape),
+        "method": job.recipe.method,
+        "precision": job.recipe.precision,
+        "sequence_length": job.recipe.length,
         "gpu": job.gpu.name,
+        "gpu_memory_bytes": job.capacity_bytes,
         "gpus": job.ranks,
+        "gpus_per_machine": job.ranks_per_node,
         "strategies": [_row_json(job, one) for one in found.rows],
         "choice": _row_json(job, found.choice) if found.choice else None,
         "runner_up": _row_json(job, found.runner_up) if found.runner_up else None,
@@ -184,7 +224,7 @@ def as_json(job: Job, found: Plan) -> dict[str, Any]:
 
 def _row_json(job: Job, one: Candidate) -> dict[str, Any]:
     peak, traffic = one.prediction.peak, step_traffic(job.shape, one.recipe, one.layout)
-    host = overheads.host(job.shape, one.recipe, one.layout)
+    host = overheads.host(job.shape, one.recipe, one.layout, job.ram_efficient)
     return {
         "strategy": name_of(one.layout),
         "rows": one.recipe.rows,
@@ -200,6 +240,8 @@ def _row_json(job: Job, one: Candidate) -> dict[str, Any]:
         "host_offload_bytes": host.offload,
         "host_gathering_bytes": host.gathering,
         "checkpoint_bytes": host.checkpoint,
+        "export_bytes": host.export,
+        "phases": {moment.phase: moment.total for moment in one.prediction.moments},
         "sent_bytes": {
             "intra-node": traffic.intra_bytes,
             "inter-node": traffic.inter_bytes,
@@ -210,7 +252,7 @@ def _row_json(job: Job, one: Candidate) -> dict[str, Any]:
         "tokens_per_s_per_gpu": one.tokens_per_s,
         "mfu": one.step.mfu,
         "bound": one.step.bound,
-        "assumptions": one.step.assumptions,
+        "assumptions": (*job.notes, *one.step.assumptions),
     }
 
 
@@ -268,11 +310,18 @@ def _recommendation(job: Job, found: Plan) -> Iterator[str]:
         used = second.device.allocated / GIB
         other = f"{rows_in(second.recipe)}, {checkpointing_in(second.recipe)}"
         yield f"Next is {name_of(second.layout)} ({other}): {used:.1f} GiB, {slower}."
-    yield f"The longest sequence that fits this way has {found.longest:,} tokens."
-    host = overheads.host(job.shape, choice.recipe, choice.layout)
-    offload = f", {host.offload / GIB:,.0f} GiB to train from" if host.offload else ""
+    whose = ", the model's limit" if found.longest == job.shape.positions else ""
+    yield f"The longest sequence that fits this way has {found.longest:,} tokens{whose}."
+    host = overheads.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
+    offload = f", {_short(host.offload / GIB)} GiB to train from" if host.offload else ""
     yield (
-        f"Each machine needs {host.loading / GIB:,.0f} GiB of memory to load the model{offload}; a checkpoint takes "
-        f"{host.checkpoint / 1e9:,.0f} GB of disk, the exported model {host.export / 1e9:,.0f} GB."
+        f"Each machine needs {_short(host.loading / GIB)} GiB of memory to load the model{offload}; a checkpoint takes "
+        f"{_short(host.checkpoint / 1e9)} GB of disk, the exported model {_short(host.export / 1e9)} GB."
     )
-    yield "Assumed: " + " ".join(choice.step.assumptions)
+    if choice.layout.offload and found.changes:
+        yield "Where machines have less memory than that: " + "; or ".join(found.changes) + "."
+    yield "Assumed: " + " ".join((*job.notes, *choice.step.assumptions))
+
+
+def _short(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 10 else f"{amount:,.1f}"

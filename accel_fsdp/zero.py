@@ -1,5 +1,7 @@
 """DeepSpeed's ZeRO in the walk of `memory.py`: what it holds, gathers and reduces around a unit. Pure."""
 
+from dataclasses import replace
+
 from accel_fsdp import states
 from accel_fsdp.engines import Engine
 from accel_fsdp.meter import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
@@ -27,7 +29,9 @@ class Zero(Engine):
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
             self.meter.add(PARAMETERS, 4 * share if compute == 2 else 0)
-            self.meter.add(OPTIMIZER, 8 * share)
+            alone = replace(self.layout, ranks=1, ranks_per_node=1)
+            whole = sum(states.optimizer_bytes(unit, self.recipe, alone) for unit in self.held)
+            self.meter.add(OPTIMIZER, whole // self.layout.ranks)
         hidden = self.units[0].held[0].shape[-1]  # of the embedding
         self.meter.add(BUFFERS, 3 * hidden**2 * compute)
 

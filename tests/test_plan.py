@@ -212,3 +212,92 @@ def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
         engine.after_backward(number, born)
     held = sum(meter.live[kind] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) / 1e9
     assert round(held, 1) == gigabytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--accumulation", "0"), "--accumulation 0 is less than 1"),
+        (("--lora-rank", "-8"), "--lora-rank -8 is less than 1"),
+        (("--nodes", "0"), "--nodes 0 is less than 1"),
+        (("--gpus", "8xH100-0GB"), "8xH100-0GB can't be read"),
+        (("--gpus", "2x8xH100", "--nodes", "3"), "names 2 machines"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], message: str) -> None:
+    shown = accel_fsdp("plan", "--model", "gpt2", "--gpus", "8xH100", *flags)
+    assert shown.code == 2
+    assert message in shown.output
+
+
+def edited(tmp_path: Path, name: str, *pairs: tuple[str, str]) -> Path:
+    text = (ROOT / "accelerate_configs" / name).read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("fsdp2.yaml", "mixed_precision: bf16", "mixed_precision: fp8", "mixed_precision: fp8 can't be predicted"),
+        ("zero3.yaml", "zero_stage: 3", "zero_stage: 9", "zero_stage: 9 can't be predicted"),
+        ("zero3.yaml", "zero_stage: 3", "zero_stage: three", "zero_stage: three can't be predicted"),
+        ("fsdp2.yaml", "num_machines: 1", "num_machines: 2", "the YAML has num_machines: 2"),
+    ],
+)
+def test_a_yaml_that_cannot_be_predicted_is_refused(
+    name: str, old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    path = edited(tmp_path, name, (old, new))
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100", "--config", path)
+    assert shown.code == 2
+    assert message in " ".join(shown.output.split())
+
+
+def test_advice_for_a_yaml_that_does_not_fit_names_the_strategy_it_is_about() -> None:
+    path = ROOT / "accelerate_configs" / "ddp.yaml"
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--config", path)
+    assert shown.code == 1
+    assert "FSDP2 FULL_SHARD, 1 row per GPU" in shown.output
+
+
+def test_a_checkpoint_of_an_adapter_is_the_adapter_s() -> None:
+    found = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "lora", "--lora-rank", "16")
+    choice = found["choice"]
+    assert isinstance(choice, dict)
+    trained = 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # q, o; k, v; gate, up, down
+    assert choice["checkpoint_bytes"] == 12 * trained
+    assert choice["export_bytes"] == 4 * trained
+
+
+def test_a_checkpoint_takes_the_same_from_any_number_of_gpus() -> None:
+    sizes = set()
+    for machines in ("8xH100", "2048x8xH100"):
+        rows = planned("--model", "llama-3.1-8b", "--gpus", machines)["strategies"]
+        assert isinstance(rows, list)
+        sizes |= {row["checkpoint_bytes"] for row in rows if row["strategy"] == "FSDP2 FULL_SHARD"}
+    assert sizes == {12 * 8_030_261_248}
+
+
+def test_zero_has_the_optimizer_s_state() -> None:
+    by_optimizer = {}
+    for name in ("adamw_torch", "sgd"):
+        rows = planned("--model", "gpt2", "--gpus", "8xH100", "--optimizer", name)["strategies"]
+        assert isinstance(rows, list)
+        (row,) = (row for row in rows if row["strategy"] == "ZeRO-1")
+        by_optimizer[name] = row["steady_bytes"]
+    assert by_optimizer["adamw_torch"] - by_optimizer["sgd"] == pytest.approx(8 * 124_439_808 / 8, rel=1e-3)
+
+
+def test_the_default_length_is_the_model_s_where_it_has_fewer_positions() -> None:
+    assert planned("--model", "gpt2", "--gpus", "8xH100")["sequence_length"] == 1024
+    assert planned("--model", "llama-3.1-8b", "--gpus", "8xH100")["sequence_length"] == 2048
+
+
+def test_error_correction_takes_its_share_of_the_memory() -> None:
+    assert gpus.find("T4").usable_gib == 15
+    assert gpus.find("H100").usable_gib == 80
