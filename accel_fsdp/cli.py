@@ -157,6 +157,65 @@ class PlanCommand:
     force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing FILE.")] = False
 
 
+@dataclass(frozen=True)
+class Export:
+    """Write a checkpoint as a verified Hugging Face folder, in bounded memory: accel-fsdp export SRC OUT."""
+
+    src: Annotated[
+        tyro.conf.Positional[Path],
+        tyro.conf.arg(metavar="SRC", help="A run's folder, a checkpoint in it, or a file or folder of its weights."),
+    ]
+    out: Annotated[
+        tyro.conf.Positional[Path | None],
+        tyro.conf.arg(metavar="OUT", help="The folder to write.", help_behavior_hint="(not with --list or --check)"),
+    ] = None
+    list: Annotated[bool, tyro.conf.arg(help="Show which checkpoints SRC holds, and what they lack.")] = False
+    check: Annotated[bool, tyro.conf.arg(help="Verify SRC, a folder that was exported.")] = False
+    model: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="ID_OR_FOLDER",
+            help="The model that was trained: its config, tokenizer and dtype.",
+            help_behavior_hint="(default: what the run's folder or the adapter says)",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        tyro.conf.arg(help="Dtype of the weights.", help_behavior_hint="(default: the model's that was trained)"),
+    ] = None
+    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help="Largest file, such as 5GB.")] = "50GB"
+    merge_adapter: Annotated[bool, tyro.conf.arg(help="Merge LoRA or DoRA into the base model.")] = False
+    format: Annotated[
+        Literal["safetensors", "pth"], tyro.conf.arg(help="pth: a single file for torch.load, model.pth.")
+    ] = "safetensors"
+    with_optimizer: Annotated[bool, tyro.conf.arg(help="Also write the optimizer's state: optimizer.safetensors.")] = (
+        False
+    )
+    verify: Annotated[
+        Literal["bytes", "load", "logits"],
+        tyro.conf.arg(
+            help="bytes: files and hashes alone; load: names against the config too, and from_pretrained; "
+            "logits: against the checkpoint loaded by torch, whole."
+        ),
+    ] = "load"
+    no_sync: Annotated[bool, tyro.conf.arg(help="Don't wait until the disk has it all.")] = False
+    force: Annotated[bool, tyro.conf.arg(help="Replace an existing model in OUT.")] = False
+    json: Annotated[bool, tyro.conf.arg(help="The report, or the list, as JSON.")] = False
+    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="REPO", help="Upload OUT to this repository.")] = None
+    private: Annotated[bool, tyro.conf.arg(help="Make that repository private.")] = False
+
+
+@dataclass(frozen=True)
+class Init:
+    """Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR", help="The project; made if need be.")]
+    config: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help="Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...")
+    ] = "fsdp2"
+    native: Annotated[bool, tyro.conf.arg(help="Also native.py, the same job in plain PyTorch.")] = False
+
+
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = tyro.conf.arg(
         metavar=question.metavar,
@@ -178,7 +237,7 @@ def main() -> None:
         sys.stdout.write(f"{__version__}\n")
         return
     launches, code = words[:1] == ["launch"], 0
-    if not launches and hasattr(signal, "SIGPIPE"):
+    if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `accel-fsdp check --list-rules | head` ends quietly
 
     def run() -> None:
@@ -191,7 +250,10 @@ def main() -> None:
 def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     own, script_args = _split_script_args(words)
     command = tyro.extras.subcommand_cli_from_dict(
-        {"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
+        {
+            **{"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
+            **{"export": Export, "init": Init},
+        },
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
         args=own,
@@ -218,6 +280,16 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
         return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
     if isinstance(command, PlanCommand):
         return _plan(command)
+    if isinstance(command, Export):
+        from accel_fsdp import exporting, papers
+
+        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporting.Options)}
+        asked["dtype"] = papers.DTYPES.get(command.dtype or "")
+        return exporting.run(exporting.Options(**asked))
+    if isinstance(command, Init):
+        from accel_fsdp import starter
+
+        return starter.init(command.folder, command.config, command.native)
     return _config(command)
 
 

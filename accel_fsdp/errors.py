@@ -24,14 +24,31 @@ class UserError(Exception):
         self.what, self.why, self.fix = what, why, fix
         super().__init__(what)
 
+    def __reduce__(self) -> tuple[Callable[..., "UserError"], tuple[object, ...]]:
+        return _again, (type(self), self.what, self.why, self.fix)  # from one process to another
+
     def __str__(self) -> str:
         return f"error: {self.what}\n  why: {self.why}\n  fix: {self.fix}"
+
+
+def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
+    return kind(what, why=why, fix=fix)
 
 
 class UsageError(UserError):
     """A flag with a value it can't have."""
 
     exit_code = 2
+
+
+class Stopped(UserError):
+    """The job was told to end, saved its state and can go on later. Every rank raises it and one says it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: the same command will do, later."""
+
+    def __str__(self) -> str:
+        return f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -102,6 +119,10 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     """
     try:
         main()
+    except Stopped as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
     except UserError as error:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank != 0:

@@ -31,6 +31,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
+        sync_names(path.parent)
     except (OSError, RuntimeError) as error:  # a RuntimeError is a link that leads to itself
         raise _cannot_write(path, error) from error
     finally:
@@ -90,17 +91,19 @@ def check_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
+def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     """Yields an empty folder beside `target` that takes its place when the block ends; on any error it is removed.
 
-    An existing `target` stays in place, complete, until the new folder is.
+    An existing `target` stays in place, complete, until the new folder is. Without `sync` the files may still be on
+    their way to the disk at the end.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        sync_folder(temporary)
+        if sync:
+            sync_folder(temporary)
         old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
@@ -141,6 +144,16 @@ def sync_folder(folder: Path) -> None:
         path.chmod(file_mode())
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def sync_names(folder: Path) -> None:
+    """Flushes the names in `folder`, so that a rename outlives a power cut; some file systems have no such call."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def file_mode() -> int:

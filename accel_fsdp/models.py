@@ -1,6 +1,8 @@
 """The model and tokenizer as `train/sft.py` loads them: explicit dtypes, vocabulary, adapters."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +44,26 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
     Raises:
         UserError: the weights can't be read, the vocabulary is too small, or no module matches `lora_target_modules`.
     """
-    model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
+    with _unloadable(options.model_name_or_path):
+        model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
     if os.environ.get("RANK", "0") == "0":
         dtype, reason = weight_dtype(options)
         render.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
     _fit_vocabulary(model, tokenizer, options)
     return _with_adapter(model, options) if options.use_peft else model
+
+
+@contextmanager
+def _unloadable(name: str) -> Iterator[None]:
+    """Turns the ways in which a model fails to load, on ranks with and without weights, into one message."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"cannot load the weights of {name}: {facts.first_line(error)}",
+            why="there is nothing to train",
+            fix="check the name, or give a folder that save_pretrained wrote",
+        ) from error
 
 
 def _receives_weights(options: ModelArguments) -> bool:
@@ -79,21 +95,14 @@ def _without_weights(options: ModelArguments) -> Any:
 
 
 def _with_weights(options: ModelArguments) -> Any:
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            options.model_name_or_path,
-            revision=options.model_revision,
-            dtype=weight_dtype(options)[0],
-            attn_implementation=options.attn_implementation,
-            quantization_config=_quantization(options),
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise UserError(
-            f"cannot load the weights of {options.model_name_or_path}: {facts.first_line(error)}",
-            why="there is nothing to train",
-            fix="check the name, or give a folder that save_pretrained wrote",
-        ) from error
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        options.model_name_or_path,
+        revision=options.model_revision,
+        dtype=weight_dtype(options)[0],
+        attn_implementation=options.attn_implementation,
+        quantization_config=_quantization(options),
+        output_loading_info=True,
+    )
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
             f"{options.model_name_or_path} lacks {len(missing)} weights of its model, first {missing[0]}",

@@ -1,7 +1,7 @@
 """Tables, previews and progress. The only module of the package that prints: data to stdout, talk to stderr."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -83,3 +83,14 @@ def waiting(text: str) -> Iterator[None]:
     """A spinner while something slow runs; silent when stderr is not a terminal."""
     with talk.status(text):
         yield
+
+
+@contextmanager
+def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar with GB/s and the time left while bytes are moved; yields what to call with each number of bytes."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=talk, transient=True, disable=not talk.is_terminal) as bars:
+        task = bars.add_task(text, total=total_bytes)
+        yield lambda count: bars.update(task, advance=count)

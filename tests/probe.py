@@ -50,6 +50,8 @@ def jobs() -> None:
     for run, more in json.loads(os.environ.get("PROBE_MORE", "{}")).items():
         AcceleratorState._reset_state()
         GradientState._reset_state()
+        if "--accelerate_config" in words:
+            del os.environ["ACCELERATE_MIXED_PRECISION"]  # the first run's: else the launcher has been here
         sys.argv = [*words, "--output_dir", str(output.with_name(run)), *more]
         main()
 

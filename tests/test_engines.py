@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
@@ -110,6 +111,7 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     mesh = [*MESH, "--parallelism_config_dp_shard_size", "2"] if ranks == 4 else []
     flags = ["--mixed_precision", "no", "--num_processes", str(ranks), *mesh]
     args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH // ranks)
+    args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
     env = probed(tmp_path, {"lora": LORA})
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
     assert finished.code == 0, finished.output
@@ -122,6 +124,8 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
         assert seen["held"] == pytest.approx(total / SHIPPED[name], rel=0.02)
         assert seen["kinds"] == (["DTensor"] if name.startswith("fsdp2") else ["Parameter"])
         assert seen["stage"] == (int(name[-1]) if name.startswith("zero") else 0)
+    if name.startswith("zero"):
+        assert_exports_offline(tmp_path / "full", tmp_path / "offline")
     if name.startswith("fsdp"):
         assert f"sharding: {name[:5].upper()}" in finished.output
         assert reported_share(finished) == pytest.approx(1 / SHIPPED[name], abs=0.02)
@@ -244,7 +248,7 @@ def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Pat
     assert finished.code == 0, finished.output
     found = re.search(r"peak of rank 0 ([\d.]+) GiB, of the others at most ([\d.]+) GiB", finished.output)
     assert found, finished.output
-    assert float(found[1]) - float(found[2]) > 0.75 * 4 * total / 2**30
+    assert float(found[1]) - float(found[2]) > 0.5 * 4 * total / 2**30  # its shards and one tensor are there too
 
 
 NATIVE_RUNS = {

@@ -8,10 +8,12 @@ Reads top to bottom: parse, data, model, Trainer, train, export, what next.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import set_seed
 
-from accel_fsdp import arguments, batching, chats, data, files, models, render, tokenizing, training
+from accel_fsdp import arguments, batching, cards, chats, data, files, models, render, runs, tokenizing, training
+from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import guard
 
 
@@ -22,11 +24,53 @@ def main() -> None:
     checkpoint = arguments.checkpoint_to_resume(training_args)
     files.check_writable(output)
     training.quiet(training_args.process_index)
+    given = runs.arguments_of(model_args, data_args, training_args)
+    record = runs.Record(output, given, first_rank=training_args.process_index == 0)
     set_seed(training_args.seed)
 
     # Data: one rank per node tokenizes on all cores, the others read its cache
     tokenizer = models.load_tokenizer(model_args)
     chats.use_template(tokenizer, data_args.chat_template_path)
+    tokens, longest = tokenize(tokenizer, data_args, training_args)
+    record.lap("data")
+
+    # Model and Trainer
+    model = models.load_model(model_args, tokenizer)
+    batching.check_length(model, longest)
+    collator = batching.collator(tokenizer, model, data_args.packing)
+    trainer = training.SftTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=tokens["train"],
+        eval_dataset=tokens.get("test"),
+        processing_class=tokenizer,
+        data_collator=collator,
+    )
+    if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
+        trainer.add_callback(batching.IsolationCheck(collator))
+    record.begin(trainer.report.plan())
+    record.lap("model")
+
+    # Train
+    trainer.train(resume_from_checkpoint=checkpoint)
+    record.lap("training")
+
+    # Export: gathered on all ranks, written and verified on the first
+    tensors = trainer.export(output / "final", cards.text(record.content, trainer.state.log_history))
+    record.lap("export")
+    record.finish(trainer.state.log_history, trainer.report.totals())
+
+    # What next
+    if trainer.is_world_process_zero():
+        for line in training.summary(trainer.state.log_history):
+            render.say(line)
+        render.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
+
+
+def tokenize(
+    tokenizer: Any, data_args: DataArguments, training_args: arguments.SftArguments
+) -> tuple[dict[str, Any], int]:
+    """The rows to train on and to evaluate on, and the length of the longest."""
     wanted = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
@@ -45,33 +89,7 @@ def main() -> None:
             longest = max(longest, summary.longest)
             if training_args.process_index == 0:
                 render.say(f"{name}: {summary}", style="cyan")
-
-    # Model and Trainer
-    model = models.load_model(model_args, tokenizer)
-    batching.check_length(model, longest)
-    collator = batching.collator(tokenizer, model, data_args.packing)
-    trainer = training.SftTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=tokens["train"],
-        eval_dataset=tokens.get("test"),
-        processing_class=tokenizer,
-        data_collator=collator,
-    )
-    if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
-        trainer.add_callback(batching.IsolationCheck(collator))
-
-    # Train
-    trainer.train(resume_from_checkpoint=checkpoint)
-
-    # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / "final")
-
-    # What next
-    if trainer.is_world_process_zero():
-        for line in training.summary(trainer.state.log_history):
-            render.say(line)
-        render.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
+    return tokens, longest
 
 
 if __name__ == "__main__":

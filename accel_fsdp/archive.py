@@ -1,0 +1,296 @@
+"""Files that `torch.save` wrote, read without torch: where each tensor's bytes lie. Nothing that they name is executed.
+
+Such a file is a zip archive of stored records: a pickle that describes the object, and one record per storage. The
+pickle is read by an unpickler that admits what tensors are made of and nothing else; each name stands for code of this
+module, so not even an admitted pickle reaches torch.
+"""
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
+
+DTYPES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
+    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+"""torch's names and safetensors'."""
+STORAGES = {
+    **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"},
+    **{"LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8"},
+    **{"BoolStorage": "BOOL", "UntypedStorage": "U8", "ComplexFloatStorage": "C64"},
+}
+END, END64, ENTRY, LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
+TAIL_BYTES = 1024
+LARGEST_DIRECTORY = 1 << 28
+ERRORS = (
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError),
+    *(struct.error, UnicodeDecodeError, OverflowError, MemoryError),
+)
+"""How unpickling fails on damaged bytes."""
+
+
+class Inert:
+    """Stands for a class of another library: takes any arguments and any state, and does nothing with them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.args, self.state = args, options
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+Admitted = Mapping[tuple[str, str], Any]
+
+
+class SafePickle(pickle.Unpickler):
+    """An unpickler that knows no name but the admitted ones."""
+
+    def __init__(
+        self, content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None = None
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self.admitted, self.path, self.load_storage = admitted, path, load
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What an admitted name stands for.
+
+        Raises:
+            UserError: it isn't admitted.
+        """
+        try:
+            return self.admitted[module, name]
+        except KeyError:
+            raise UserError(
+                f"{self.path} names {module}.{name}, which no checkpoint needs",
+                why="reading it the usual way could run code of whoever wrote the file; nothing was executed",
+                fix="don't load it; get the checkpoint again from where it was written",
+            ) from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A storage, as torch.save refers to it."""
+        if self.load_storage is None:
+            raise pickle.UnpicklingError("a storage where none belongs")
+        return self.load_storage(pid)
+
+
+def unpickle(content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None = None) -> Any:
+    """The object in a pickle of admitted names.
+
+    Raises:
+        UserError: the pickle names something else, or is damaged.
+    """
+    try:
+        return SafePickle(content, admitted, path, load).load()
+    except ERRORS as error:
+        raise damaged(path, f"is damaged: {type(error).__name__} in its pickle") from error
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One record of an archive: checksum, size, and where its local header and its entry in the list of records begin.
+
+    Places count from the archive's start.
+    """
+
+    crc: int
+    size: int
+    header: int
+    entry: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage: the dtype that its class says, and its record."""
+
+    dtype: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as the pickle describes it: a view of a storage."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def piece(self, offsets: tuple[int, ...]) -> Piece:
+        """Its place in a larger tensor."""
+        item = ITEM_BYTES[self.dtype]
+        needed = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if prod(self.shape) and (self.offset + needed) * item > self.storage.record.length:
+            raise damaged(self.storage.record.path, "has a tensor that is larger than its storage")
+        plain = prod(self.shape) == 0 or self.strides == contiguous(self.shape, self.strides)
+        skip = self.offset * item
+        return Piece(self.storage.record, offsets, self.shape, skip, None if plain else self.strides)
+
+    def stored(self, name: str) -> Stored:
+        """It alone."""
+        return tensor(name, self.dtype, self.shape, [self.piece((0,) * len(self.shape))])
+
+
+def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of C order; those of dimensions of size 1 mean nothing and are taken as they are."""
+    expected, step = [], 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        expected.append(stride if size == 1 else step)
+        step *= size
+    return tuple(reversed(expected))
+
+
+def _view(storage: Storage, offset: int, shape: Any, strides: Any, *rest: Any, dtype: str = "") -> View:
+    sizes, steps = tuple(map(int, shape)), tuple(map(int, strides))
+    if min((offset, *sizes, *steps)) < 0 or len(sizes) != len(steps):
+        raise ValueError("a tensor of impossible shape")
+    return View(storage, dtype or storage.dtype, offset, sizes, steps)
+
+
+def _typed_view(
+    storage: Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: str, *rest: Any
+) -> View:
+    return _view(storage, offset, shape, strides, dtype=dtype)
+
+
+def _parameter(data: View, *rest: Any) -> View:
+    return data
+
+
+TENSORS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _view,
+    ("torch._utils", "_rebuild_tensor_v3"): _typed_view,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+    **{("torch", name): short for name, short in DTYPES.items()},
+    **{("torch", name): name for name in STORAGES},
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+}
+"""What a file of tensors is made of."""
+
+
+def slots(reader: Reader, path: Path, start: int, length: int) -> dict[str, Slot]:
+    """The records of an archive that lies in bytes `start` to `start + length` of a file.
+
+    Raises:
+        UserError: it isn't one, or is cut short.
+    """
+    tail_at = max(0, length - TAIL_BYTES)
+    tail = reader.bytes_of(path, start + tail_at, length - tail_at)
+    try:
+        size, offset = _directory(tail)
+        if size > min(length, LARGEST_DIRECTORY) or offset + size > length:
+            raise ValueError("directory outside of the archive")
+        known = offset - tail_at
+        content = tail[known : known + size] if known >= 0 else reader.bytes_of(path, start + offset, size)
+        return _entries(content, offset)
+    except (struct.error, ValueError, UnicodeDecodeError) as error:
+        raise damaged(path, f"is damaged: no archive in bytes {start} to {start + length}") from error
+
+
+def _directory(tail: bytes) -> tuple[int, int]:
+    """Size and offset of the list of records."""
+    end = tail.rfind(END)
+    if end < 0:
+        raise ValueError("no end record")
+    size, offset = struct.unpack_from("<II", tail, end + 12)
+    if size == 0xFFFFFFFF or offset == 0xFFFFFFFF:
+        size, offset = struct.unpack_from("<QQ", tail, tail.rindex(END64, 0, end) + 40)
+    return size, offset
+
+
+def _entries(content: bytes, start: int) -> dict[str, Slot]:
+    found, at = {}, 0
+    while at < len(content):
+        if content[at : at + 4] != ENTRY:
+            raise ValueError("no entry")
+        method, _, _, crc, packed, size, name, extra, comment = struct.unpack_from("<4x6xHHHIIIHHH", content, at)
+        (header,) = struct.unpack_from("<I", content, at + 42)
+        more = content[at + 46 + name : at + 46 + name + extra]
+        size, packed, header = _wide((size, packed, header), more)
+        if method != 0 or packed != size:
+            raise ValueError("a packed record")
+        key = content[at + 46 : at + 46 + name].decode().partition("/")[2]
+        found[key] = Slot(crc, size, header, start + at)
+        at += 46 + name + extra + comment
+    return found
+
+
+def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
+    """Values of 64 bits, which zip keeps apart."""
+    if 0xFFFFFFFF not in fields:
+        return fields
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            first, second, third = (next(wide) if field == 0xFFFFFFFF else field for field in fields)
+            return first, second, third
+        at += 4 + length
+    raise ValueError("a size is missing")
+
+
+def record(reader: Reader, path: Path, start: int, length: int, slot: Slot) -> Record:
+    """Where a record's bytes lie, behind its local header."""
+    head = reader.bytes_of(path, start + slot.header, 30)
+    if head[:4] != LOCAL or len(head) < 30:
+        raise damaged(path, f"is damaged: no record at byte {start + slot.header}")
+    begin = slot.header + 30 + sum(struct.unpack_from("<HH", head, 26))
+    if begin + slot.size > length:
+        raise damaged(path, "has a record that ends behind it")
+    return Record(path, start + begin, slot.size, slot.crc)
+
+
+def content_of(reader: Reader, path: Path, start: int, length: int, found: dict[str, Slot], name: str) -> bytes:
+    """One small record, checked."""
+    if name not in found or found[name].size > LARGEST_DIRECTORY:
+        raise damaged(path, f"is damaged: {name} is missing")
+    place = record(reader, path, start, length, found[name])
+    buffer = bytearray(place.length)
+    reader.read(place, 0, memoryview(buffer))
+    return bytes(buffer)
+
+
+def load(reader: Reader, path: Path, more: Admitted | None = None) -> Any:
+    """The object in a file of torch.save, with a `View` for each tensor; no tensor is read.
+
+    `more`: names that it may hold besides tensors.
+
+    Raises:
+        UserError: the file is damaged, or names what isn't admitted.
+    """
+    length = reader.size_of(path)
+    if reader.bytes_of(path, 0, 4) != LOCAL:
+        raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged")
+    return load_item(reader, path, 0, length, {**TENSORS, **(more or {})})
+
+
+def load_item(reader: Reader, path: Path, start: int, length: int, admitted: Admitted = TENSORS) -> Any:
+    """The same for an archive inside a file."""
+    found = slots(reader, path, start, length)
+    if "byteorder" in found and content_of(reader, path, start, length, found, "byteorder") != b"little":
+        raise damaged(path, "was written on a machine of the other byte order")
+    content = content_of(reader, path, start, length, found, "data.pkl")
+    return unpickle(content, admitted, path, partial(_storage, reader, path, start, length, found))
+
+
+def _storage(reader: Reader, path: Path, start: int, length: int, found: dict[str, Slot], pid: Any) -> Storage:
+    kind, storage, key, _, count = pid
+    dtype = STORAGES[storage]
+    place = record(reader, path, start, length, found[f"data/{key}"])
+    if kind != "storage" or place.length != count * ITEM_BYTES[dtype]:
+        raise damaged(path, f"is damaged: storage {key} has another size than its tensors")
+    return Storage(dtype, place)

@@ -1,0 +1,213 @@
+"""Finds checkpoints, says what kind they are and what they lack. The only module that knows their folders' layout."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from accel_fsdp import weights, zero_checkpoint
+from accel_fsdp.dcp import METADATA
+from accel_fsdp.errors import UserError
+
+Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
+ACCELERATE_MODEL = "pytorch_model_fsdp"
+FULL = f"{ACCELERATE_MODEL}.bin"
+OPTIMIZERS = ("optim", "optimizer")
+NOT_WEIGHTS = (*weights.STATE, "random_states", "rng", "optim", "train_state", "dataloader")
+DEPTH = 2
+EXPORTED = ("safetensors", "adapter")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint or model: what kind, the folder that a user would name, where its weights lie, and what it lacks."""
+
+    kind: Kind
+    folder: Path
+    weights: Path
+    missing: tuple[str, ...] = ()
+    optimizer: Path | None = None
+
+    @property
+    def number(self) -> int:
+        """The step in the folder's name; -1 without one."""
+        digits = re.findall(r"\d+", self.folder.name)
+        return int(digits[-1]) if digits else -1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights' files."""
+        paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
+        return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in SIZED)
+
+    def __str__(self) -> str:
+        lacks = f", lacks {', '.join(self.missing)}" if self.missing else ""
+        return f"{self.folder}: {self.kind}{lacks}"
+
+
+SIZED = {".distcp", ".bin", ".safetensors", ".pt", ".pth"}
+
+
+def look(folder: Path) -> Found | None:
+    """What `folder` itself is: a checkpoint, an exported model, or the inner folder of one; None if none of them."""
+    for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
+        found = read(folder)
+        if found is not None:
+            return found
+    return None
+
+
+def _sharded(folder: Path) -> Found | None:
+    inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
+    named = [path for path in inner if path.name.startswith(ACCELERATE_MODEL)]
+    named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
+    if _is_dcp(folder):
+        named = [folder]
+    if not named or folder.name.startswith(OPTIMIZERS):
+        return None
+    place = named[0]
+    optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
+    lacking = [] if (place / METADATA).is_file() else [f"{place.name}/{METADATA}"]
+    lacking += [] if any(place.glob("*.distcp")) else [f"{place.name}/*.distcp"]
+    outer = folder.parent if place == folder and folder.name.startswith(ACCELERATE_MODEL) else folder
+    return Found("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
+
+
+def _is_dcp(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
+
+
+def _unfinished(folder: Path) -> tuple[str, ...]:
+    """Trainer writes `trainer_state.json` last; `Accelerator.save_state` writes none, but random states.
+
+    `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
+    """
+    marker = weights.read_json(folder / "complete.json")
+    if marker:
+        sizes: dict[str, int] = marker.get("files") or {}
+        wrong = [name for name, size in sizes.items() if _size(folder / name) != size]
+        return tuple(f"{name} ({sizes[name]:,} bytes)" for name in wrong) if marker.get("complete") else ("its end",)
+    numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
+    done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
+    trainers = any(folder.glob("scheduler.pt")) or any(folder.glob("rng_state*")) or any(folder.glob("optimizer*"))
+    return ("trainer_state.json",) if numbered and trainers and not done else ()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _safetensors(folder: Path) -> Found | None:
+    index = weights.read_json(folder / "model.safetensors.index.json")
+    names = sorted(set(map(str, dict(index.get("weight_map") or {}).values())))
+    if not names and not (folder / "model.safetensors").is_file():
+        return None
+    lacking = [name for name in names if not (folder / name).is_file()]
+    return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
+
+
+def _adapter(folder: Path) -> Found | None:
+    if not (folder / "adapter_model.safetensors").is_file():
+        return None
+    lacking = () if (folder / "adapter_config.json").is_file() else ("adapter_config.json",)
+    return Found("adapter", folder, folder / "adapter_model.safetensors", (*lacking, *_unfinished(folder)))
+
+
+def _full(folder: Path) -> Found | None:
+    path = folder / FULL
+    return Found("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
+
+
+def _zero(folder: Path) -> Found | None:
+    place = zero_checkpoint.folder_of(folder)
+    if place is None:
+        return None
+    lacking = [name for name in ("*_model_states.pt", "*_optim_states.pt") if not any(place.glob(name))]
+    outer = folder.parent if place == folder and folder.name.startswith("global_step") else folder
+    return Found("ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer)))
+
+
+def _single(folder: Path) -> Found | None:
+    paths = [path for kind in ("*.pth", "*.bin", "*.pt") for path in sorted(folder.glob(kind)) if is_single(path)]
+    return Found("torch.save", folder, paths[0]) if len(paths) == 1 else None
+
+
+def is_single(path: Path) -> bool:
+    """Whether a file's name is one for weights."""
+    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(NOT_WEIGHTS)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def listed(run: Path) -> list[Found]:
+    """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
+    found = look(run)
+    if found is not None and found.kind != "torch.save":
+        return [found]
+    inner = [one for path in _folders(run) if (one := look(path)) is not None]
+    if found is not None and all(one.kind in EXPORTED for one in inner):
+        return [found]
+    return sorted(inner, key=lambda one: (one.number, one.folder.stat().st_mtime))
+
+
+def find(path: Path) -> tuple[Found, list[Found]]:
+    """The checkpoint that `path` means, of a run the newest complete one, and those newer that were passed over.
+
+    Raises:
+        UserError: there is none, or the one that was named is incomplete.
+    """
+    place = _meant(path)
+    single = _of_file(place)
+    found = [single] if single else listed(place)
+    if not found:
+        raise _nothing(path, place)
+    whole = [one for one in found if not one.missing]
+    if not whole:
+        raise UserError(
+            f"{found[-1].folder} lacks {', '.join(found[-1].missing)}",
+            why="it is half-written, or its other half lies on another machine",
+            fix="export an older checkpoint; on several machines train to a shared disk",
+        )
+    return whole[-1], found[found.index(whole[-1]) + 1 :]
+
+
+def _meant(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
+    if path.is_file() and (path.suffix == ".distcp" or path.name == METADATA):
+        return path.parent
+    return path
+
+
+def _of_file(path: Path) -> Found | None:
+    if not path.is_file():
+        return None
+    if path.name == FULL:
+        return Found("FSDP full", path.parent, path)
+    if path.suffix == ".safetensors":
+        return look(path.parent)
+    if is_single(path):
+        return Found("torch.save", path.parent, path)
+    return None
+
+
+def _nothing(path: Path, place: Path) -> UserError:
+    near = [str(one.folder) for one in _below(place, DEPTH)][:3]
+    if place.name.startswith(OPTIMIZERS):
+        near = [str(place.parent)]
+    fix = (
+        f"give one of them: {', '.join(near)}" if near else "give the --output_dir of a run, or one of its checkpoints"
+    )
+    what = "holds optimizer state, no weights" if place.name.startswith(OPTIMIZERS) else "holds no checkpoint"
+    return UserError(f"{path} {what}", why="there is nothing to export", fix=fix)
+
+
+def _below(folder: Path, depth: int) -> Iterator[Found]:
+    for path in _folders(folder):
+        found = listed(path)
+        yield from found[-1:]
+        if not found and depth > 1:
+            yield from _below(path, depth - 1)

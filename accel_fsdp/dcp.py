@@ -1,0 +1,164 @@
+"""Distributed checkpoints of torch (DCP): `.metadata` and `.distcp` files, read without torch.
+
+`.metadata` is a pickle, and loading it the usual way runs what it names. Here it is read by an unpickler that admits
+the types of DCP's metadata and turns them into inert values.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from accel_fsdp import archive
+from accel_fsdp.archive import DTYPES, ERRORS, Inert, View
+from accel_fsdp.errors import UserError
+from accel_fsdp.stored import Piece, Reader, Stored, damaged, tensor
+
+METADATA = ".metadata"
+
+
+class _Metadata(Inert):
+    pass
+
+
+class _Tensor(Inert):
+    pass
+
+
+class _Properties(Inert):
+    pass
+
+
+class _Chunk(Inert):
+    pass
+
+
+class _Bytes(Inert):
+    pass
+
+
+class _Place(Inert):
+    pass
+
+
+class _Index(Inert):
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _member(kind: Any, name: str) -> str:
+    """An enumeration's member, which some Python versions pickle through getattr."""
+    if kind is not Inert:
+        raise ValueError("getattr of something else")
+    return str(name)
+
+
+DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+ADMITTED: dict[tuple[str, str], Any] = {
+    (DCP, "Metadata"): _Metadata,
+    (DCP, "TensorStorageMetadata"): _Tensor,
+    (DCP, "BytesStorageMetadata"): _Bytes,
+    (DCP, "TensorProperties"): _Properties,
+    (DCP, "ChunkStorageMetadata"): _Chunk,
+    (DCP, "MetadataIndex"): _Index,
+    (DCP, "StorageMeta"): Inert,
+    (DCP, "_MEM_FORMAT_ENCODING"): Inert,
+    (FILES, "_StorageInfo"): _Place,
+    ("builtins", "getattr"): _member,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): Inert,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("pathlib", name): PurePath for name in ("Path", "PosixPath", "PurePosixPath")},
+    **{("pathlib", name): Inert for name in ("WindowsPath", "PureWindowsPath")},
+    **{("pathlib._local", name): PurePath for name in ("Path", "PosixPath", "PurePosixPath")},
+    **{("torch", name): short for name, short in DTYPES.items()},
+}
+"""The names in a `.metadata` file, and what each becomes."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    path: Path
+    start: int
+    length: int
+
+
+def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+    """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read.
+
+    Pickled values, such as learning rates, are passed over.
+
+    Raises:
+        UserError: a file is missing, damaged, outside of the folder, or names code.
+    """
+    path = folder / METADATA
+    content = reader.bytes_of(path, 0, reader.size_of(path))
+    metadata = archive.unpickle(content, ADMITTED, path)
+    try:
+        return _tensors(folder, reader, metadata.state)
+    except ERRORS as error:
+        raise damaged(path, f"is damaged: {type(error).__name__} in what it lists") from error
+
+
+def _tensors(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[tuple[str, ...], Stored]:
+    items = _items(folder, reader, metadata["storage_data"])
+    paths = metadata.get("planner_data") or {}
+    return {
+        tuple(map(str, paths.get(name) or (name,))): _tensor(name, entry.state, items, reader)
+        for name, entry in metadata["state_dict_metadata"].items()
+        if not isinstance(entry, _Bytes)
+    }
+
+
+def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
+    """The place of each chunk by name and offset, all of them in plain files of the folder."""
+    found: dict[tuple[str, Any], _Item] = {}
+    sizes: dict[str, int] = {}
+    for index, place in listed.items():
+        name, at, length = place.state["relative_path"], place.state["offset"], place.state["length"]
+        if name not in sizes:
+            sizes[name] = reader.size_of(inside(folder, name))
+        if place.state.get("transform_descriptors"):
+            raise UserError(
+                f"{folder / name} is compressed by an extension of DCP",
+                why="its tensors can't be read in parts",
+                fix="save without extensions, or load it with torch and save it again",
+            )
+        if min(at, length) < 0 or at + length > sizes[name]:
+            raise damaged(folder / name, f"is cut short: {sizes[name]} bytes, {at + length} expected")
+        offset = index.state.get("offset")
+        found[index.state["fqn"], None if offset is None else tuple(offset)] = _Item(folder / name, at, length)
+    return found
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file of the folder itself.
+
+    Raises:
+        UserError: the name leads elsewhere, by its parts or through a link.
+    """
+    path = folder / name
+    parts = PurePath(name).parts
+    elsewhere = PurePath(name).is_absolute() or ".." in parts or "\0" in name or not parts
+    if elsewhere or not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{folder / METADATA} points to {name!r}, outside of its folder",
+            why="a checkpoint has no business there; nothing was read",
+            fix="don't trust this checkpoint; get it again from where it was written",
+        )
+    return path
+
+
+def _tensor(name: str, entry: dict[str, Any], items: dict[tuple[str, Any], _Item], reader: Reader) -> Stored:
+    dtype, shape = entry["properties"].state[0], tuple(map(int, entry["size"]))
+    pieces: list[Piece] = []
+    for chunk in entry["chunks"]:
+        offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        item = items.get((name, offsets))
+        if item is None:
+            raise ValueError("a chunk without a place")
+        view = archive.load_item(reader, item.path, item.start, item.length)
+        if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
+            raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
+        pieces.append(view.piece(offsets))
+    return tensor(name, dtype, shape, pieces)

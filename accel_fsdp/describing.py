@@ -1,0 +1,187 @@
+"""What transformers knows about a model's files, asked in a process of its own while the weights are being written.
+
+Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN = 3
+PAPERS = ["*.json", "*.jinja", "*.model", "*.txt"]
+FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What must lie in the files of a model, by its config.
+
+    `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
+    the layout of files. `ties`: groups of names of one tensor.
+    """
+
+    memory: dict[str, tuple[int, ...]]
+    files: dict[str, tuple[int, ...]]
+    ties: tuple[tuple[str, ...], ...]
+
+    @property
+    def converts(self) -> bool:
+        """Whether files have another layout than the model in memory."""
+        return self.memory != self.files
+
+
+@contextmanager
+def aside() -> Iterator[ProcessPoolExecutor]:
+    """A process for this module's functions; it ends with this one, however that ends."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # its answer would take seconds and is wanted no longer
+            raise
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    silent = os.open(os.devnull, os.O_WRONLY)  # libraries talk while they load; what matters comes back as a value
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def build(folder: Path) -> "nn.Module":
+    """The model of a folder's config on the meta device, as the class that the config names.
+
+    Raises:
+        UserError: transformers has no such class, or can't build it.
+    """
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        name = (config.architectures or [""])[0]
+        kind = getattr(transformers, name, None)
+        with torch.device("meta"):
+            model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        raise UserError(
+            f"transformers can't build the model of {folder / 'config.json'}: {str(error).splitlines()[0]}",
+            why="what the files must hold is unknown",
+            fix=FIX_CONFIG,
+        ) from error
+    return model  # type: ignore[no-any-return]
+
+
+def describe(folder: Path) -> Description:
+    """What an export with this folder's config must hold.
+
+    Raises:
+        UserError: the model can't be built.
+    """
+    from accel_fsdp import export
+
+    model = build(folder)
+    ties = export._ties(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    held = {name: one for name, one in model.state_dict().items() if name not in ignored}
+    held = export.without_tied_copies(held, ties)
+    filed = export._as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
+    memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
+    return Description(memory, files, ties)
+
+
+def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of an adapter with this folder's settings, on the model of `base`.
+
+    Raises:
+        UserError: either can't be built.
+    """
+    import torch
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(build(base), PeftConfig.from_pretrained(str(folder)))
+        return {name: tuple(one.shape) for name, one in get_peft_model_state_dict(model).items()}
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"PEFT can't build the adapter of {folder}: {str(error).splitlines()[0]}",
+            why="what the file must hold is unknown",
+            fix="give the model that was trained: --model ID_OR_FOLDER",
+        ) from error
+
+
+def loads(folder: Path) -> None:
+    """Loads an export as users will, without its numbers: every name and shape has to fit.
+
+    Raises:
+        UserError: from_pretrained refuses it, or would leave a weight random.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    try:
+        _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise _refused(folder, str(error).splitlines()[0]) from error
+    wrong = {key: names for key, names in report.items() if names and key != "error_msgs"}
+    if wrong:
+        shown = "; ".join(
+            f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in wrong.items()
+        )
+        raise _refused(folder, shown)
+    if (folder / "tokenizer_config.json").is_file():
+        try:
+            transformers.AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise _refused(folder, f"tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def _refused(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"from_pretrained doesn't load {folder.name}: {what}",
+        why="whoever loads the export would get an error or random weights",
+        fix=FIX_CONFIG,
+    )
+
+
+def fetch(model: str, with_weights: bool) -> Path:
+    """The folder of a hub model in the cache: config and tokenizer, and the weights where they are needed.
+
+    Raises:
+        UserError: it isn't in the cache and can't be had.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = [*PAPERS, "*.safetensors"] if with_weights else PAPERS
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot get {model}: {str(error).splitlines()[0]}",
+            why="the export would not load without config and tokenizer",
+            fix="give a local folder: --model FOLDER",
+        ) from error

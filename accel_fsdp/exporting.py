@@ -1,0 +1,263 @@
+"""The command `accel-fsdp export`: find, plan, stream, verify, rename."""
+
+import errno
+import json
+import shutil
+import time
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from accel_fsdp import checkpoint, describing, files, hub, papers, render, sources, stream, verifying
+from accel_fsdp.checkpoint import Found
+from accel_fsdp.describing import Description
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.papers import Papers
+from accel_fsdp.planned import Planner
+from accel_fsdp.sources import Weights
+from accel_fsdp.stored import Reader
+from accel_fsdp.stream import THREADS, Output, Placed
+from accel_fsdp.verifying import Report
+
+SPARE_BYTES = 64 << 20
+OPTIMIZER = "optimizer"
+Verify = Literal["bytes", "load", "logits"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the command; `dtype` as safetensors spells it."""
+
+    src: Path
+    out: Path | None = None
+    list: bool = False
+    check: bool = False
+    model: str | None = None
+    dtype: str | None = None
+    max_shard_size: str = "50GB"
+    merge_adapter: bool = False
+    format: Literal["safetensors", "pth"] = "safetensors"
+    with_optimizer: bool = False
+    verify: Verify = "load"
+    no_sync: bool = False
+    force: bool = False
+    json: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
+
+
+def run(options: Options) -> int:
+    """Lists, checks or exports; returns the exit code.
+
+    Raises:
+        UserError: with OUT as it was before.
+    """
+    if options.list:
+        return show_list(options)
+    out = options.src if options.check else options.out
+    if out is None:
+        raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
+    if options.check:
+        with _aside(options.verify) as pool:
+            report = verifying.check(out, pool)
+    else:
+        try:
+            report = export(options, out.resolve())
+        except OSError as error:
+            raise _cannot_write(out, error) from error
+    _show(report, options)
+    if options.push_to_hub:
+        render.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
+    return 0
+
+
+def show_list(options: Options) -> int:
+    """What a run's folder holds."""
+    found = checkpoint.listed(options.src) or [checkpoint.find(options.src)[0]]
+    if options.json:
+        keys = ("kind", "folder", "weights", "missing", "size_bytes")
+        render.put(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str))
+        return 0
+    rows = [(str(one.folder), one.kind, _size(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
+    render.show_table(("folder", "kind", "weights", "lacks"), rows, ["yellow" if one.missing else "" for one in found])
+    return 0
+
+
+def export(options: Options, out: Path) -> Report:
+    """Writes `out`, complete and verified, or not at all.
+
+    Raises:
+        UserError: the checkpoint can't be exported as asked.
+        OSError: the disk is full.
+    """
+    found, newer = checkpoint.find(options.src)
+    for one in newer:
+        render.say(f"passed over: {one}", style="yellow")
+    render.say(str(found), style="cyan")
+    _check_place(out, found, options.force)
+    reader = Reader()
+    try:
+        with _aside(options.verify) as pool:
+            return _Export(options, out, found, reader, pool).run()
+    finally:
+        reader.close()
+
+
+def _aside(verify: Verify) -> AbstractContextManager[Executor | None]:
+    return nullcontext() if verify == "bytes" else describing.aside()
+
+
+def _check_place(out: Path, found: Found, force: bool) -> None:
+    """Keeps the source and other folders safe from being replaced."""
+    place, source = out.resolve(), found.weights.resolve()
+    if source.is_relative_to(place):
+        raise UserError(
+            f"{out} holds the checkpoint that is to be exported",
+            why="the export takes the place of what is in OUT",
+            fix="choose another OUT",
+        )
+    if out.exists() and not force:
+        raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_model(out))):
+        raise UserError(
+            f"{out} is no folder of a model",
+            why="--force replaces exported models only, not what else you may have there",
+            fix="choose another OUT",
+        )
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (papers.CONFIG, papers.ADAPTER_CONFIG, verifying.REPORT))
+
+
+@dataclass(frozen=True)
+class _Export:
+    """One export; `pool` runs what needs transformers, beside the streaming."""
+
+    options: Options
+    out: Path
+    found: Found
+    reader: Reader
+    pool: Executor | None
+
+    def run(self) -> Report:
+        """From the checkpoint to the folder in its place."""
+        started, options = time.monotonic(), self.options
+        named = papers.find(self.found, options.model, with_weights=options.merge_adapter)
+        asked = self.pool.submit(describing.describe, named.folder) if self.pool else None
+        weights = sources.read(self.found, self.reader, options.with_optimizer)
+        adapter = bool(weights.adapter) and not options.merge_adapter
+        _refuse(options, weights, named)
+        dtype = options.dtype or (None if adapter else named.dtype)
+        planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
+        with files.replaced_folder(self.out, sync=not options.no_sync) as folder:
+            report = self._stream(folder, planner, None if adapter else asked)
+            (named.copy_adapter(folder) if adapter else named.copy(folder, dtype))
+            report = self._prove(folder, report, named, adapter)
+            report.save(folder)
+        return report.timed(time.monotonic() - started)
+
+    def _stream(self, folder: Path, planner: Planner, asked: "Future[Description] | None") -> Report:
+        """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
+        outputs = planner.outputs(_known(asked, planner))
+        placed, hashes = self._write(folder, outputs, planner.weights)
+        final = planner.outputs(asked.result()) if asked else outputs
+        if _differ(final, outputs):
+            for path in folder.iterdir():
+                path.unlink()
+            placed, hashes = self._write(folder, final, planner.weights)
+        return Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
+
+    def _prove(self, folder: Path, report: Report, named: Papers, adapter: bool) -> Report:
+        with render.progress("verifying", report.size_bytes) as progress:
+            report = verifying.verify(folder, report, THREADS, progress)
+        if self.pool and self.options.format == "safetensors":
+            report = verifying.loaded(folder, report, self.pool, named, adapter)
+        if self.pool and self.options.verify == "logits":
+            report = verifying.same_logits(folder, report, self.pool, self.found, named)
+        return report
+
+    def _write(self, folder: Path, outputs: list[Output], weights: Weights) -> tuple[list[Placed], dict[str, str]]:
+        options = self.options
+        adapter = bool(weights.adapter) and not options.merge_adapter
+        state = [Output(name, one.dtype, one) for name, one in sorted(weights.optimizer.items())]
+        total = sum(one.size_bytes for one in (*outputs, *state))
+        _check_space(self.out, total)
+        if options.format == "pth":
+            from accel_fsdp import pth
+
+            placed = pth.place(outputs, folder / "model.pth")
+        else:
+            stem = "adapter_model" if adapter else "model"
+            size = total + 1 if adapter else options.max_shard_size
+            placed = stream.place(outputs, folder, stem, size)
+        if state:
+            placed += stream.place(state, folder, OPTIMIZER, options.max_shard_size)
+        with render.progress("exporting", total) as progress:
+            hashes = stream.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
+        if options.format == "pth":
+            pth.seal(folder / "model.pth")
+        return placed, hashes
+
+
+def _refuse(options: Options, weights: Weights, named: Papers) -> None:
+    if options.merge_adapter and not weights.adapter:
+        raise UserError(
+            "--merge-adapter, and the checkpoint has no adapter",
+            why="there is nothing to merge",
+            fix="leave it out",
+        )
+    if weights.adapter and named.adapter is None:
+        raise UserError(
+            f"no {papers.ADAPTER_CONFIG} beside the checkpoint or in its run's folder",
+            why="rank, scaling and kind of the adapter are in no other file",
+            fix=f"put the {papers.ADAPTER_CONFIG} of the run into the checkpoint's folder",
+        )
+    if options.with_optimizer and not weights.optimizer:
+        raise UserError(
+            "--with-optimizer, and no optimizer state of tensors was found",
+            why="it was asked for",
+            fix="leave it out; of ZeRO checkpoints and adapters alone it can't be exported",
+        )
+
+
+def _known(asked: "Future[Description] | None", planner: Planner) -> Description | None:
+    """Waits for the description where the files' layout is likely another than the model's: stacked experts."""
+    stacked = any(len(one.shape) > 2 for one in planner.weights.tensors.values())
+    return asked.result() if asked is not None and (stacked or planner.merge) else None
+
+
+def _differ(one: list[Output], other: list[Output]) -> bool:
+    return {(o.name, o.dtype, o.source.shape) for o in one} != {(o.name, o.dtype, o.source.shape) for o in other}
+
+
+def _check_space(out: Path, needed: int) -> None:
+    free = shutil.disk_usage(files.existing_part(out.parent)).free
+    if free < needed + SPARE_BYTES:
+        raise UserError(
+            f"the export needs {_size(needed)}, the disk of {out} has {_size(free)} free",
+            why="it would end half-way",
+            fix="choose an OUT on another disk, or --dtype bfloat16",
+        )
+
+
+def _cannot_write(out: Path, error: OSError) -> UserError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return UserError(
+        f"cannot write {out}: {error.strerror or error}",
+        why="the export is incomplete and was removed",
+        fix="free some space on that disk, or choose another OUT" if full else "choose a folder you may write to",
+    )
+
+
+def _show(report: Report, options: Options) -> None:
+    if options.json:
+        render.put(json.dumps(report.content(), indent=2))
+    for line in () if options.json else report.lines():
+        render.say(line, style="green")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

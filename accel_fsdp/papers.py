@@ -1,0 +1,162 @@
+"""What belongs to a model besides its weights: config, generation config, tokenizer, chat template, card."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import describing, facts, files, weights
+from accel_fsdp.checkpoint import Found
+from accel_fsdp.errors import UserError
+
+CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", "model"
+COPIED = (
+    *(
+        "generation_config.json",
+        "tokenizer*.json",
+        "tokenizer.model",
+        "vocab.*",
+        "merges.txt",
+        "special_tokens_map.json",
+    ),
+    *("added_tokens.json", "chat_template.*", "additional_chat_templates/*", "*processor_config.json", "README.md"),
+    *("spiece.model", "sentencepiece*.model", "loss.svg"),
+)
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+
+
+@dataclass(frozen=True)
+class Papers:
+    """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
+
+    `trained`: the config was written by a training run, which turns `use_cache` off.
+    """
+
+    folder: Path
+    others: tuple[Path, ...] = ()
+    adapter: Path | None = None
+    trained: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        return weights.read_json(self.folder / CONFIG)
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype in the config, as safetensors spells it."""
+        config = self.config
+        inner = config.get("text_config") or {}
+        name = config.get("dtype") or config.get("torch_dtype") or inner.get("dtype")
+        return DTYPES.get(str(name).removeprefix("torch."))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """PEFT's settings of the adapter."""
+        return weights.read_json(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
+
+    def copy(self, target: Path, dtype: str | None) -> None:
+        """Puts everything but the weights into `target`; links and code are left behind."""
+        config = self.config
+        if self.trained and config.get("use_cache") is False:
+            config.pop("use_cache")  # Trainer turned it off; the model's own default comes back
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if dtype and (part is config or "dtype" in part):
+                part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
+        config.pop("torch_dtype", None)
+        config.pop("auto_map", None)
+        (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self._copy_files(target)
+
+    def copy_adapter(self, target: Path) -> None:
+        """Puts what belongs to an adapter into `target`."""
+        if self.adapter is not None:
+            shutil.copyfile(self.adapter / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
+        self._copy_files(target)
+
+    def _copy_files(self, target: Path) -> None:
+        for folder in (self.folder, *self.others):
+            for pattern in COPIED:
+                for path in folder.glob(pattern):
+                    copy = target / path.relative_to(folder)
+                    if path.is_file() and not copy.exists():
+                        copy.parent.mkdir(exist_ok=True)
+                        shutil.copyfile(path, copy)
+
+
+def describe(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes what an export of a run's checkpoints needs besides them. Call on one rank, before Trainer edits it.
+
+    The dtype is that of the model's files, which may have been loaded in another one.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    adapters = getattr(model, "peft_config", {})
+    inner = model.get_base_model() if adapters else model
+    for part in (inner.config, getattr(inner, "generation_config", None), tokenizer, *adapters.values()):
+        if part is not None:
+            part.save_pretrained(folder)
+    with contextlib.suppress(UserError):  # then it is the dtype that was loaded
+        config, filed = weights.read_json(folder / CONFIG), facts.read_config(str(inner.config._name_or_path))
+        if filed.dtype is not None:
+            config["dtype"] = str(filed.dtype).removeprefix("torch.")
+            files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:
+    """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
+
+    Raises:
+        UserError: there is no config anywhere.
+    """
+    near = tuple(dict.fromkeys(_near(found)))
+    adapter = next((folder for folder in near if (folder / ADAPTER_CONFIG).is_file()), None)
+    described = [folder for folder in near if (folder / CONFIG).is_file()]
+    name = model or _base(near, adapter)
+    if name is not None and (model or with_weights or not described or Path(name).is_dir()):
+        folder = Path(name) if Path(name).is_dir() else describing.fetch(name, with_weights)
+        if not (folder / CONFIG).is_file():
+            raise _no_config(folder)
+        return Papers(folder, near, adapter)
+    if not described:
+        raise _no_config(found.folder)
+    trained = described[0].name != DESCRIBED and found.kind != "adapter"
+    return Papers(described[0], near, adapter, trained)
+
+
+def _near(found: Found) -> Iterator[Path]:
+    run = found.folder.parent
+    yield found.folder
+    if (found.folder / "trainer_state.json").is_file() or found.folder.name.startswith(("checkpoint", "step", "epoch")):
+        yield from (run / DESCRIBED, run / "final", run)
+    else:
+        yield found.folder / DESCRIBED
+
+
+def _base(near: tuple[Path, ...], adapter: Path | None) -> str | None:
+    """The model that an adapter sits on; of a model, None unless no config lies near and the run's account names it."""
+    if adapter is not None:
+        name = weights.read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+        return str(name) if name else None
+    if any((folder / CONFIG).is_file() for folder in near):
+        return None
+    accounts = (weights.read_json(folder / "run.json") for folder in near)
+    return next((name for account in accounts if (name := _trained_model(account))), None)
+
+
+def _trained_model(account: dict[str, Any]) -> str:
+    groups = account.get("arguments") or {}
+    found = [one.get("model_name_or_path") for one in (account, groups, *groups.values()) if isinstance(one, dict)]
+    return next((str(name) for name in found if name), "")
+
+
+def _no_config(folder: Path) -> UserError:
+    return UserError(
+        f"no {CONFIG} in {folder} or beside it",
+        why="the weights alone don't say which model they are, and from_pretrained needs it",
+        fix="give the model that was trained: --model ID_OR_FOLDER",
+    )

@@ -1,0 +1,128 @@
+"""Which tensors an export holds, under which names: ties once, the files' layout, adapters merged."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from accel_fsdp import sources
+from accel_fsdp.describing import FIX_CONFIG, Description
+from accel_fsdp.errors import UserError
+from accel_fsdp.papers import Papers
+from accel_fsdp.sources import Weights
+from accel_fsdp.stored import ITEM_BYTES, Reader, Source, Stored
+from accel_fsdp.stream import BLOCK_ELEMENTS, Output, cast_to
+from accel_fsdp.weights import TIED
+
+SHOWN = 3
+BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
+"""What models once saved and compute today."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans one export. `dtype` is that of the files, None for as stored; `merge` an adapter into its base."""
+
+    weights: Weights
+    papers: Papers
+    reader: Reader
+    dtype: str | None
+    merge: bool = False
+
+    def outputs(self, description: Description | None) -> list[Output]:
+        """The tensors to write. Without a description names and ties are taken as the config lets expect.
+
+        Raises:
+            UserError: the checkpoint doesn't hold the model that the config describes.
+        """
+        if self.weights.adapter and not self.merge:
+            return self._named(self.weights.adapter)
+        filed = self.weights.filed or (self.merge and not self.weights.tensors)
+        tensors = self._once(self._tensors(), description.ties if description else self._likely_ties())
+        if description is None:
+            return self._named(tensors)
+        held = _compared(tensors, description.files if filed else description.memory, self.papers)
+        if filed or not description.converts:
+            return self._named(held)
+        from accel_fsdp import converting
+
+        return self._named(converting.converted(held, description, self.papers.folder))
+
+    def _tensors(self) -> Mapping[str, Source]:
+        if not self.merge:
+            return self.weights.tensors
+        from accel_fsdp import merging
+
+        base = self.weights.tensors or sources.of_folder(self.papers.folder)
+        return merging.merged(base, self.weights.adapter, self.papers.settings)
+
+    def _named(self, tensors: Mapping[str, Source]) -> list[Output]:
+        return [Output(name, cast_to(one.dtype, self.dtype), one) for name, one in tensors.items()]
+
+    def _likely_ties(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((pair[1], pair[0]) for pair in TIED) if self.papers.config.get("tie_word_embeddings") else ()
+
+    def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
+        """Each tied tensor once, under its first name."""
+        kept = dict(tensors)
+        for group in ties:
+            there = [name for name in group if name in kept]
+            for copy in there[1:]:
+                if not equal(self.reader, kept[there[0]], kept[copy]):
+                    raise UserError(
+                        f"{there[0]} and {copy} differ, and the config ties them",
+                        why="from_pretrained would load one of them for both",
+                        fix="if they were trained apart: tie_word_embeddings: false in the config of --model FOLDER",
+                    )
+                del kept[copy]
+            if there and there[0] != group[0]:
+                kept[group[0]] = kept.pop(there[0])
+        return kept
+
+
+def equal(reader: Reader, one: Source, other: Source) -> bool:
+    """Whether two tensors hold the same elements; by checksums where that is enough."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if (known := _checksums(one)) and known == _checksums(other):
+        return True
+    count, unit = prod(one.shape), max(one.unit, other.unit)
+    step = max(1, BLOCK_ELEMENTS // unit) * unit
+    return all(
+        _part(reader, one, at, min(at + step, count)) == _part(reader, other, at, min(at + step, count))
+        for at in range(0, count, step)
+    )
+
+
+def _checksums(one: Source) -> list[tuple[object, ...]]:
+    """What two tensors with equal contents cut alike have in common; empty where the files have no checksums."""
+    pieces = one.pieces if isinstance(one, Stored) else ()
+    found = [(piece.offsets, piece.sizes, piece.skip, piece.record.length, piece.record.crc) for piece in pieces]
+    return [] if any(piece.record.crc is None for piece in pieces) else list(found)
+
+
+def _part(reader: Reader, one: Source, start: int, stop: int) -> bytes:
+    buffer = bytearray((stop - start) * ITEM_BYTES[one.dtype])
+    one.read(reader, start, stop, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _compared(tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], papers: Papers) -> dict[str, Source]:
+    """The tensors that the model has, all of them, without buffers that it computes itself."""
+    extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
+    problems = list(_problems(tensors, expected)) + [f"{name} is unexpected" for name in extra]
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise UserError(
+            f"the checkpoint isn't of the model in {papers.folder}: {'; '.join(problems[:SHOWN])}{more}",
+            why="from_pretrained would fail or leave weights random",
+            fix=FIX_CONFIG,
+        )
+    return {name: tensors[name] for name in expected}
+
+
+def _problems(tensors: Mapping[str, Source], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in tensors:
+            yield f"{name} is missing"
+        elif tensors[name].shape != shape:
+            yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"

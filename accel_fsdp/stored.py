@@ -1,0 +1,275 @@
+"""Tensors that lie in files: which bytes make them up, and how to read a part of one into a buffer."""
+
+import os
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2},
+    **{"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
+}
+"""Bytes per element, by the name of the dtype in safetensors' headers."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+GAP_BYTES = 1 << 24
+CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a file of a checkpoint that can't be what was written."""
+    return UserError(
+        f"{path} {what}",
+        why="the exported weights would be wrong",
+        fix="copy that file again from where it was written, or export an older checkpoint",
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run of bytes in a file, and its CRC-32 where the file has one."""
+
+    path: Path
+    start: int
+    length: int
+    crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, stored in C order (or with `strides`, in elements) from `skip` bytes into its record on."""
+
+    record: Record
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    skip: int = 0
+    strides: tuple[int, ...] | None = None
+
+
+class Source(Protocol):
+    """Something that gives a tensor's elements in C order; a part begins and ends at a multiple of `unit` elements."""
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors spells it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+
+    @property
+    def unit(self) -> int:
+        """Elements."""
+
+    def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with elements `start` to `stop`."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor made of pieces. Where each piece spans whole rows they are one-dimensional, of the flattened tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    flat: bool = True
+
+    @property
+    def unit(self) -> int:
+        """Elements: one row of a tensor whose pieces don't span rows."""
+        return 1 if self.flat else prod(self.shape[1:])
+
+    def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with elements `start` to `stop`, multiples of `unit`.
+
+        Raises:
+            UserError: a file is missing or cut short.
+        """
+        if self.flat:
+            self._read_spans(reader, start, stop, buffer)
+        else:
+            self._read_boxes(reader, start // self.unit, stop // self.unit, buffer)
+
+    def _read_spans(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        item = ITEM_BYTES[self.dtype]
+        first = bisect_right(self.pieces, start, key=lambda piece: piece.offsets[0]) - 1
+        for piece in self.pieces[max(first, 0) :]:
+            at = piece.offsets[0]
+            low, high = max(start, at), min(stop, at + piece.sizes[0])
+            if at >= stop:
+                break
+            if low < high:
+                view = buffer[(low - start) * item : (high - start) * item]
+                reader.read(piece.record, piece.skip + (low - at) * item, view)
+
+    def _read_boxes(self, reader: "Reader", first: int, last: int, buffer: memoryview) -> None:
+        import numpy as np
+
+        item = ITEM_BYTES[self.dtype]
+        target = np.frombuffer(buffer, f"V{item}").reshape(last - first, *self.shape[1:])
+        for piece in self.pieces:
+            low, high = max(first, piece.offsets[0]), min(last, piece.offsets[0] + piece.sizes[0])
+            if low < high:
+                box = _box(reader, piece, item, low - piece.offsets[0], high - piece.offsets[0])
+                columns = zip(piece.offsets[1:], piece.sizes[1:], strict=True)
+                rows = slice(low - first, high - first)
+                target[(rows, *(slice(at, at + size) for at, size in columns))] = box
+
+
+def _box(reader: "Reader", piece: Piece, item: int, low: int, high: int) -> "np.ndarray[Any, Any]":
+    """Rows of one piece. One with strides of its own is read whole."""
+    import numpy as np
+
+    if piece.strides is None:
+        row = prod(piece.sizes[1:]) * item
+        content = bytearray((high - low) * row)
+        reader.read(piece.record, piece.skip + low * row, memoryview(content))
+        return np.frombuffer(content, f"V{item}").reshape(high - low, *piece.sizes[1:])
+    whole = bytearray(piece.record.length)
+    reader.read(piece.record, 0, memoryview(whole))
+    strides = [stride * item for stride in piece.strides]
+    return np.ndarray(piece.sizes, f"V{item}", whole, piece.skip, strides)[low:high]
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:
+    """A tensor of these boxes, whose sizes must add up to it.
+
+    Raises:
+        UserError: they don't.
+    """
+    inside = all(
+        len(piece.offsets) == len(shape)
+        and all(
+            at >= 0 and size >= 0 and at + size <= end
+            for at, size, end in zip(piece.offsets, piece.sizes, shape, strict=True)
+        )
+        for piece in pieces
+    )
+    if not inside or sum(prod(piece.sizes) for piece in pieces) != prod(shape):
+        found = sum(prod(piece.sizes) for piece in pieces)
+        where = pieces[0].record.path if pieces else Path(name)
+        raise damaged(where, f"and its siblings hold {found} of the {prod(shape)} elements of {name}")
+    row = prod(shape[1:])
+    whole_rows = all(piece.sizes[1:] == shape[1:] and piece.strides is None for piece in pieces)
+    if shape and not whole_rows:
+        return Stored(dtype, shape, tuple(pieces), flat=False)
+    flat = [
+        Piece(piece.record, ((piece.offsets[0] if shape else 0) * row,), (prod(piece.sizes),), piece.skip)
+        for piece in pieces
+    ]
+    return Stored(dtype, shape, tuple(sorted(flat, key=lambda piece: piece.offsets)))
+
+
+class Reader:
+    """Reads records from several threads and keeps the checksum of every part read."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._parts: dict[Record, list[tuple[int, int, int]]] = {}
+
+    def read(self, record: Record, skip: int, view: memoryview) -> None:
+        """Fills `view` from `skip` bytes into the record on.
+
+        Raises:
+            UserError: the file is missing or ends before that.
+        """
+        if skip + len(view) > record.length:
+            raise damaged(record.path, "holds less than its index says")
+        self.read_bytes(record.path, record.start + skip, view)
+        if record.crc is not None:
+            part = (skip, len(view), zlib.crc32(view))
+            with self._lock:
+                self._parts.setdefault(record, []).append(part)
+
+    def read_bytes(self, path: Path, at: int, view: memoryview) -> None:
+        """Fills `view` from byte `at` of a file on, unchecked."""
+        descriptor, done = self._open(path), 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], at + done)
+            if count == 0:
+                raise damaged(path, f"is cut short: it ends at byte {at + done}")
+            done += count
+
+    def bytes_of(self, path: Path, at: int, length: int) -> bytes:
+        """A few bytes of a file, unchecked; fewer where it ends."""
+        return os.pread(self._open(path), length, at)
+
+    def size_of(self, path: Path) -> int:
+        """Bytes of a file."""
+        return os.fstat(self._open(path)).st_size
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise damaged(path, f"can't be read: {error.strerror}") from error
+            return self._descriptors[path]
+
+    def check(self) -> int:
+        """Compares the checksum of every record that was read with its file's; returns how many.
+
+        Parts of a record that no tensor needed, such as padding, are read now.
+
+        Raises:
+            UserError: a file has changed since it was written.
+        """
+        for record, parts in self._parts.items():
+            longest_first = sorted(parts, key=lambda part: (part[0], -part[1]))
+            if self._checksum(record, longest_first) != record.crc:
+                raise damaged(
+                    record.path,
+                    f"is damaged: the checksum of bytes {record.start} to {record.start + record.length} is wrong",
+                )
+        return len(self._parts)
+
+    def _checksum(self, record: Record, parts: list[tuple[int, int, int]]) -> int:
+        total, at = 0, 0
+        for skip, length, crc in [*parts, (record.length, 0, 0)]:
+            while at < skip:
+                gap = memoryview(bytearray(min(GAP_BYTES, skip - at)))
+                self.read_bytes(record.path, record.start + at, gap)
+                total, at = zlib.crc32(gap, total), at + len(gap)
+            if skip == at:  # else it overlaps one before: some tensors are read twice
+                total, at = joined_crc(total, crc, length), skip + length
+        return total
+
+    def close(self) -> None:
+        """Closes all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def joined_crc(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two runs of bytes in a row, from the CRC-32 of each: first * x^(8 * second_bytes) + second."""
+    if first == 0 or second_bytes == 0:  # most records are read at once
+        return first ^ second
+    factor, square, count = 1 << 31, 1 << 23, second_bytes  # x^0 and x^8, bits reversed
+    while count:
+        if count & 1:
+            factor = _product(factor, square)
+        square, count = _product(square, square), count >> 1
+    return _product(factor, first) ^ second
+
+
+def _product(one: int, other: int) -> int:
+    """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the coefficient of x^0."""
+    total = 0
+    while one:
+        if one & (1 << 31):
+            total ^= other
+        one = (one << 1) & 0xFFFFFFFF
+        other = (other >> 1) ^ (CRC_POLYNOMIAL if other & 1 else 0)
+    return total

@@ -1,0 +1,251 @@
+"""The proof of an export: reopens its files and compares them with the report of what was written."""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import __version__, archive, checkpoint, describing, logits, sources, weights
+from accel_fsdp.checkpoint import Found
+from accel_fsdp.errors import UserError
+from accel_fsdp.papers import ADAPTER_CONFIG, CONFIG, Papers
+from accel_fsdp.stored import ITEM_BYTES, Reader, damaged
+from accel_fsdp.stream import THREADS, Output, Placed, Progress, hashes_of
+
+REPORT = "export.json"
+MERGED = 1e-4
+"""How far a merge in float32 may lie from PEFT's, of the largest logit."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of an export. `hash`: XXH3-128 over the XXH3-128 of its blocks of `block` elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    block: int
+    hash: str
+
+    @property
+    def size_bytes(self) -> int:
+        """In its file."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was exported and what was proven about it; `export.json` in the exported folder."""
+
+    source: str
+    kind: str
+    tensors: dict[str, Written]
+    checks: tuple[str, ...]
+    seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, source: str, kind: str, placed: Sequence[Placed], hashes: Mapping[str, str], checksums: int
+    ) -> "Report":
+        """Of what has just been written."""
+        tensors = {
+            one.output.name: Written(
+                one.output.dtype, one.output.source.shape, one.path.name, one.output.block, hashes[one.output.name]
+            )
+            for one in placed
+        }
+        checks = (f"{checksums} checksums of the checkpoint's files",) if checksums else ()
+        return cls(source, kind, tensors, checks)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(one.size_bytes for one in self.tensors.values())
+
+    def proven(self, what: str) -> "Report":
+        """With one check more."""
+        return replace(self, checks=(*self.checks, what))
+
+    def timed(self, seconds: float) -> "Report":
+        """With how long it took."""
+        return replace(self, seconds=round(seconds, 3))
+
+    def content(self) -> dict[str, Any]:
+        """As JSON."""
+        parameters = sum(prod(one.shape) for one in self.tensors.values())
+        totals = {"tensor_count": len(self.tensors), "parameters": parameters, "size_bytes": self.size_bytes}
+        return {"accel_fsdp": __version__, **asdict(self), **totals}
+
+    def save(self, folder: Path) -> None:
+        """Writes `export.json`."""
+        (folder / REPORT).write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
+
+    def lines(self) -> list[str]:
+        """For the screen."""
+        speed = f", {self.seconds:.1f} s" if self.seconds else ""
+        dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
+        first = f"{len(self.tensors)} tensors, {self.size_bytes / 1e9:.3f} GB, {dtypes}{speed}"
+        return [f"verified: {first}", *(f"  {check}" for check in self.checks)]
+
+
+def read_report(folder: Path) -> Report | None:
+    """The report in an exported folder; None where there is none."""
+    content = weights.read_json(folder / REPORT)
+    try:
+        tensors = {
+            name: Written(one["dtype"], tuple(one["shape"]), one["file"], int(one["block"]), one["hash"])
+            for name, one in content["tensors"].items()
+        }
+        return Report(str(content["source"]), str(content["kind"]), tensors, ())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True)
+class _There:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Report:
+    """Reopens all files: names, shapes, dtypes and hashes must be those of the report.
+
+    Raises:
+        UserError: they aren't.
+    """
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".pth")]
+    found = {path.name: _tensors(path) for path in paths}
+    placed = []
+    for name, one in report.tensors.items():
+        there = found.get(one.file, {}).pop(name, None)
+        if there is None or (there.dtype, there.shape) != (one.dtype, one.shape):
+            raise damaged(folder / one.file, f"doesn't hold {name} as {one.dtype} {list(one.shape)}")
+        placed.append(Placed(Output(name, one.dtype, _Blocks(one)), folder / one.file, there.start))
+    extra = [name for tensors in found.values() for name in tensors]
+    if extra:
+        raise damaged(folder, f"holds {extra[0]}, which was not exported")
+    for name, hashed in hashes_of(placed, threads, progress).items():
+        if hashed != report.tensors[name].hash:
+            raise damaged(folder / report.tensors[name].file, f"is damaged: {name} isn't what was written")
+    return report.proven("files reopened: names, shapes, dtypes, and the hash of each tensor")
+
+
+def _tensors(path: Path) -> dict[str, _There]:
+    if path.suffix == ".safetensors":
+        found = weights.tensors_of(path)
+        if found is None:
+            raise damaged(path, "is damaged or cut short")
+        return {name: _There(one.dtype, one.shape, one.start) for name, one in found.items()}
+    reader = Reader()
+    try:
+        content = archive.load(reader, path)
+    finally:
+        reader.close()
+    pieces = {name: view.piece((0,) * len(view.shape)) for name, view in content.items()}
+    return {
+        name: _There(view.dtype, view.shape, pieces[name].record.start + pieces[name].skip)
+        for name, view in content.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Stands for the source of a tensor that is only read again."""
+
+    written: Written
+
+    @property
+    def dtype(self) -> str:
+        return self.written.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.written.shape
+
+    @property
+    def unit(self) -> int:
+        return max(1, self.written.block)
+
+    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+        raise NotImplementedError
+
+
+def loaded(folder: Path, report: Report, pool: Executor, papers: Papers, adapter: bool) -> Report:
+    """Loads the export as its users will, on the meta device.
+
+    Raises:
+        UserError: it doesn't load, or a weight would stay random.
+    """
+    if adapter:
+        expected = pool.submit(describing.describe_adapter, folder, papers.folder).result()
+        found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith("adapter_model")}
+        if found != expected:
+            name = next(iter(found.items() ^ expected.items()))[0]
+            raise UserError(
+                f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
+                why="PEFT would leave it random or refuse it",
+                fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
+            )
+        return report.proven("names and shapes are those that PEFT expects")
+    pool.submit(describing.loads, folder).result()
+    return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
+
+
+def check(folder: Path, pool: Executor | None) -> Report:
+    """Verifies an exported folder: against its report where it has one, and by loading it.
+
+    Raises:
+        UserError: something is wrong with it, or it is no export.
+    """
+    report = read_report(folder)
+    report = verify(folder, report, THREADS, lambda _: None) if report else _found(folder)
+    if pool is not None and (folder / CONFIG).is_file() and not any(folder.glob("*.pth")):
+        pool.submit(describing.loads, folder).result()
+        report = report.proven("from_pretrained loads all of it")
+    return report
+
+
+def _found(folder: Path) -> Report:
+    """What an export without report holds, by its headers."""
+    seen = checkpoint.look(folder) if folder.is_dir() else None
+    if seen is None or seen.kind not in ("safetensors", "adapter") or seen.missing:
+        lacks = f": it lacks {', '.join(seen.missing)}" if seen and seen.missing else ""
+        raise UserError(
+            f"{folder} is no complete export{lacks}",
+            why="there is nothing to verify",
+            fix="export it (again): accel-fsdp export SRC OUT",
+        )
+    reader = Reader()
+    try:
+        opened = sources.read(seen, reader)
+    finally:
+        reader.close()
+    held = {**opened.tensors, **opened.adapter}
+    tensors = {name: Written(one.dtype, one.shape, one.pieces[0].record.path.name, 0, "") for name, one in held.items()}
+    return Report(
+        folder.name,
+        seen.kind,
+        tensors,
+        ("all files there and whole, by their headers; no report to compare hashes with",),
+    )
+
+
+def same_logits(folder: Path, report: Report, pool: Executor, found: Found, papers: Papers) -> Report:
+    """Compares the export's logits with those of the checkpoint as torch, PEFT or DeepSpeed load it, whole, in memory.
+
+    Raises:
+        UserError: they differ.
+    """
+    difference, largest = pool.submit(logits.difference, folder, found, papers).result()
+    exact = papers.adapter is None
+    if difference > (0 if exact else MERGED * largest):
+        raise UserError(
+            f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
+            why="it isn't the model that was trained",
+            fix="please report this with the checkpoint's .metadata",
+        )
+    return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")

@@ -1,0 +1,166 @@
+"""`accel-fsdp export` against `accelerate merge-weights`: `python benchmarks/export.py [--sizes 1 4 8] [--write]`.
+
+Both merge the same checkpoints of random Llamas, whole commands with all imports, best of `--repeat`; neither waits for
+the disk. Memory is the peak of all processes of a command together. The durable export is held against what
+`dd conv=fdatasync` writes.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+START, END = "<!-- export -->\n", "<!-- /export -->\n"
+RANKS = (2, 8, 64)
+POLL_SECONDS = 0.02
+EXPORT = (sys.executable, "-m", "accel_fsdp", "export")
+MERGE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One command: wall seconds, and the peak of its processes' resident memory."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def measured(words: Sequence[str | Path], out: Path, repeat: int) -> Measured:
+    """The fastest of several runs; what they write is removed."""
+    return min((once(words, out) for _ in range(repeat)), key=lambda one: one.seconds)
+
+
+def once(words: Sequence[str | Path], out: Path) -> Measured:
+    """Runs a command on a disk that has nothing left to write."""
+    os.sync()
+    started, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile() as talk:
+        process = psutil.Popen([str(word) for word in words], stdout=talk, stderr=talk)
+        while process.poll() is None:
+            peak = max(peak, _resident(process))
+            time.sleep(POLL_SECONDS)
+        seconds = time.perf_counter() - started
+        talk.seek(0)
+        assert process.returncode == 0, talk.read().decode()
+    shutil.rmtree(out, ignore_errors=True)
+    return Measured(seconds, peak)
+
+
+def _resident(process: psutil.Popen) -> int:
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_info().rss
+        except psutil.Error:
+            continue
+    return total
+
+
+def made(folder: Path, size_gb: float, ranks: int) -> Path:
+    """The inner folder of a checkpoint, made by a process of its own."""
+    call = f"sharded.make(Path({str(folder)!r}), sharded.llama({size_gb}), {ranks})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    subprocess.run(
+        [sys.executable, "-c", f"import sharded; from pathlib import Path; {call}"],
+        check=True,
+        env=env,
+        capture_output=True,
+    )
+    return folder / "checkpoint-1" / "pytorch_model_fsdp_0"
+
+
+def compare(place: Path, size_gb: float, repeat: int) -> str:
+    """One row: both tools on one checkpoint."""
+    inner, out = made(place / "run", size_gb, 2), place / "out"
+    fast = ("--no-sync", "--dtype")
+    merge = measured([*MERGE, inner, out], out, repeat)
+    whole = measured([*EXPORT, inner, out, *fast, "float32", "--verify", "bytes"], out, repeat)
+    half = measured([*EXPORT, inner, out, *fast, "bfloat16", "--verify", "bytes"], out, repeat)
+    proven = measured([*EXPORT, inner, out, *fast, "float32"], out, repeat)
+    shutil.rmtree(place / "run")
+    cells = [f"{size_gb:g} GB", f"{merge.seconds:.1f} s, {merge.peak_bytes / 1e9:.2f} GB"]
+    cells += [
+        f"{one.seconds:.1f} s, **{merge.seconds / one.seconds:.1f}x**, {one.peak_bytes / 1e9:.2f} GB"
+        for one in (whole, half, proven)
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def durable(place: Path, size_gb: float, repeat: int) -> str:
+    """What the disk takes, and how much of it the default export reaches."""
+    inner, out = made(place / "run", size_gb, 2), place / "out"
+    count = sum(path.stat().st_size for path in inner.glob("*.distcp"))
+    copy = ["dd", "if=/dev/zero", f"of={place / 'zeros'}", "bs=16M", f"count={count >> 24}", "conv=fdatasync"]
+    raw, ours = [], []
+    for _ in range(repeat):
+        raw.append(once(copy, place / "none").seconds)
+        (place / "zeros").unlink()
+        ours.append(once([*EXPORT, inner, out, "--dtype", "float32"], out).seconds)
+    shutil.rmtree(place / "run")
+    disk, export = (count / min(seconds) / 1e9 for seconds in (raw, ours))
+    return (
+        f"Durable, {size_gb:g} GB to float32, with all checks: {export:.2f} GB/s; "
+        f"`dd conv=fdatasync` writes {disk:.2f} GB/s to that disk: **{export / disk:.0%}**."
+    )
+
+
+def by_ranks(place: Path, size_gb: float, repeat: int) -> str:
+    """The same model written by more ranks."""
+    found = []
+    for ranks in RANKS:
+        inner, out = made(place / "run", size_gb, ranks), place / "out"
+        words = [*EXPORT, inner, out, "--no-sync", "--dtype", "float32", "--verify", "bytes"]
+        found.append(f"{ranks} ranks {measured(words, out, repeat).seconds:.1f} s")
+        shutil.rmtree(place / "run")
+    return f"{size_gb:g} GB written by " + ", ".join(found) + "."
+
+
+def main() -> None:
+    """Prints the table; with --write keeps it in RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=float, nargs="*", default=[1, 4, 8])
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--ranks-size", type=float, default=4)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    lines = [
+        "| float32, 2 ranks | `accelerate merge-weights` | to float32 | to bfloat16 | float32, all checks |",
+        "|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory(prefix="export-") as name:
+        place = Path(name)
+        for size in options.sizes:
+            lines.append(compare(place, size, options.repeat))
+            print(lines[-1], flush=True)
+        if options.ranks_size:
+            for measure in (durable, by_ranks):
+                text = measure(place, options.ranks_size, options.repeat)
+                lines += ["", text]
+                print(text, flush=True)
+    if options.write:
+        write(lines)
+
+
+def write(lines: list[str]) -> None:
+    """Replaces this benchmark's part of RESULTS.md."""
+    head = ["## Export against `accelerate merge-weights`", "", "`python benchmarks/export.py --write`", ""]
+    text = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
+    if START not in text:
+        text = f"{text.rstrip()}\n\n{START}{END}"
+    before, _, rest = text.partition(START)
+    notes = ["", "Whole commands on 2 cores, float32 and bfloat16 with `--verify bytes`: checksums and hashes."]
+    part = "\n".join([*head, *lines, *notes, ""])
+    RESULTS.write_text(before + START + part + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

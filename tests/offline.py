@@ -1,0 +1,32 @@
+"""An export of a run's newest checkpoint, held against what the run itself exported."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from accel_fsdp import checkpoint, exporting
+
+
+def assert_exports_offline(run_folder: Path, out: Path) -> None:
+    """`accel-fsdp export` of the checkpoint is what the run gathered at its end, and of ZeRO what DeepSpeed finds."""
+    gathered = tensors_in(run_folder / "final")
+    dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[next(iter(gathered.values())).dtype]
+    assert exporting.run(exporting.Options(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
+    assert_same(tensors_in(out), gathered)
+    newest = checkpoint.find(run_folder)[0].folder
+    if any(newest.glob("global_step*")):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        options = exporting.Options(run_folder, out, dtype="F32", verify="bytes", no_sync=True, force=True)
+        assert exporting.run(options) == 0
+        assert_same(tensors_in(out), get_fp32_state_dict_from_zero_checkpoint(str(newest)))
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in folder.glob("*model*.safetensors") for name, one in load_file(path).items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

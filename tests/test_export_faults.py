@@ -1,0 +1,389 @@
+"""`accel-fsdp export` of what is damaged or evil, on full disks, and killed: OUT is complete or as it was."""
+
+import base64
+import collections
+import contextlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+import sharded
+import torch
+from conftest import ROOT, run
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from transformers import LlamaConfig
+
+from accel_fsdp import archive, dcp, exporting
+from accel_fsdp.errors import UserError
+
+SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
+INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint of 3 ranks."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
+    return folder
+
+
+@pytest.fixture
+def run_folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def export(src: Path, out: Path, **options: Any) -> None:
+    exporting.run(exporting.Options(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+
+
+def flipped(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at if at >= 0 else len(content) + at] ^= 16
+        path.write_bytes(content)
+
+    return damage
+
+
+def cut(left: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(path.stat().st_size * left))
+
+
+FILES = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
+DAMAGES = [
+    *((name, "missing", Path.unlink) for name in (*FILES, ".metadata")),
+    *((name, f"cut to {left}", cut(left)) for name in (*FILES, ".metadata") for left in (0, 0.5, 0.999)),
+    *((name, f"bit {at}", flipped(at)) for name in FILES for at in (900, 12_000, 20_000)),
+    *((".metadata", f"bit {at}", flipped(at)) for at in (3, 30, 200)),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "damage"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
+def test_damage_is_named(
+    name: str, kind: str, damage: Callable[[Path], None], run_folder: Path, tmp_path: Path
+) -> None:
+    damage(run_folder / INNER / name)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("old")
+    with pytest.raises(UserError) as caught:
+        export(run_folder, out, force=True)
+    assert name in caught.value.what
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("file", [".metadata", "__1_0.distcp"])
+def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_path: Path) -> None:
+    """`.metadata` has no checksum: what is listed has to fit the files, each of which repeats what it holds."""
+    path, random_place = run_folder / INNER / file, random.Random(0)
+    whole = path.read_bytes()
+    export(run_folder, tmp_path / "right")
+    right = load_file(tmp_path / "right" / "model.safetensors")
+    found = 0
+    for _ in range(60):
+        content = bytearray(whole)
+        content[random_place.randrange(len(content))] ^= 1 << random_place.randrange(8)
+        path.write_bytes(content)
+        with contextlib.suppress(UserError):
+            found += 1
+            export(run_folder, tmp_path / "out", force=True)
+            found -= 1
+            tensors = load_file(tmp_path / "out" / "model.safetensors")
+            assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
+    assert found > 10
+
+
+class Evil:
+    """Unpickling it makes a file."""
+
+    def __init__(self, proof: Path, call: str = "os.system") -> None:
+        self.proof, self.call = proof, call
+
+    def __reduce__(self) -> Any:
+        touch = f"touch {self.proof}"
+        calls = {
+            "os.system": (os.system, (touch,)),
+            "exec": (exec, (f"open({str(self.proof)!r}, 'w')",)),
+            "eval": (eval, (f"open({str(self.proof)!r}, 'w')",)),
+            "subprocess": (subprocess.Popen, (["touch", str(self.proof)],)),
+            "getattr": (getattr, (dict, "fromkeys")),
+            "open": (open, (str(self.proof), "w")),
+            "torch.load": (torch.load, (str(self.proof),)),
+            "unlink": (os.unlink, (str(self.proof),)),
+        }
+        return calls[self.call]
+
+
+@pytest.mark.parametrize("call", ["os.system", "exec", "eval", "subprocess", "getattr", "open", "torch.load", "unlink"])
+@pytest.mark.parametrize("where", [".metadata", "item", "file"])
+def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: Path, tmp_path: Path) -> None:
+    proof, evil = tmp_path / "proof", Evil(tmp_path / "proof", call)
+    if call == "unlink":
+        proof.write_text("")
+    if where == ".metadata":
+        metadata = FileSystemReader(run_folder / INNER).read_metadata()
+        metadata.planner_data = evil
+        (run_folder / INNER / ".metadata").write_bytes(pickle.dumps(metadata))
+    elif where == "item":
+        torch.save({"w": evil}, run_folder / INNER / "__0_0.distcp")
+        metadata = FileSystemReader(run_folder / INNER).read_metadata()
+        first = next(index for index, place in metadata.storage_data.items() if place.relative_path == "__0_0.distcp")
+        size = (run_folder / INNER / "__0_0.distcp").stat().st_size
+        metadata.storage_data = {first: _StorageInfo("__0_0.distcp", 0, size)}
+        metadata.state_dict_metadata = {first.fqn: metadata.state_dict_metadata[first.fqn]}
+        metadata.state_dict_metadata[first.fqn].chunks[1:] = []
+        (run_folder / INNER / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        shutil.rmtree(run_folder / "checkpoint-1")
+        torch.save({"w": torch.ones(2), "x": evil}, run_folder / "model.pth")
+    with pytest.raises(UserError, match=r"which no checkpoint needs|is damaged"):
+        export(run_folder, tmp_path / "out")
+    assert proof.exists() == (call == "unlink")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unpickler_cannot_be_led_around_its_list(tmp_path: Path) -> None:
+    """Dotted names, names of this package, memo tricks, states for classes."""
+    path = tmp_path / "x"
+    pickles = [
+        b"\x80\x04\x8c\x05torch\x8c\x0dserialization\x93.",
+        b"\x80\x04\x8c\x18torch.distributed.checkpoint\x8c\x11metadata.os.system\x93.",
+        b"cbuiltins\n__import__\n(Vos\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nV__class__\ntR.",
+        b"caccel_fsdp.archive\nos\n.",
+        b"cpathlib\nPath.home\n.",
+        b"\x80\x02}q\x00(X\x01\x00\x00\x00aQe.",
+        b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    ]
+    for content in pickles:
+        with pytest.raises(UserError):
+            archive.unpickle(content, dcp.ADMITTED, path)
+    made = archive.unpickle(pickle.dumps(collections.OrderedDict(a=torch.Size((1, 2)))), dcp.ADMITTED, path)
+    assert made == {"a": (1, 2)}
+
+
+@pytest.mark.parametrize("trick", ["../../secret", "/etc/passwd", "link", "inner/../../../secret", "\0", "."])
+def test_paths_stay_in_the_folder(trick: str, run_folder: Path, tmp_path: Path) -> None:
+    inner = run_folder / INNER
+    (run_folder / "secret").write_bytes((inner / "__0_0.distcp").read_bytes())
+    (inner / "link").symlink_to(run_folder / "secret")
+    metadata = FileSystemReader(inner).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if place.relative_path == "__0_0.distcp":
+            metadata.storage_data[index] = _StorageInfo(trick, place.offset, place.length)
+    (inner / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"outside of its folder|can't be read"):
+        export(run_folder, tmp_path / "out")
+
+
+def test_an_index_of_safetensors_leads_nowhere_else(run_folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run_folder / "checkpoint-1")
+    (run_folder / "config.json").write_text((run_folder / "model" / "config.json").read_text())
+    (run_folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../secret.safetensors"}}')
+    (tmp_path / "secret.safetensors").write_bytes(b"\0" * 8)
+    with pytest.raises(UserError, match="outside of its folder"):
+        export(run_folder, tmp_path / "out")
+
+
+def command(*words: str | Path, limit_bytes: int = 0, verify: str = "bytes") -> subprocess.Popen[str]:
+    """The export as a process of its own, with a largest file size where one is given."""
+    limit = (limit_bytes, limit_bytes)
+    return subprocess.Popen(
+        [sys.executable, "-m", "accel_fsdp", "export", *map(str, words), "--verify", verify],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)) if limit_bytes else None,
+    )
+
+
+def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that may not grow beyond a limit fail as they do on a full disk; and the disk itself is asked before."""
+    export(run_folder, tmp_path / "out")
+    whole = (tmp_path / "out" / "model.safetensors").stat().st_size
+    shutil.rmtree(tmp_path / "out")
+    for tenth in range(10):
+        finished = command(run_folder, tmp_path / "out", limit_bytes=1 + whole * tenth // 10)
+        output, _ = finished.communicate(timeout=60)
+        assert finished.returncode == 1, output
+        assert "cannot write" in output
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"has 0\.00 MB free"):
+        export(run_folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
+    """Over an older export: it stays, or the new one is there; the next run cleans up."""
+    out, moments = tmp_path / "out", random.Random(1)
+    export(made, out, dtype="BF16")
+    old = (out / "model.safetensors").read_bytes()
+    started = time.monotonic()
+    export_process = command(made, tmp_path / "other")
+    export_process.communicate()
+    seconds = time.monotonic() - started
+    new = (tmp_path / "other" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "other")
+    tries = ["bytes"] * 20 if number == signal.SIGKILL else ["bytes", "load"] * 3
+    for verify in tries:  # with "load" a second process is at work
+        process = command(made, out, "--force", verify=verify)
+        time.sleep(seconds * moments.uniform(0.3, 1.0))
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        if out.exists():  # between the two renames there is nothing, never a half
+            assert (out / "model.safetensors").read_bytes() in (old, new)
+        if number == signal.SIGINT:
+            assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    export(made, out, force=True)
+    assert (out / "model.safetensors").read_bytes() == new
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(UserError, match="exists"):
+        export(run_folder, out)
+    (out / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="no folder of a model"):
+        export(run_folder, out, force=True)
+    for place in (run_folder, run_folder / "checkpoint-1", run_folder / INNER):
+        with pytest.raises(UserError, match="holds the checkpoint"):
+            export(run_folder, place, force=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A model of four times the size, with one tensor of 130 MB, takes no more memory."""
+    peaks = []
+    for vocabulary in (32_000, 128_000):
+        folder = tmp_path / str(vocabulary)
+        config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary, "hidden_size": 252}, **HEADS, dtype="float32")
+        sharded.make(folder, config, ranks=2)
+        script = (
+            "import sys; from accel_fsdp import cli\n"
+            "try: cli.main()\n"
+            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+        )
+        words = ["export", str(folder), str(folder / "out"), "--verify", "bytes", "--no-sync"]
+        finished = subprocess.run(
+            [sys.executable, "-c", script, *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert finished.returncode == 0, finished.stderr
+        peaks.append(int(finished.stdout))
+        shutil.rmtree(folder)
+    assert max(peaks) < 250_000  # KiB
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload speaks: repositories, what goes to LFS, its objects, a commit."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+    files: ClassVar[dict[str, str]] = {}
+    refuse_upload = False
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, content: Any, code: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        home = f"http://{self.headers['Host']}"
+        if self.path == "/api/repos/create":
+            self.answer({"url": f"{home}/me/model", "id": "me/model", "name": json.loads(body)["name"]})
+        elif "/preupload/" in self.path:
+            modes = [
+                {
+                    "path": one["path"],
+                    "uploadMode": "lfs" if one["path"].endswith("tensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for one in json.loads(body)["files"]
+            ]
+            self.answer({"files": modes})
+        elif self.path.endswith("/objects/batch"):
+            wanted = [one for one in json.loads(body)["objects"] if one["oid"] not in self.objects]
+            links = [{**one, "actions": {"upload": {"href": f"{home}/lfs/{one['oid']}"}}} for one in wanted]
+            self.answer({"transfer": "basic", "objects": links})
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] in ("file", "lfsFile"):
+                    value = line["value"]
+                    self.files[value["path"]] = value.get("oid") or base64.b64decode(value["content"]).decode()
+            self.answer(
+                {
+                    "commitUrl": f"{home}/me/model/commit/1",
+                    "commitOid": "1" * 40,
+                    "pullRequestUrl": None,
+                    "success": True,
+                }
+            )
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if Hub.refuse_upload:
+            self.answer({"error": "no room"}, 507)
+            return
+        self.objects[self.path.rpartition("/")[2]] = content
+        self.answer({})
+
+    def do_GET(self) -> None:
+        self.answer({"error": "nothing here"}, 404)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_push_to_the_hub(hub: str, run_folder: Path, tmp_path: Path) -> None:
+    """Refused once, the export stays; then all of it arrives."""
+    out = tmp_path / "out"
+    push = ["--verify", "bytes", "--push-to-hub", "me/model"]
+    env = {"HF_ENDPOINT": hub, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    for refuse, words in ((True, [run_folder, out]), (False, ["--check", out])):
+        Hub.refuse_upload = refuse
+        command_line = [sys.executable, "-m", "accel_fsdp", "export", *words, *push]
+        finished = run(command_line, **env, HF_HOME=str(tmp_path / "home"))
+        assert finished.code == int(refuse), finished.output
+        assert (out / "model.safetensors").exists()
+    assert "pushed: " in finished.output
+    assert Hub.files.keys() == {path.name for path in out.iterdir()}
+    assert Hub.objects[Hub.files["model.safetensors"]] == (out / "model.safetensors").read_bytes()
+    assert json.loads(Hub.files["config.json"])["model_type"] == "llama"
