@@ -65,7 +65,7 @@ def losses_one_by_one(model_folder: Path, path: Path) -> list[float]:
         optimizer.zero_grad()
         (total / trained).backward()
         optimizer.step()
-        losses.append(float(total) / trained)
+        losses.append(total.item() / trained)
     return losses
 
 
