@@ -32,7 +32,7 @@ def test_it_trains_on_two_ranks_and_exports(name: str, tiny_model: Path, tmp_pat
     assert finished.code == 0, finished.output
     assert "exported and verified" in finished.output
     assert next(text for start, text in SHARDS.items() if name.startswith(start)) in finished.output
-    assert finished.output.count("'loss'") == 2
+    assert finished.output.count("  loss ") == 2
     assert_exports_offline(tmp_path / "run", tmp_path / "offline")
 
 
