@@ -160,7 +160,8 @@ def _layout(accelerator: Any) -> Layout | None:
     if deepspeed is not None:
         section = deepspeed.deepspeed_config.get("zero_optimization", {})
         offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
-        return Layout("zero", int(deepspeed.zero_stage), ranks, together, offload)
+        stage = int(deepspeed.zero_stage)
+        return Layout("zero", stage, ranks, together, offload) if stage else Layout("ddp", 1, ranks, together)
     if accelerator.distributed_type.value in ("MULTI_GPU", "MULTI_CPU"):
         return Layout("ddp", 1, ranks, together)
     return Layout("single", 1, 1, 1) if accelerator.distributed_type.value == "NO" else None
@@ -172,7 +173,8 @@ def _fsdp_layout(plugin: Any, accelerator: Any, ranks: int, together: int) -> La
     asked = plugin.cpu_offload
     offload = isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))
     if plugin.fsdp_version == 1:
-        number = next(number for number, name in STRATEGIES.items() if name == plugin.sharding_strategy.name)
+        named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
+        number = next(number for number, name in STRATEGIES.items() if name == named)
         return Layout("fsdp1", number, ranks, together, offload)
     number = 1 if plugin.reshard_after_forward else 2
     mesh = getattr(accelerator, "parallelism_config", None)

@@ -136,9 +136,7 @@ BAD_RUNS = [
     pytest.param("", {"--dataset_name": "{folder}/empty.jsonl"}, "it has no rows", id="empty-data"),
     pytest.param("", {"--dataset_name": "{folder}/no_rows.csv"}, "corresponds to no data", id="no-rows"),
     pytest.param("", {"--dataset_name": "{folder}/columns.jsonl"}, "only: question, answer", id="columns"),
-    pytest.param(
-        "", {"--dataset_name": "{folder}/turns.jsonl"}, "row 2 of the data set: messages is not", id="bad-row"
-    ),
+    pytest.param("", {"--dataset_name": "{folder}/turns.jsonl"}, "turns.jsonl, row 2: messages is not", id="bad-row"),
     pytest.param("", {"--dataset_name": "{folder}/cut.jsonl"}, "JSON parse error", id="broken-json"),
     pytest.param("", {"--output_dir": "/proc/none"}, "cannot write /proc/none", id="unwritable"),
     pytest.param("", {"--datset_name": "x"}, "Did you mean --dataset_name?", id="unknown-flag"),
