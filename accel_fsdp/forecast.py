@@ -14,7 +14,7 @@ from accel_fsdp.plan import name_of, workspace_bytes
 from accel_fsdp.savings import savings
 from accel_fsdp.states import DTYPE_BYTES
 from accel_fsdp.tapes import Tapes, variant_of
-from accel_fsdp.types import ATTENTION_LINEAR, STRATEGIES, Layout, ModelShape, OptimizerName, Recipe
+from accel_fsdp.types import ATTENTION_LINEAR, Layout, ModelShape, OptimizerName, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,7 +172,9 @@ def _fsdp_layout(plugin: Any, accelerator: Any, ranks: int, together: int) -> La
     asked = plugin.cpu_offload
     offload = isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))
     if plugin.fsdp_version == 1:
-        number = next(number for number, name in STRATEGIES.items() if name == plugin.sharding_strategy.name)
+        number = int(
+            plugin.sharding_strategy.value
+        )  # Accelerate's numbers are torch's; its name of 5 has an underscore
         return Layout("fsdp1", number, ranks, together, offload)
     number = 1 if plugin.reshard_after_forward else 2
     mesh = getattr(accelerator, "parallelism_config", None)
