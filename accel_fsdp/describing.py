@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 SHOWN = 3
@@ -108,7 +109,11 @@ def describe(folder: Path) -> Description:
     held = {name: one for name, one in model.state_dict().items() if name not in ignored}
     held = export.without_tied_copies(held, ties)
     filed = export._as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
-    return Description(*({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed)), ties)
+    return Description(_shapes(held), _shapes(filed), ties)
+
+
+def _shapes(tensors: "dict[str, torch.Tensor]") -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in tensors.items()}
 
 
 def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
