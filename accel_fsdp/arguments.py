@@ -8,9 +8,9 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import config, cpu, jobs
+from accel_fsdp import complete, config, cpu, jobs, render
+from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.files import checkpoints
 
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
@@ -58,18 +58,6 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """What it is trained on."""
-
-    dataset_name: str = field(metadata={"help": "Hub id, local folder, or a .jsonl, .json, .csv or .parquet file."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split for evaluation (--eval_strategy)."})
-    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain text, without messages."})
-    max_length: int = field(default=1024, metadata={"help": "Tokens per row; longer rows are cut, and counted."})
-
-
-@dataclass
 class SftArguments(TrainingArguments):  # type: ignore[misc]
     """Everything of `TrainingArguments`. On a machine without accelerator, gloo on CPU is set up first."""
 
@@ -81,7 +69,25 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         },
     )
 
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations without a better held-out loss, and export the best model; needs "
+            "--eval_strategy and the same --save_strategy."
+        },
+    )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},
+    )
+
     def __post_init__(self) -> None:
+        if self.early_stopping_patience is not None:
+            self._check_early_stopping(self.early_stopping_patience)
+            self.load_best_model_at_end = True
+        trackers: Any = self.report_to  # type: ignore[has-type]
+        if isinstance(trackers, str):  # one word on the command line, although Trainer takes a list
+            self.report_to = trackers.split(",")
         if cpu.deepspeed_requested():  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
             precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
             self.bf16, self.fp16 = precision == "bf16", precision == "fp16"
@@ -98,6 +104,18 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             self.use_cpu = True
             cpu.init_process_group(self.ddp_timeout)
         super().__post_init__()
+
+    def _check_early_stopping(self, patience: int) -> None:
+        if patience < 1:
+            raise UsageError(
+                f"--early_stopping_patience {patience}", why="it would stop at once", fix="--early_stopping_patience 3"
+            )
+        if self.eval_strategy == "no":
+            raise UsageError(
+                "--early_stopping_patience without evaluation",
+                why="there is no held-out loss that could stop getting better",
+                fix="--eval_strategy steps --save_strategy steps",
+            )
 
 
 def xla_settings(path: Path) -> dict[str, Any]:
@@ -138,6 +156,10 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(str(error).splitlines()[0], why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
+    if data.streaming and training.max_steps < 1:
+        raise UsageError(
+            "--streaming without --max_steps", why="a stream doesn't say how long it is", fix="--max_steps N"
+        )
     if model.load_in_4bit and not model.use_peft:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
@@ -154,7 +176,28 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
         )
+    if data.streaming:  # a rank that hands out batches to the others needs them of one length
+        training.accelerator_config.dispatch_batches = False
+    _check_trackers(training.report_to)
     return model, data, training
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Refuses a tracker that Trainer doesn't know, or that isn't installed, before anything is loaded."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UsageError(
+                f"--report_to {name} is no tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
+                why="nothing would be reported",
+                fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
+            )
+        if name not in {*get_available_reporting_integrations(), "flyte"}:  # which is no part of that list
+            raise UserError(
+                f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
+            )
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
@@ -199,13 +242,13 @@ def _word_after(flag: str) -> str | None:
 
 
 def checkpoint_to_resume(training: SftArguments) -> str | None:
-    """Resolves `--resume_from_checkpoint` (a folder, or true for the newest of `output_dir`).
+    """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
 
     Raises:
         UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
     """
     output = Path(training.output_dir)
-    newest = _newest_complete(output)
+    choice = complete.choose(output)
     wanted = training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
         if any(output.glob("checkpoint-*")) or (output / "final").exists():
@@ -215,30 +258,20 @@ def checkpoint_to_resume(training: SftArguments) -> str | None:
                 fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
             )
         return None
-    if str(wanted).lower() == "true":
-        if newest is None:
+    if str(wanted).lower() in ("true", "auto"):
+        for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
+            render.say(f"skipped: {folder} is half-written: {flaw}", style="yellow")
+        if choice.newest is None and str(wanted).lower() == "true":
             raise UserError(
                 f"no complete checkpoint-N folder in {output}",
                 why="there is nothing to resume from",
-                fix="leave out --resume_from_checkpoint to start anew, or correct --output_dir",
+                fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
             )
-        return str(newest)
-    if not _is_complete(Path(wanted)):
+        return str(choice.newest) if choice.newest else None
+    if not Path(wanted).is_dir() or (flaw := complete.flaw(Path(wanted))):
         raise UserError(
             f"{wanted} is not a complete checkpoint",
-            why="it lacks trainer_state.json, which Trainer writes last, or the .metadata of its shards",
-            fix=f"--resume_from_checkpoint {newest or 'FOLDER/checkpoint-N'}",
+            why=flaw if Path(wanted).is_dir() else "there is no such folder",
+            fix=f"--resume_from_checkpoint {choice.newest or 'FOLDER/checkpoint-N'}",
         )
     return str(wanted)
-
-
-def _newest_complete(output: Path) -> str | None:
-    """The complete checkpoint-N with the highest number; Trainer itself would take a half-written one."""
-    complete = [path for path in checkpoints(output) if _is_complete(path)]
-    return str(complete[-1]) if complete else None
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    """Trainer writes trainer_state.json last, and torch the .metadata of a sharded folder."""
-    sharded = [checkpoint / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (checkpoint / name).is_dir()]
-    return (checkpoint / "trainer_state.json").is_file() and all((path / ".metadata").is_file() for path in sharded)

@@ -205,6 +205,17 @@ class Export:
     private: Annotated[bool, tyro.conf.arg(help="Make that repository private.")] = False
 
 
+@dataclass(frozen=True)
+class Init:
+    """Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR", help="The project; made if need be.")]
+    config: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help="Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...")
+    ] = "fsdp2"
+    native: Annotated[bool, tyro.conf.arg(help="Also native.py, the same job in plain PyTorch.")] = False
+
+
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = tyro.conf.arg(
         metavar=question.metavar,
@@ -239,7 +250,10 @@ def main() -> None:
 def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     own, script_args = _split_script_args(words)
     command = tyro.extras.subcommand_cli_from_dict(
-        {"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch, "export": Export},
+        {
+            **{"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
+            **{"export": Export, "init": Init},
+        },
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
         args=own,
@@ -272,6 +286,10 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
         asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporting.Options)}
         asked["dtype"] = papers.DTYPES.get(command.dtype or "")
         return exporting.run(exporting.Options(**asked))
+    if isinstance(command, Init):
+        from accel_fsdp import starter
+
+        return starter.init(command.folder, command.config, command.native)
     return _config(command)
 
 

@@ -1,55 +1,52 @@
-"""Data sets to tokens: chat messages through the tokenizer's template, or plain text."""
+"""Data sets from the hub and from files: loading them, and saying which file and row is broken."""
 
-from dataclasses import dataclass
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.facts import check_local_path, first_line
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
-    from transformers import PreTrainedTokenizerBase
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-MESSAGES = "messages"
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SAVED = ("dataset_dict.json", "state.json")
+"""What `save_to_disk` leaves in a folder."""
 
 
-@dataclass(frozen=True)
-class TokenSummary:
-    """What tokenising made of a split, for the user to check before hours of training."""
-
-    rows: int
-    tokens: int
-    truncated_rows: int
-
-    def __str__(self) -> str:
-        cut = f", {self.truncated_rows} cut at the length limit" if self.truncated_rows else ""
-        return f"{self.rows:,} rows, {self.tokens:,} tokens{cut}"
-
-
-def load(name: str, config_name: str | None = None) -> "DatasetDict":
+def load(name: str, config_name: str | None = None, *, streaming: bool = False) -> "DatasetDict | IterableDatasetDict":
     """Loads all splits of a hub data set, a local folder (files named after their split) or one local file.
 
+    With `streaming` rows are read when they are used.
+
     Raises:
-        UserError: it doesn't exist or its files can't be parsed.
+        UserError: it doesn't exist or its files can't be parsed; the broken row is named.
     """
-    from datasets import DatasetDict, load_dataset
-    from datasets.exceptions import DatasetGenerationError
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     check_local_path(name, "data set")
     path = Path(name)
     try:
-        loaded = load_dataset(_builder(path), data_files=name) if path.is_file() else load_dataset(name, config_name)
-    except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError, StopIteration) as error:
-        cause = str(error.__cause__ or error) or "it has no rows"
+        if any((path / file).is_file() for file in SAVED):
+            saved = load_from_disk(name)
+            return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
+        if path.is_file():
+            return load_dataset(_builder(path), data_files=name, streaming=streaming)
+        return load_dataset(name, config_name, streaming=streaming)
+    except _load_errors() as error:
         raise UserError(
-            f"cannot load data set {name}: {first_line(Exception(cause))}",
+            f"cannot load data set {name}: {_broken(path) or _cause(error)}",
             why="there is nothing to train on",
             fix="give a hub id, a folder with train.jsonl, or a valid .jsonl, .json, .csv or .parquet file",
         ) from error
-    assert isinstance(loaded, DatasetDict)
-    return loaded
+
+
+def _load_errors() -> tuple[type[Exception], ...]:
+    """How datasets stops at what it can't read."""
+    from datasets.exceptions import DatasetsError
+
+    return (DatasetsError, FileNotFoundError, ValueError, ConnectionError, StopIteration)
 
 
 def _builder(path: Path) -> str:
@@ -62,93 +59,85 @@ def _builder(path: Path) -> str:
     return FILE_BUILDERS[path.suffix]
 
 
-def split(data: "DatasetDict", name: str) -> "Dataset":
-    """Returns one split that has rows.
+def split(data: "DatasetDict | IterableDatasetDict", name: str) -> "Dataset | IterableDataset":
+    """Returns one split that has rows; a stream is known to have some only when it is read.
 
     Raises:
         UserError: no such split, or it is empty.
     """
+    from datasets import Dataset
+
     if name not in data:
         raise UserError(
             f"the data set has no split {name}.{did_you_mean(name, data)}",
             why="training needs it",
             fix="--dataset_train_split or --dataset_test_split with one of: " + ", ".join(data),
         )
-    if len(data[name]) == 0:
+    found = data[name]
+    if isinstance(found, Dataset) and len(found) == 0:
         raise UserError(
             f"split {name} of the data set is empty",
             why="there is nothing to train on",
             fix="give a data set with rows",
         )
-    return data[name]
+    return found
 
 
-def tokenize(
-    data: "Dataset", tokenizer: "PreTrainedTokenizerBase", *, max_length: int, text_field: str = "text"
-) -> "tuple[Dataset, TokenSummary]":
-    """Turns rows into `input_ids` (at most `max_length`) and `labels` (a copy: every token is trained).
+def whole(rows: "Dataset | IterableDataset") -> "Dataset":
+    """All rows of a split, read now if it is a stream: every rank must evaluate on the same number of them."""
+    from datasets import Dataset, IterableDataset
 
-    Rows with `messages` go through the tokenizer's chat template, rows with `text_field` are plain text that gets an
-    end-of-sequence token.
-
-    Raises:
-        UserError: neither column, a malformed row (named by its number), or messages without a chat template.
-    """
-    chat = _is_chat(data, text_field)
-    if chat and tokenizer.chat_template is None:
-        raise UserError(
-            "the tokenizer has no chat template, but the data set has messages",
-            why="nobody can know how this model wants its turns marked",
-            fix="use the instruct version of the model, or a data set with a text column",
-        )
-
-    def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
-        ids = _encode_chat(row, index, tokenizer) if chat else _encode_text(row, index, tokenizer, text_field)
-        return {"input_ids": ids[:max_length], "labels": ids[:max_length], "length": len(ids)}
-
-    encoded = data.map(encode, with_indices=True, remove_columns=data.column_names, desc="Tokenizing")
-    lengths = encoded["length"]
-    summary = TokenSummary(
-        rows=len(encoded),
-        tokens=sum(min(length, max_length) for length in lengths),
-        truncated_rows=sum(length > max_length for length in lengths),
-    )
-    return encoded.remove_columns("length"), summary
+    return Dataset.from_list(list(rows)) if isinstance(rows, IterableDataset) else rows
 
 
-def _is_chat(data: "Dataset", text_field: str) -> bool:
-    if MESSAGES in data.column_names:
-        return True
-    if text_field in data.column_names:
-        return False
-    raise UserError(
-        f"the data set has neither a {MESSAGES} nor a {text_field} column, only: " + ", ".join(data.column_names),
-        why="chat turns or plain text are needed to train on",
-        fix=f"rename a column to {MESSAGES} or text, or name the text column with --dataset_text_field",
-    )
+def place(name: str, config_name: str | None, split: str, row: int) -> str:
+    """Where the user finds row `row` (from 0) of a split: its file and the row in it, from 1; else the split's row."""
+    for file, rows in _files(name, config_name, split):
+        if row < rows:
+            return f"{file}, row {row + 1}"
+        row -= rows
+    return f"{name}, split {split}, row {row + 1}" if split else f"{name}, row {row + 1}"
 
 
-def _encode_chat(row: dict[str, Any], index: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    messages = row[MESSAGES]
-    complete = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not (messages and complete):
-        raise _bad_row(
-            index,
-            f"{MESSAGES} is not a list of turns with role and content",
-            'role and content as text, e.g. {"role": "user", "content": "Hi"}; tool calls are not supported',
-        )
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+def _files(name: str, config_name: str | None, split: str) -> list[tuple[str, int]]:
+    """The files of a local split with their numbers of rows, in the order in which datasets reads them."""
+    from datasets import load_dataset, load_dataset_builder
+
+    path = Path(name)
+    if path.is_file():
+        return [(name, len(load_dataset(_builder(path), data_files=name, split=split)))]
+    if not path.is_dir() or any((path / file).is_file() for file in SAVED):
+        return []
+    found = load_dataset_builder(name, config_name).config.data_files or {}
+    files = [Path(file) for file in found.get(split, []) if Path(file).suffix in FILE_BUILDERS]
+    return [(str(file), len(load_dataset(_builder(file), data_files=str(file), split="train"))) for file in files]
 
 
-def _encode_text(row: dict[str, Any], index: int, tokenizer: "PreTrainedTokenizerBase", text_field: str) -> list[int]:
-    if not isinstance(row[text_field], str) or not row[text_field]:
-        raise _bad_row(index, f"{text_field} is not a text", "fill it, or drop the row")
-    ids: list[int] = tokenizer(row[text_field])["input_ids"]
-    eos = tokenizer.eos_token_id
-    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+def _broken(path: Path) -> str | None:
+    """The first file that can't be read on its own, with the line where that can be told."""
+    from datasets import load_dataset
+
+    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in (file for file in inside if file.suffix in FILE_BUILDERS and file.is_file()):
+        try:
+            load_dataset(_builder(file), data_files=str(file))
+        except _load_errors() as error:
+            line = _broken_line(file) if file.suffix == ".jsonl" else None
+            return f"{file}, {line or _cause(error)}"
+    return None
 
 
-def _bad_row(index: int, what: str, fix: str) -> UserError:
-    return UserError(f"row {index + 1} of the data set: {what}", why="training on it would teach nonsense", fix=fix)
+def _broken_line(file: Path) -> str | None:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line.strip() or b"{}")
+            except json.JSONDecodeError as error:
+                return f"line {number}: {error.msg} at column {error.colno}"
+            except UnicodeDecodeError:
+                return f"line {number}: not UTF-8"
+    return None
+
+
+def _cause(error: Exception) -> str:
+    return first_line(Exception(str(error.__cause__ or error) or "it has no rows"))

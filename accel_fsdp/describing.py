@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 SHOWN = 3
@@ -109,11 +108,8 @@ def describe(folder: Path) -> Description:
     held = {name: one for name, one in model.state_dict().items() if name not in ignored}
     held = export.without_tied_copies(held, ties)
     filed = export._as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
-    return Description(_shapes(held), _shapes(filed), ties)
-
-
-def _shapes(tensors: "dict[str, torch.Tensor]") -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.shape) for name, one in tensors.items()}
+    memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
+    return Description(memory, files, ties)
 
 
 def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:

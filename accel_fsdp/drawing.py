@@ -199,6 +199,42 @@ def areas(
     return _figure(words, width, height, shapes)
 
 
+def losses(words: Words, curves: Sequence[Curve], width: int) -> str:
+    """Losses over steps on two even scales, each curve named at its end."""
+    height, right, top = 320, width - 88, 24
+    last = max(1, *(x for curve in curves for x, _ in curve.points))
+    finite = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    steps = _round_steps(max(high - low, high / 20, 1e-6))
+    unit = steps[1]
+    bottom = math.floor(low / unit) * unit
+    rungs = [bottom + unit * number for number in range(max(math.ceil((high - bottom) / unit), 1) + 1)]
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + x / last * (right - LEFT)
+        return across, height - BOTTOM - (y - bottom) / (rungs[-1] - bottom) * (height - BOTTOM - top)
+
+    shapes = [_rung(at(0, y)[1], right, f"{y:.6g}") for y in rungs]
+    shapes += _ticks([(at(x, bottom)[0], f"{x:,.0f}") for x in _round_steps(last) if x == int(x)], height - BOTTOM)
+    ends = []
+    for curve in curves:
+        places = [at(*point) for point in curve.points if math.isfinite(point[1])]
+        shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
+        shapes += [f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places[-1:]]
+        ends += [(curve.style, curve.name, y) for _, y in places[-1:]]
+    shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _apart(ends)]
+    shapes.append(_text(0, 12, "loss"))
+    shapes.append(_text((LEFT + right) / 2, height - 4, "step", "middle"))
+    return _figure(words, width, height, shapes)
+
+
+def standalone(figure: str) -> str:
+    """A figure as a file of its own, with its colours and a white ground."""
+    colours = "svg{--ink:#1c1c1c;--back:#fff;--rule:#ddd;--c1:#0072b2;--c2:#d55e00;--c3:#009e73;background:#fff}"
+    head, rest = figure.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{colours}{STYLE}</style>{rest}\n'
+
+
 def _capacity_line(capacity: Capacity, y: float, limit: float, right: float) -> list[str]:
     label = f"{capacity.name}: {capacity.gib:.0f} GiB"
     if capacity.gib > limit:

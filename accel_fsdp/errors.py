@@ -41,6 +41,16 @@ class UsageError(UserError):
     exit_code = 2
 
 
+class Stopped(UserError):
+    """The job was told to end, saved its state and can go on later. Every rank raises it and one says it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: the same command will do, later."""
+
+    def __str__(self) -> str:
+        return f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean X?' for the nearest known name, else the empty string."""
     near = nearest(name, known)
@@ -109,6 +119,10 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     """
     try:
         main()
+    except Stopped as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
     except UserError as error:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank != 0:

@@ -1,10 +1,12 @@
-"""The exported folder: what it must contain, and the check that it does."""
+"""The exported folder: what it must contain, in which dtype, and the check that it does."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import facts, files
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,19 +26,45 @@ class Spec:
 
 @dataclass(frozen=True)
 class Expected:
-    """The tensors an export must hold. Each group of `ties` is one tensor under several names: the first is saved."""
+    """The tensors an export must hold. Each group of `ties` is one tensor under several names: the first is saved.
+
+    `casts` are the parameters that are gathered in another dtype than they are saved in, by their names in the model.
+    `gathered_bytes` is what the whole model takes as the engine gathers it, frozen parts of an adapter's model too.
+    """
 
     tensors: dict[str, Spec]
     ties: tuple[tuple[str, ...], ...]
+    casts: "Mapping[str, torch.dtype]" = field(default_factory=dict)
+    gathered_bytes: int = 0
 
 
-def expected_tensors(model: "nn.Module", trained_as: "torch.dtype | None") -> Expected:
+def expected_tensors(
+    model: "nn.Module", trained_as: "torch.dtype | None", saved_as: "torch.dtype | None" = None
+) -> Expected:
     """Lists what `save_model` must write, read off the model before FSDP touches it.
 
-    `trained_as`: the dtype to which the engine casts trainable parameters and in which it saves them, None for none.
+    `trained_as`: the dtype to which the engine casts trainable parameters and in which it gathers them, None for none.
+    `saved_as`: the dtype of the export, None for as gathered; what transformers keeps in float32 stays as it is.
     """
     import torch
     from peft import PeftModel, get_peft_model_state_dict
+
+    blueprint = _gathered(model, trained_as)
+    gathered_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blueprint.values())
+    casts = {} if saved_as is None else dict.fromkeys(_castable(model, blueprint, saved_as), saved_as)
+    for name, dtype in casts.items():
+        blueprint[name] = torch.empty_like(blueprint[name], dtype=dtype)
+    if isinstance(model, PeftModel):
+        saved = get_peft_model_state_dict(model, state_dict=blueprint)
+        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, (), casts, gathered_bytes)
+    ties = _ties(model)
+    saved = _as_saved(model, without_tied_copies(blueprint, ties))
+    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties, casts, gathered_bytes)
+
+
+def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str, torch.Tensor]":
+    """The full state dict that the engine will hand out, on the meta device."""
+    import torch
 
     trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad}
     shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
@@ -45,12 +73,35 @@ def expected_tensors(model: "nn.Module", trained_as: "torch.dtype | None") -> Ex
         cast = trained_as is not None and name in trainable and tensor.is_floating_point()
         shape = shapes.get(name) or tensor.shape  # under ZeRO-3 the parameter itself is empty
         blueprint[name] = torch.empty(shape, device="meta", dtype=trained_as if cast else tensor.dtype)
-    if isinstance(model, PeftModel):
-        saved = get_peft_model_state_dict(model, state_dict=blueprint)
-        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties=())
-    ties = _ties(model)
-    saved = _as_saved(model, without_tied_copies(blueprint, ties))
-    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties)
+    return blueprint
+
+
+def _castable(model: "nn.Module", blueprint: "dict[str, torch.Tensor]", dtype: "torch.dtype") -> list[str]:
+    """The trained parameters of another floating dtype, without those that need float32; 4-bit weights stay packed."""
+    kept = set(facts.kept_in_float32(model, str(dtype).removeprefix("torch.")))
+    trained = [name for name, parameter in _all_parameters(model) if parameter.requires_grad and name not in kept]
+    return [name for name in trained if blueprint[name].is_floating_point() and blueprint[name].dtype != dtype]
+
+
+def cast(state_dict: "dict[str, torch.Tensor]", casts: "Mapping[str, torch.dtype]") -> "dict[str, torch.Tensor]":
+    """Converts one tensor after the other in place of the old one, so that the model is never in memory twice."""
+    for name in [name for name in state_dict if name in casts]:
+        state_dict[name] = state_dict[name].to(casts[name])
+    return state_dict
+
+
+def finish(folder: Path, dtype: str, card: str) -> None:
+    """Makes a saved model what others load: its dtype in the config, a card, and no pickle of Trainer's arguments."""
+    path = folder / "config.json"
+    if dtype and path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if part.get("dtype"):
+                part["dtype"] = dtype
+        files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if card:
+        files.write_text(folder / "README.md", card)
+    (folder / "training_args.bin").unlink(missing_ok=True)
 
 
 def _all_parameters(model: "nn.Module") -> "Iterator[tuple[str, nn.Parameter]]":

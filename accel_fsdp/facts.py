@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,20 +72,31 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     tied = bool(getattr(config, "tie_word_embeddings", False))
     declared = getattr(model, "_no_split_modules", None) or ()
     bits, storage = _quantization(getattr(config, "quantization_config", None))
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return {
-        "dtype": str(
-            config.dtype or next((DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES), "")
-        ).removeprefix("torch."),
+        "dtype": _dtype(config, stored),
         "tied": tied,
         "tied_apart": tied and pair is not None and not weights.equal(*pair),
-        "kept_bf16": _kept(model, strict),
-        "kept_fp16": _kept(model, {*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())}),
+        "kept_bf16": next(iter(kept_in_float32(model, "bfloat16")), ""),
+        "kept_fp16": next(iter(kept_in_float32(model, "float16")), ""),
         "expert_classes": expert_classes(model),
         "declared_classes": tuple(sorted(declared)),
         "quantized": bits,
         "quant_storage": storage,
     }
+
+
+def stored_dtype(name: str, revision: str = "main") -> str:
+    """The dtype in which a model's files hold it, such as bfloat16; empty if nothing says so.
+
+    Raises:
+        UserError: its config can't be read.
+    """
+    return _dtype(read_config(name, revision), weights.weights_in(_local_folder(name)))
+
+
+def _dtype(config: Any, stored: Mapping[str, weights.Tensor]) -> str:
+    found = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), "")
+    return str(found).removeprefix("torch.")
 
 
 def _local_folder(name: str) -> Path:
@@ -98,12 +109,13 @@ def _local_folder(name: str) -> Path:
     return Path(cached).parent if isinstance(cached, str) else Path(os.devnull)
 
 
-def _kept(model: "nn.Module", patterns: Iterable[str]) -> str:
-    """A parameter that transformers keeps in float32 under these patterns; empty if there is none."""
+def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
+    """The parameters that transformers keeps in float32 when a model is loaded in `dtype`, a 16-bit one."""
+    kinds = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == "float16" else []))
+    patterns = [pattern for kind in kinds for pattern in getattr(model, kind, None) or ()]
     globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
     whole = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
-    names = (name for name, _ in model.named_parameters())
-    return next((name for name in names if any(one.search(name) for one in whole)), "")
+    return [name for name, _ in model.named_parameters() if any(one.search(name) for one in whole)]
 
 
 def expert_classes(model: "nn.Module") -> frozenset[str]:

@@ -31,6 +31,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
+        sync_names(path.parent)
     except (OSError, RuntimeError) as error:  # a RuntimeError is a link that leads to itself
         raise _cannot_write(path, error) from error
     finally:
@@ -143,6 +144,16 @@ def sync_folder(folder: Path) -> None:
         path.chmod(file_mode())
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def sync_names(folder: Path) -> None:
+    """Flushes the names in `folder`, so that a rename outlives a power cut; some file systems have no such call."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def file_mode() -> int:

@@ -47,13 +47,27 @@ def count_gpus() -> int | None:
 
 def memory_limit() -> int | None:
     """The host's memory in bytes, or the control group's limit if that is lower; None off Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    except (OSError, StopIteration):
+    total = _field(Path("/proc/meminfo"), "MemTotal:")
+    if total is None:
         return None
     limits = (_number(path) for path in _limit_files())
-    return min([total, *(limit for limit in limits if limit is not None)])
+    return min([total * 1024, *(limit for limit in limits if limit is not None)])
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that are free: the machine's, or its control group's if those are less; None off Linux.
+
+    What a control group reads from files counts as free, because the kernel gives it up first.
+    """
+    available = _field(Path("/proc/meminfo"), "MemAvailable:")
+    if available is None:
+        return None
+    left = [available * 1024]
+    for path in _limit_files():
+        limit, used = _number(path), _number(path.with_name("memory.current"))
+        if limit is not None and used is not None:
+            left.append(max(limit - used + (_field(path.with_name("memory.stat"), "inactive_file") or 0), 0))
+    return min(left)
 
 
 def peak_memory() -> int:
@@ -62,6 +76,15 @@ def peak_memory() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after a word in one of the kernel's tables."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
 
 
 def _limit_files() -> list[Path]:

@@ -15,6 +15,9 @@ from accel_fsdp.facts import first_line
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
 """How the launcher stops at what it can't use."""
 
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
+
 
 def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
     """Accelerate's own parsed launch arguments for this YAML and script.
@@ -102,6 +105,7 @@ def launch(args: Any) -> int:
         with warnings.catch_warnings():  # the launcher itself repeats them
             warnings.simplefilter("ignore")
             environment(copy.copy(args))
+    args.signals_to_handle = SIGNALS
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
         launch_command(args)

@@ -117,7 +117,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
         spent[bound] += seconds
     total = sum(spent.values())
     tokens = recipe.rows * recipe.length * recipe.accumulation
-    useful = sum((piece.forward.flops + piece.backward.flops) * piece.count for piece in pieces) * recipe.accumulation
+    useful = useful_flops(shape, recipe) * recipe.accumulation
     return Step(
         step_seconds=total,
         range_seconds=(total * RANGE[0], total * RANGE[1]),
@@ -126,6 +126,13 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
         bound=max(spent, key=lambda bound: spent[bound]),
         assumptions=tuple(_assumptions(shape, recipe, layout, gpu)),
     )
+
+
+def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
+    """What MFU counts of one micro-batch: all products of forward and backward, none of what is computed again."""
+    works = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
+    works.append((1, *_head_work(shape, recipe)))
+    return sum((forward.flops + backward.flops) * count for count, forward, backward in works)
 
 
 def peak_flops(recipe: Recipe, gpu: Gpu) -> float:

@@ -1,31 +1,31 @@
-"""What `train/sft.py` is made of: a Trainer that checks its sharding, resumes in full and exports."""
+"""What `train/sft.py` is made of: a Trainer that checks its sharding, keeps its checkpoints and exports."""
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    Trainer,
+    EarlyStoppingCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 
-from accel_fsdp import cpu, export, facts, files, papers, prepare, render, sharding
+from accel_fsdp import cpu, export, facts, files, forecast, gathering, papers, prepare, render, reporting, sharding
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
+from accel_fsdp.surviving import SurvivingTrainer
 
 
-class SftTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` that refuses unsharded training, resumes FSDP1's optimizer, and exports a verified folder."""
+class SftTrainer(SurvivingTrainer):
+    """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
+        self.revision = getattr(model.config, "_commit_hash", None) or "main"
         self.use_cache = getattr(model.config, "use_cache", None)
         prepare.before_trainer(model, kwargs["args"])
         if kwargs["args"].process_index == 0:
@@ -37,6 +37,11 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             raise UserError(
                 f"Trainer refuses this combination: {facts.first_line(error)}", why="training can't start", fix=SEE_HELP
             ) from error
+        job = forecast.job_of(model, self.args, self.accelerator)
+        self.report = reporting.Report(job, self.accelerator)
+        self.report.replace_printers(self)
+        if self.args.early_stopping_patience is not None:
+            self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
         self.add_callback(prepare.HostMemory())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
@@ -45,7 +50,18 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             render.say(f"{kind}: no FSDP, as the YAML says; each rank may hold the whole model", style="yellow")
-        self.expected = export.expected_tensors(model, self._trained_as())
+        self.export_dtype = self._export_dtype(model)
+        saved_as = getattr(torch, self.export_dtype) if self.export_dtype else None
+        self.expected = export.expected_tensors(model, self._trained_as(), saved_as)
+        self.exporting = False
+
+    def _export_dtype(self, model: Any) -> str:
+        """The name of the dtype to export in; empty: as trained, which is the default of an adapter."""
+        if self.args.export_dtype != "auto":
+            return str(self.args.export_dtype)
+        if hasattr(model, "peft_config"):
+            return ""
+        return facts.stored_dtype(model.config._name_or_path, self.revision)
 
     def _trained_as(self) -> torch.dtype | None:
         """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
@@ -55,44 +71,84 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         return torch.float32 if fsdp and precision != "no" else None
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Creates FSDP1's optimizer state before loading into it.
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Trains on one micro-batch, and counts it."""
+        self.report.tally.count(inputs)
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
 
-        A fresh optimizer offers no state to fill, so `FSDP.optim_state_dict` asks the checkpoint for nothing and Adam
-        restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
-        """
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
-            from torch.distributed.checkpoint.state_dict import _init_optim_state
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs as `Trainer` does, with rate and memory beside the loss."""
+        self.report.add_metrics(logs)
+        super().log(logs, start_time)
 
-            _init_optim_state(self.optimizer.optimizer)
-        with _unreadable_checkpoint(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with _unreadable_checkpoint(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
-
-    def export(self, target: Path) -> int:
-        """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
-
-        Call on all ranks. `target` appears complete and verified, or not at all.
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as `Trainer` does.
 
         Raises:
-            UserError: what was written is not what was trained, or can't be written.
+            UserError: memory is used up; with what the plan says would free some.
         """
+        with self.report.explains_out_of_memory():
+            return super().train(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves as `Trainer` does; of a checkpoint, makes the folder on every rank first.
+
+        With sharded state dicts nothing else makes it until each rank has looked whether the best checkpoint is there
+        (transformers 5.23, `_save_checkpoint`): the best one isn't noted where it is the newest, and ranks that differ
+        hang in `load_best_model_at_end`.
+        """
+        if _internal_call and output_dir is not None:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        super().save_model(output_dir, _internal_call)
+
+    def export(self, target: Path, card: str = "") -> int:
+        """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
+
+        Call on all ranks. `target` appears complete and verified, with `card` as its README.md, or not at all.
+
+        Raises:
+            UserError: the host lacks memory to gather it; what was written is not what was trained, or can't be.
+        """
+        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
+            gathering.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
             plugin.set_state_dict_type("FULL_STATE_DICT")
+        gathering.lengthen_timeouts(self.expected.gathered_bytes, self.args.ddp_timeout)
         if self.use_cache is not None:  # Trainer turned it off; the export is for inference
             self.model.config.use_cache = self.use_cache
-        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
-        place = files.replaced_folder(target) if writes else contextlib.nullcontext(target)
-        with place as folder:
+        self.exporting = True
+        tensors = self._write(target, card, writes)
+        self.exporting = False
+        self.accelerator.wait_for_everyone()
+        return tensors
+
+    def _write(self, target: Path, card: str, writes: bool) -> int:
+        if not writes:
+            self.save_model(str(target))  # its part of the gather
+            return 0
+        with files.replaced_folder(target) as folder:
             self.save_model(str(folder))
-            return export.verify(folder, self.expected) if writes else 0
+            export.finish(folder, self.export_dtype, card)
+            return export.verify(folder, self.expected)
+
+    def _kept_checkpoint(self) -> Path:
+        """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            return Path(self.state.best_model_checkpoint)
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if not folder.is_dir():
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
+            plugin.set_state_dict_type("SHARDED_STATE_DICT")
+            self._save_checkpoint(self.model, trial=None)
+        return folder
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if self.exporting and self.args.should_save and self.expected.casts:
+            whole = state_dict if state_dict is not None else self.accelerator.unwrap_model(self.model).state_dict()
+            state_dict = export.cast(whole, self.expected.casts)
         if state_dict is not None:
             state_dict = export.without_tied_copies(state_dict, self.expected.ties)
         super()._save(output_dir, state_dict=state_dict)
@@ -113,21 +169,6 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
             raise sharding.unsharded("its shards are shared by one rank only")
         if state.is_world_process_zero:
             render.say(f"sharding: {report}", style="cyan")
-
-
-@contextlib.contextmanager
-def _unreadable_checkpoint(folder: str | None) -> Iterator[None]:
-    """Turns the ways in which a checkpoint fails to load into one message."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
-        raise UserError(
-            f"cannot resume from {folder}: {facts.first_line(error)}",
-            why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",
-            fix="resume with the flags and the YAML of that run, or from an older checkpoint-N",
-        ) from error
 
 
 def finish(exit_code: int) -> None:

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 LAUNCHING = {
     *("test_accelerate_config", "test_configs", "test_states", "test_training", "test_upstream_launcher"),
-    *("test_engines", "test_upstream_ranks", "test_exporting"),
+    *("test_data_launch", "test_engines", "test_reporting", "test_survive", "test_upstream_ranks", "test_exporting"),
 }
 """Modules that start jobs of several processes: one of those at a time, so one worker runs them all."""
 

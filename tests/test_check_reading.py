@@ -144,15 +144,15 @@ def test_facts_of_models() -> None:
     import torch
     from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GPTNeoXConfig, MixtralConfig
 
-    from accel_fsdp.facts import _kept, expert_classes
+    from accel_fsdp.facts import expert_classes, kept_in_float32
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.device("meta"):
         ernie = AutoModelForCausalLM.from_config(Ernie4_5_MoeConfig(**sizes, num_key_value_heads=2, vocab_size=16))
         mixtral = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=16))
         neox = AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes, vocab_size=16))
-    assert _kept(ernie, ernie._keep_in_fp32_modules_strict).endswith("gate.weight")
-    assert _kept(neox, neox._keep_in_fp32_modules_strict or ()) == ""
+    assert kept_in_float32(ernie, "bfloat16")[0].endswith("gate.weight")
+    assert kept_in_float32(neox, "bfloat16") == []
     assert expert_classes(mixtral) == frozenset()
     experts = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2, device="meta")])})
     assert expert_classes(experts) == {"Linear"}

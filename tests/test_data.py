@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import CHAT_DATA
+from conftest import CHAT_DATA, ROOT
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from accel_fsdp import data
+from accel_fsdp import chats, data, tokenizing
+from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UserError
 
 
@@ -22,27 +24,191 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
+def tokens_of(path: Path, tokenizer: PreTrainedTokenizerBase, **flags: Any) -> tuple[Dataset, str]:
+    options = DataArguments(str(path), **{"max_length": 256, **flags})
+    found, summary = tokenizing.tokenize(data.split(data.load(str(path)), "train"), tokenizer, options)
+    return found, str(summary)
+
+
+def texts_of(path: Path, tokenizer: PreTrainedTokenizerBase, **flags: Any) -> list[str]:
+    return [tokenizer.decode(row["input_ids"]) for row in tokens_of(path, tokenizer, **flags)[0]]
+
+
 def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Is it sharded?"}, {"role": "assistant", "content": "Yes."}]
     path = write(tmp_path / "chat.jsonl", {"messages": turns})
-    tokens, summary = data.tokenize(data.split(data.load(str(path)), "train"), tokenizer, max_length=256)
+    tokens, summary = tokens_of(path, tokenizer)
     text = "<|im_start|>user\nIs it sharded?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
     assert tokens[0]["input_ids"] == tokenizer(text)["input_ids"]
     assert tokens[0]["labels"] == tokens[0]["input_ids"]
-    assert str(summary) == f"1 rows, {len(tokens[0]['input_ids'])} tokens"
+    assert summary == f"1 rows, {len(tokens[0]['input_ids'])} tokens"
 
 
-def test_text_ends_with_the_end_token_and_long_rows_are_counted(
+def test_text_ends_with_the_end_token_and_long_rows_are_cut_or_dropped(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "text.jsonl", {"body": "short"}, {"body": "long " * 50})
-    tokens, summary = data.tokenize(
-        data.split(data.load(str(path)), "train"), tokenizer, max_length=20, text_field="body"
-    )
-    assert tokens[0]["input_ids"] == [*tokenizer("short")["input_ids"], tokenizer.eos_token_id]
-    assert len(tokens[1]["input_ids"]) == 20
-    assert summary.truncated_rows == 1
-    assert summary.tokens == len(tokens[0]["input_ids"]) + 20
+    short = [*tokenizer("short")["input_ids"], tokenizer.eos_token_id]
+    long = [*tokenizer("long " * 50)["input_ids"], tokenizer.eos_token_id]
+    for mode, kept in (("keep_start", long[:20]), ("keep_end", long[-20:]), ("drop", None)):
+        tokens, summary = tokens_of(path, tokenizer, max_length=20, dataset_text_field="body", truncation_mode=mode)
+        assert tokens["input_ids"][:] == ([short, kept] if kept else [short])
+        assert ("1 rows cut at the length limit" if kept else "1 longer rows dropped") in summary
+        assert f"{len(short) + (20 if kept else 0)} tokens" in summary
+
+
+def test_rows_that_the_limit_leaves_nothing_to_train_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "why " * n, "completion": "So."} for n in (2, 90)]
+    tokens, summary = tokens_of(write(tmp_path / "pairs.jsonl", *rows), tokenizer, max_length=40)
+    assert len(tokens) == 1
+    assert "1 rows dropped that had no token to train" in summary
+    with pytest.raises(UserError, match=r"no row of .* has a token to train on"):
+        tokens_of(write(tmp_path / "long.jsonl", rows[1]), tokenizer, max_length=40)
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "csv", "saved", "folder"])
+def test_every_format_gives_the_same_tokens(kind: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["one", "two, 2", 'three "3"\nlines']})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "saved":
+        rows.save_to_disk(path)
+    elif kind == "folder":
+        path.mkdir()
+        rows.to_parquet(path / "train.parquet")
+        rows.to_parquet(path / "test.parquet")
+    else:
+        getattr(rows, f"to_{kind}")(path)
+    assert texts_of(path, tokenizer) == [f"{text}<|im_end|>" for text in rows["text"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "text"),
+    [
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}, {}, "CHAT"),
+        ({"conversation": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {}, "CHAT"),
+        ({"instruction": "Hi", "context": "", "response": "Ho", "category": "x"}, {}, "CHAT"),
+        ({"question": "Hi", "reply": "Ho"}, {"columns": ["instruction=question", "output=reply"]}, "CHAT"),
+        ({"text": "x", "q": "Hi", "a": " Ho"}, {"columns": ["prompt=q", "completion=a"]}, "Hi Ho<|im_end|>"),
+        ({"messages": [], "body": "Hi"}, {"dataset_text_field": "body"}, "Hi<|im_end|>"),
+        ({"prompt": "p", "messages": [{"role": "user", "content": "Hi"}]}, {}, "<|im_start|>user\nHi<|im_end|>\n"),
+    ],
+)
+def test_columns_are_found_or_named(
+    row: dict[str, Any], flags: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    chat = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+    assert texts_of(write(tmp_path / "rows.jsonl", row), tokenizer, **flags) == [chat if text == "CHAT" else text]
+
+
+def test_multiple_choice_rows_become_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Options in one list or in a column each, the answer as a letter or a number, inside the chat template or bare."""
+    listed = write(tmp_path / "listed.jsonl", {"question": "1+1?", "options": ["1", "2"], "answer": 1})
+    split = write(tmp_path / "split.jsonl", {"question": "1+1?", "A": "1", "B": "2", "answer": "B"})
+    template = r"{{ question }}\n{{ options | lettered }}\nAnswer:"
+    flags = {"prompt_template": template, "completion_template": "{{ 'AB'[answer] }}"}
+    prompt = "1+1?\nA. 1\nB. 2\nAnswer:"
+    chat = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+    assert texts_of(listed, tokenizer, **flags) == [chat]
+    file = tmp_path / "prompt.jinja"
+    file.write_text("{{ question }}\nA. {{ A }}\nB. {{ B }}\nAnswer:\n")
+    assert texts_of(split, tokenizer, prompt_template=str(file)) == [chat]
+    tokenizer.chat_template = None
+    assert texts_of(split, tokenizer, prompt_template=str(file)) == [f"{prompt}B<|im_end|>"]
+    (encoded,) = tokens_of(split, tokenizer, prompt_template=str(file))[0]
+    assert tokenizer.decode([label for label in encoded["labels"] if label != -100]) == "B<|im_end|>"
+
+
+def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.chat_template = None
+    path = write(tmp_path / "rows.jsonl", {"instruction": "Add", "input": "1 1", "output": "2"})
+    text = "### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:\n2<|im_end|>"
+    assert texts_of(path, tokenizer) == [text]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"columns": ["prompt"]}, "prompt is not PART=COLUMN"),
+        ({"columns": ["promt=question"]}, r"no part promt\. Did you mean prompt"),
+        ({"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
+        ({"prompt_template": "{{ questions }}"}, r"uses questions, which is no column\. Did you mean question"),
+        ({"prompt_template": "{{ question"}, "is no Jinja template"),
+        ({"prompt_template": "{{ question }}"}, "no column is named completion, output, answer, response"),
+        ({}, "neither messages, prompt and completion"),
+    ],
+)
+def test_columns_that_nobody_can_find_are_refused(
+    flags: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        tokens_of(write(tmp_path / "rows.jsonl", {"question": "a", "reply": "b"}), tokenizer, **flags)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"text": "a"}', '{"text": "b"'], r"two\.jsonl, line 2: .* at column"),
+        (['{"text": "a"}', '{"text": ""}'], r"two\.jsonl, row 2: text is not a text"),
+        (['{"text": "a"}', '{"text": null}', '{"text": ""}'], r"two\.jsonl, row 2: text is not a text \(2 such rows\)"),
+    ],
+)
+def test_a_corrupt_row_is_named_with_its_file(
+    lines: list[str], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """In a folder of several files, alone, and when the row comes from a stream."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    write(folder / "one.jsonl", {"text": "fine"}, {"text": "fine"})
+    (folder / "two.jsonl").write_text("\n".join(lines) + "\n")
+    for path in (tmp_path, folder / "two.jsonl"):
+        with pytest.raises(UserError, match=message):
+            tokens_of(path, tokenizer)
+
+
+def test_a_bad_row_of_a_stream_is_shown(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"text": "a"}, {"text": ""})
+    rows = data.split(data.load(str(path), streaming=True), "train")
+    with pytest.raises(UserError, match=r"a row of .*rows.jsonl, \{'text': ''\}: text is not a text"):
+        list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0).take(9))
+    assert data.whole(rows)["text"][:] == ["a", ""]
+
+
+@pytest.mark.parametrize(
+    "bad", ["Hi", [], [{"role": "user"}], [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]]
+)
+def test_what_is_no_turn_is_refused(bad: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: "):
+        tokens_of(path, tokenizer)
+
+
+def test_plain_rows_among_conversations_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    turns = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    path = write(tmp_path / "rows.jsonl", turns, {"prompt": "a", "completion": "b"})
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: it is of another kind"):
+        tokens_of(path, tokenizer)
+
+
+def test_tokens_are_made_once_and_again_when_anything_changes(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """On several processes too, where the second call reads what the first wrote."""
+    path = write(tmp_path / "rows.jsonl", *[{"text": f"row {n}"} for n in range(50)])
+
+    def files(**flags: Any) -> list[tuple[str, int]]:
+        tokens = tokens_of(path, tokenizer, **flags)[0]
+        return [(one["filename"], Path(one["filename"]).stat().st_mtime_ns) for one in tokens.cache_files]
+
+    first = files(dataset_num_proc=2)
+    tokenizer("use changes a tokenizer's pickle", padding="max_length", truncation=True, max_length=9)
+    assert files(dataset_num_proc=2) == first
+    assert files(max_length=3) != first
+    tokenizer.chat_template += "{# another #}"
+    assert files(dataset_num_proc=2) != first
+    together = tokens_of(path, tokenizer)[0]
+    assert together[:] == tokens_of(path, tokenizer, dataset_num_proc=2)[0][:]
 
 
 def test_a_folder_has_its_splits_by_file_name() -> None:
@@ -60,7 +226,11 @@ def test_an_empty_split_is_refused() -> None:
 def test_messages_need_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        data.tokenize(data.split(data.load(str(CHAT_DATA)), "test"), tokenizer, max_length=64)
+        tokens_of(CHAT_DATA, tokenizer)
+    chats.use_template(tokenizer, str(ROOT / "tests" / "templates" / "smollm2.jinja"))
+    assert texts_of(CHAT_DATA, tokenizer)[0].startswith("<|im_start|>system\nYou are a helpful")
+    with pytest.raises(UserError, match="no chat template from nowhere"):
+        chats.use_template(tokenizer, "nowhere")
 
 
 def test_an_unknown_file_ending_is_refused(tmp_path: Path) -> None:

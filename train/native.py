@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import adapters, cpu, data, export, facts, files, here, render
+from accel_fsdp import adapters, cpu, data, export, facts, files, here, render, tokenizing
+from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UserError, guard
 
 
@@ -85,7 +86,7 @@ def start(job: Job) -> torch.device:
 def loader_of(job: Job, tokenizer: Any) -> DataLoader[Any]:
     """Batches of tokenized rows of the train split."""
     split = data.split(data.load(job.dataset_name), "train")
-    rows, summary = data.tokenize(split, tokenizer, max_length=job.max_length)
+    rows, summary = tokenizing.tokenize(split, tokenizer, DataArguments(job.dataset_name, max_length=job.max_length))
     say(f"train: {summary}")
     sampler: Any = DistributedSampler(rows, shuffle=job.shuffle, seed=job.seed)
     collate = DataCollatorForSeq2Seq(tokenizer)  # pads labels with -100, so padding is never trained

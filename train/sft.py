@@ -8,10 +8,12 @@ Reads top to bottom: parse, data, model, Trainer, train, export, what next.
 
 import sys
 from pathlib import Path
+from typing import Any
 
-from transformers import DataCollatorForSeq2Seq, set_seed
+from transformers import set_seed
 
-from accel_fsdp import arguments, data, files, models, render, training
+from accel_fsdp import arguments, batching, cards, chats, data, files, models, render, runs, tokenizing, training
+from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import guard
 
 
@@ -22,47 +24,72 @@ def main() -> None:
     checkpoint = arguments.checkpoint_to_resume(training_args)
     files.check_writable(output)
     training.quiet(training_args.process_index)
+    given = runs.arguments_of(model_args, data_args, training_args)
+    record = runs.Record(output, given, first_rank=training_args.process_index == 0)
     set_seed(training_args.seed)
 
-    # Data: one rank per node tokenizes, the others read its cache
+    # Data: one rank per node tokenizes on all cores, the others read its cache
     tokenizer = models.load_tokenizer(model_args)
-    wanted = {"train": data_args.dataset_train_split}
-    if training_args.eval_strategy != "no":
-        wanted["test"] = data_args.dataset_test_split
-    tokens = {}
-    with training_args.main_process_first(desc="tokenizing"):
-        splits = data.load(data_args.dataset_name, data_args.dataset_config)
-        for role, name in wanted.items():
-            tokens[role], summary = data.tokenize(
-                data.split(splits, name),
-                tokenizer,
-                max_length=data_args.max_length,
-                text_field=data_args.dataset_text_field,
-            )
-            if training_args.process_index == 0:
-                render.say(f"{name}: {summary}", style="cyan")
+    chats.use_template(tokenizer, data_args.chat_template_path)
+    tokens, longest = tokenize(tokenizer, data_args, training_args)
+    record.lap("data")
 
     # Model and Trainer
+    model = models.load_model(model_args, tokenizer)
+    batching.check_length(model, longest)
+    collator = batching.collator(tokenizer, model, data_args.packing)
     trainer = training.SftTrainer(
-        model=models.load_model(model_args, tokenizer),
+        model=model,
         args=training_args,
         train_dataset=tokens["train"],
         eval_dataset=tokens.get("test"),
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer),  # pads labels with -100, so padding is never trained
+        data_collator=collator,
     )
+    if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
+        trainer.add_callback(batching.IsolationCheck(collator))
+    record.begin(trainer.report.plan())
+    record.lap("model")
 
     # Train
     trainer.train(resume_from_checkpoint=checkpoint)
+    record.lap("training")
 
     # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / "final")
+    tensors = trainer.export(output / "final", cards.text(record.content, trainer.state.log_history))
+    record.lap("export")
+    record.finish(trainer.state.log_history, trainer.report.totals())
 
     # What next
     if trainer.is_world_process_zero():
         for line in training.summary(trainer.state.log_history):
             render.say(line)
         render.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
+
+
+def tokenize(
+    tokenizer: Any, data_args: DataArguments, training_args: arguments.SftArguments
+) -> tuple[dict[str, Any], int]:
+    """The rows to train on and to evaluate on, and the length of the longest."""
+    wanted = {"train": data_args.dataset_train_split}
+    if training_args.eval_strategy != "no":
+        wanted["test"] = data_args.dataset_test_split
+    tokens, longest = {}, 0
+    with training_args.main_process_first(desc="tokenizing"):
+        splits = data.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
+        for role, name in wanted.items():
+            rows = data.split(splits, name)
+            if data_args.streaming and role == "train":
+                tokens[role] = tokenizing.stream(rows, tokenizer, data_args, training_args.seed)
+                longest = data_args.max_length
+                continue
+            tokens[role], summary = tokenizing.tokenize(
+                data.whole(rows), tokenizer, data_args, training_args.per_device_train_batch_size
+            )
+            longest = max(longest, summary.longest)
+            if training_args.process_index == 0:
+                render.say(f"{name}: {summary}", style="cyan")
+    return tokens, longest
 
 
 if __name__ == "__main__":

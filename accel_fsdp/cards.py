@@ -1,0 +1,69 @@
+"""The model card of an export: what was trained, from what, how, and how far it got."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from accel_fsdp.runs import results
+
+METHODS = {True: "a LoRA adapter", False: "every weight"}
+SHOWN = (
+    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
+    *("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm", "seed"),
+)
+"""Trainer's arguments that decide what comes out; `run.json` has all of them."""
+
+
+def text(run: Mapping[str, Any], log_history: list[dict[str, float]]) -> str:
+    """The card as Markdown with the hub's front matter. `run` is the content of `run.json`.
+
+    The front matter names a base model or data set only by its hub id: for a local one the hub would refuse the card.
+    """
+    model, data = run["arguments"]["model"], run["arguments"]["data"]
+    base, dataset, peft = str(model["model_name_or_path"]), str(data["dataset_name"]), bool(model["use_peft"])
+    front = ModelCardData(
+        library_name="peft" if peft else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base if _on_hub(base) else None,
+        datasets=[dataset] if _on_hub(dataset) else None,
+        tags=["sft", "fsdp", "accel-fsdp", *(["lora"] if peft else [])],
+    )
+    body = "\n".join(_body(run, results(log_history), base, dataset, METHODS[peft]))
+    return str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n{body}\n"))
+
+
+def _on_hub(name: str) -> bool:
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _name(name: str) -> str:
+    """A hub id as it is, of a path the last part: where it lay is nobody's business."""
+    return name if _on_hub(name) else Path(name).name
+
+
+def _body(
+    run: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], base: str, dataset: str, method: str
+) -> Iterator[str]:
+    arguments, training = run["arguments"], run["arguments"]["training"]
+    yield f"# {_name(base)}, fine-tuned on {_name(dataset)}\n"
+    yield f"- base model: {_name(base)}, revision {arguments['model']['model_revision']}"
+    yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
+    yield f"- method: supervised fine-tuning of {method}"
+    if run["plan"]:
+        yield f"- trained with {run['plan']['strategy']} on {run['machine']['ranks']} ranks, {run['machine']['device']}"
+    yield "\n## Results\n"
+    yield "| | first | best | last |\n|---|---|---|---|"
+    for name, values in found.items():
+        yield f"| {name} | {values['first']:.4f} | {values['best']:.4f} | {values['last']:.4f} |"
+    yield "\n## Arguments\n"
+    yield "| argument | value |\n|---|---|"
+    yield f"| max_length | {arguments['data']['max_length']} |"
+    if method == METHODS[True]:
+        yield from (f"| {name} | {value} |" for name, value in arguments["model"].items() if name.startswith("lora_"))
+    ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
+    yield from (f"| {name} | {training[name]} |" for name in SHOWN if name != ends_by)
+    yield "\n## Versions\n"
+    yield "| package | version |\n|---|---|"
+    yield from (f"| {name} | {version} |" for name, version in run["versions"].items())

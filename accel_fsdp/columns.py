@@ -1,0 +1,276 @@
+"""Rows of a data set to what is tokenised: a conversation, a prompt with its completion, or plain text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+
+ALIASES = {
+    "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt",),
+    "completion": ("completion",),
+    "instruction": ("instruction",),
+    "input": ("input", "context"),
+    "output": ("output", "response"),
+}
+"""The columns that are found by themselves, most usual name first; `--columns` names others."""
+
+KINDS = {"messages": ("messages",), "pair": ("prompt", "completion"), "instruction": ("instruction", "output")}
+ANSWERS = ("completion", "output", "answer", "response")
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+"""What ShareGPT's `from` says, in the words of chat templates."""
+
+ALPACA = "### Instruction:\n{instruction}\n\n{input}### Response:\n"
+ALPACA_INPUT = "### Input:\n{input}\n\n"
+"""For models without a chat template: the prompt that Stanford Alpaca and its descendants were trained with."""
+
+
+class BadRow(ValueError):
+    """A row that can't be trained on; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Turns with role and content. The last `answers` assistant turns are the completion, where there is one."""
+
+    messages: list[dict[str, Any]]
+    answers: int | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and what the model shall answer, both plain text."""
+
+    prompt: str
+    completion: str
+
+
+Example = Chat | Pair | str
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns one row into an example. `column` says where each part of the row is found."""
+
+    kind: str
+    column: Mapping[str, str]
+    chats: bool
+    prompt_template: str | None = None
+    completion_template: str | None = None
+
+    @property
+    def has_completion(self) -> bool:
+        """Whether the rows have a prompt and a completion, so that the loss can leave out the prompt."""
+        return self.kind in ("pair", "instruction", "template")
+
+    def __call__(self, row: Mapping[str, Any]) -> Example:
+        """Reads a row.
+
+        Raises:
+            BadRow: it lacks a part, or a part has another type.
+        """
+        found = {part: row[column] for part, column in self.column.items()}
+        if self.kind == "messages":
+            return Chat(_turns(found["messages"], self.column["messages"]))
+        if self.kind == "pair":
+            return _pair(found["prompt"], found["completion"])
+        if self.kind == "instruction":
+            return self._instruction(found)
+        if self.kind == "template":
+            return self._rendered(row)
+        return _text(found["text"], self.column["text"])
+
+    def _instruction(self, found: Mapping[str, Any]) -> Example:
+        instruction = _text(found["instruction"], self.column["instruction"])
+        output = _text(found["output"], self.column["output"])
+        given = found.get("input") or ""
+        if self.chats:
+            return _asked(f"{instruction}\n\n{given}" if given else instruction, output)
+        more = ALPACA_INPUT.format(input=given) if given else ""
+        return Pair(ALPACA.format(instruction=instruction, input=more), output)
+
+    def _rendered(self, row: Mapping[str, Any]) -> Example:
+        from jinja2 import TemplateError
+
+        assert self.prompt_template is not None
+        assert self.completion_template is not None
+        try:
+            prompt = _compiled(self.prompt_template).render(row)
+            completion = _text(_compiled(self.completion_template).render(row), "the completion")
+        except (TemplateError, TypeError, IndexError, KeyError) as error:
+            raise BadRow(f"the prompt template fails: {error}") from error
+        return _asked(prompt, completion) if self.chats else Pair(prompt, completion)
+
+
+def reader(
+    columns: Sequence[str],
+    *,
+    chats: bool,
+    named: Mapping[str, str] | None = None,
+    text_field: str = "text",
+    prompt_template: str | None = None,
+    completion_template: str | None = None,
+) -> Reader:
+    """Chooses how rows with these columns are read; what the user named goes before what is found.
+
+    `chats`: the tokenizer has a chat template, so an instruction becomes a user's turn and an output the assistant's.
+
+    Raises:
+        UserError: no known set of columns, or a name that isn't there.
+    """
+    named = dict(named or {})
+    _check_named(named, columns)
+    if prompt_template is not None:
+        return _templated(columns, chats, prompt_template, completion_template)
+    column = {part: named.get(part) or _first(names, columns) for part, names in ALIASES.items()}
+    found = {part: name for part, name in column.items() if name}
+    kinds = [kind for kind, parts in KINDS.items() if all(part in found for part in parts)]
+    wanted = [kind for kind in kinds if set(named) & {*KINDS[kind], "input"}]
+    if text_field in columns and not wanted and (text_field != "text" or not kinds):
+        return Reader("text", {"text": text_field}, chats)
+    if not (wanted or kinds):
+        raise _no_columns(columns, text_field)
+    kind = (wanted or kinds)[0]
+    parts = (*KINDS[kind], "input") if kind == "instruction" else KINDS[kind]
+    return Reader(kind, {part: found[part] for part in parts if part in found}, chats)
+
+
+def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _check_named(named: Mapping[str, str], columns: Sequence[str]) -> None:
+    for part, column in named.items():
+        if part not in ALIASES:
+            raise UsageError(
+                f"--columns {part}={column}: there is no part {part}.{did_you_mean(part, ALIASES)}",
+                why="it would have no effect",
+                fix="one of: " + ", ".join(f"{name}=COLUMN" for name in ALIASES),
+            )
+        if column not in columns:
+            raise UserError(
+                f"the data set has no column {column}.{did_you_mean(column, columns)}",
+                why=f"--columns {part}={column} names it",
+                fix="one of: " + ", ".join(columns),
+            )
+
+
+def _no_columns(columns: Sequence[str], text_field: str) -> UserError:
+    return UserError(
+        f"the data set has neither messages, prompt and completion, instruction and output, nor {text_field}, only: "
+        + ", ".join(columns),
+        why="nobody can tell what to train on",
+        fix="name them, such as --columns prompt=question completion=answer, --dataset_text_field COLUMN, or write "
+        "--prompt_template '{{ question }}'",
+    )
+
+
+def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str | None) -> Reader:
+    prompt = template_text(prompt)
+    _check_template("--prompt_template", prompt, columns)
+    answer = _first(ANSWERS, columns)
+    if completion is None and answer is None:
+        raise UserError(
+            "--prompt_template without an answer: no column is named " + ", ".join(ANSWERS),
+            why="there is nothing to train on",
+            fix="--completion_template '{{ COLUMN }}' with one of: " + ", ".join(columns),
+        )
+    completion = "{{ " + str(answer) + " }}" if completion is None else template_text(completion)
+    _check_template("--completion_template", completion, columns)
+    return Reader("template", {}, chats, prompt, completion)
+
+
+def template_text(value: str) -> str:
+    r"""The template that a flag gives: a file's content, or the text itself, where \n stands for a line's end."""
+    try:
+        if Path(value).is_file():
+            return Path(value).read_text(encoding="utf-8").removesuffix("\n")
+    except OSError:  # too long for a file's name
+        pass
+    return value.replace("\\n", "\n")
+
+
+def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
+    from jinja2 import TemplateError, meta
+
+    try:
+        unknown = (
+            meta.find_undeclared_variables(_environment().parse(text)) - set(columns) - set(_environment().globals)
+        )
+        _compiled(text)
+    except TemplateError as error:
+        raise UsageError(
+            f"{flag} is no Jinja template: {error}", why="no prompt can be made", fix="such as '{{ question }}'"
+        ) from error
+    if unknown:
+        name = min(unknown)
+        raise UsageError(
+            f"{flag} uses {name}, which is no column.{did_you_mean(name, columns)}",
+            why="it would be empty in every row",
+            fix="one of: " + ", ".join(columns),
+        )
+
+
+_COMPILED: dict[str, Any] = {}
+
+
+def _compiled(text: str) -> Any:
+    if text not in _COMPILED:
+        _COMPILED[text] = _environment().from_string(text)
+    return _COMPILED[text]
+
+
+def _environment() -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["lettered"] = lettered
+    return environment
+
+
+def lettered(options: Sequence[object]) -> str:
+    """The options of a multiple-choice question, one a line: `A. first`, `B. second`."""
+    if isinstance(options, str) or not isinstance(options, Sequence):
+        raise BadRow("lettered needs a list of options, not one text")
+    return "\n".join(f"{chr(ord('A') + number)}. {option}" for number, option in enumerate(options))
+
+
+def _asked(prompt: str, completion: str) -> Chat:
+    return Chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], answers=1)
+
+
+def _text(value: object, column: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise BadRow(f"{column} is not a text")
+    return value
+
+
+def _pair(prompt: object, completion: object) -> Example:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        answer = _turns(completion, "completion")
+        return Chat([*_turns(prompt, "prompt"), *answer], sum(turn["role"] == "assistant" for turn in answer))
+    return Pair(_text(prompt, "prompt"), _text(completion, "completion"))
+
+
+def _turns(value: object, column: str) -> list[dict[str, Any]]:
+    """Turns with the names that chat templates know; keys that Arrow filled with None are taken out again."""
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{column} is not a list of turns with role and content")
+    return [_turn(turn, column) for turn in value]
+
+
+def _turn(turn: object, column: str) -> dict[str, Any]:
+    kept = {key: part for key, part in turn.items() if part is not None} if isinstance(turn, dict) else {}
+    if "from" in kept and "value" in kept:
+        kept = {"role": kept["from"], "content": kept["value"]}
+    role, content = kept.get("role"), kept.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise BadRow(
+            f'{column} is not a list of turns with role and content as text ({{"role": "user", "content": ""}})'
+        )
+    if kept.get("tool_calls"):
+        raise BadRow("a turn has tool calls, which are not supported")
+    return {**kept, "role": ROLES.get(role, role)}

@@ -1,0 +1,75 @@
+"""Whether a checkpoint can be resumed by this run as it is set up, said before anything is loaded."""
+
+from pathlib import Path
+
+from accel_fsdp import complete, weights
+from accel_fsdp.complete import Origin
+from accel_fsdp.errors import UserError
+from accel_fsdp.types import CheckpointFacts
+
+LOCAL = "pytorch_model_fsdp_rank*.bin"
+ZERO_STATES = "*/*zero_pp_rank_*_optim_states.pt"
+
+
+def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:
+    """Holds a checkpoint against the run that is to go on from it.
+
+    FSDP's sharded and full checkpoints move between its versions, strategies and numbers of ranks. `skips_data` is
+    false under `--ignore_data_skip`, where the data start anew and their position needs no check.
+
+    Raises:
+        UserError: a part is missing (Trainer would start that part anew, silently), it is of another engine or number
+            of ranks in a format that can't change them, or the same step would be another place in the data.
+    """
+    found, origin = weights.read_checkpoint(checkpoint), complete.origin_of(checkpoint)
+    stored = origin.engine if origin else _engine(checkpoint, found)
+    if lacking := _lacking(checkpoint, found):
+        raise UserError(
+            f"{checkpoint} holds no {' and no '.join(lacking)}",
+            why="Trainer would start them anew without a word",
+            fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then --model_name_or_path",
+        )
+    if stored.partition("-")[0] != here.engine.partition("-")[0] or ("-" in stored and stored != here.engine):
+        raise UserError(
+            f"{checkpoint} was written under {stored}, this run is under {here.engine}",
+            why="the two store weights and optimizer differently",
+            fix=f"a YAML for {stored}; or a new run from its weights: accel-fsdp export, then --model_name_or_path",
+        )
+    _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
+    if skips_data and origin and origin.rows_per_step and origin.rows_per_step != here.rows_per_step:
+        raise UserError(
+            f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {here.rows_per_step}",
+            why="rows would be trained twice or never, and the schedule would stretch",
+            fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
+            "--ignore_data_skip true to start the data anew",
+        )
+
+
+def _engine(checkpoint: Path, found: CheckpointFacts) -> str:
+    if (checkpoint / "latest").is_file():
+        return "ZeRO"
+    return "FSDP" if found.sharded or found.full or any(checkpoint.glob(LOCAL)) else "DDP"
+
+
+def _lacking(checkpoint: Path, found: CheckpointFacts) -> list[str]:
+    """Missing parts, in words; DeepSpeed keeps optimizer and schedule in its own folder."""
+    if (checkpoint / "latest").is_file():
+        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        return [] if any(folder.glob("*model_states.pt")) else ["model weights"]
+    weighed = found.sharded or found.full or found.hub or any(checkpoint.glob(LOCAL))
+    parts = {"model weights": weighed, "optimizer state": found.optimizer, "schedule (scheduler.pt)": found.scheduler}
+    return [part for part, there in parts.items() if not there]
+
+
+def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
+    """Which formats and which orders of the data hold for one number of ranks only."""
+    partitions = len(list(checkpoint.glob(ZERO_STATES))) or len(list(checkpoint.glob(LOCAL)))
+    ranks = origin.ranks if origin and order_depends_on_ranks else partitions
+    if ranks and ranks != here.ranks:
+        raise UserError(
+            f"{checkpoint} was written by {ranks} ranks, this run has {here.ranks}",
+            why="the order of the rows depends on it, with this --train_sampling_strategy"
+            if order_depends_on_ranks
+            else "in this format each rank reads the file that it wrote",
+            fix=f"num_processes: {ranks}",
+        )

@@ -1,0 +1,272 @@
+"""A Trainer whose checkpoints survive: whole or not at all, resumed with every part, saved when it is told to stop."""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import Trainer, set_seed
+
+from accel_fsdp import complete, facts, files, render, resuming, weights
+from accel_fsdp.complete import Origin
+from accel_fsdp.errors import Stopped, UserError
+from accel_fsdp.stopping import Stop
+
+STATELESS = ("sgd", "adafactor")
+"""Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
+GROUPING = ("group_by_length", "batch_rebalance")
+
+
+class SurvivingTrainer(Trainer):  # type: ignore[misc]
+    """`Trainer` that loses nothing but the steps since its last complete checkpoint."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stop = Stop()
+        self.add_callback(self.stop)
+        self.checkpoint_bytes, self.export_bytes = self._predicted_bytes()
+
+    def _origin(self) -> Origin:
+        args = self.args
+        zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        engine = "FSDP" if self.is_fsdp_enabled else f"ZeRO-{zero.zero_stage}" if zero is not None else "DDP"
+        return Origin(engine, args.world_size, self.get_total_train_batch_size(args))
+
+    @property
+    def _on_tpu(self) -> bool:
+        return bool(self.accelerator.distributed_type == DistributedType.XLA)
+
+    # Training, and how it ends
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        """Trains, from the checkpoint where one is given.
+
+        Raises:
+            UserError: the checkpoint can't be resumed as this run is set up, the disk is too small, or a rank is gone.
+            Stopped: SIGTERM or SIGUSR1 came, and there is a checkpoint to go on from.
+        """
+        if resume_from_checkpoint is not None and not self._on_tpu:  # its files are others again
+            grouping = str(self.args.train_sampling_strategy) in GROUPING
+            resuming.check(Path(resume_from_checkpoint), self._origin(), grouping, not self.args.ignore_data_skip)
+        try:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except Stopped:
+            self.stop.ignore()
+            raise
+        except BaseException as error:
+            if self.args.local_process_index != 0:
+                self.stop.give_in()
+            if isinstance(error, RuntimeError) and _is_lost(error):
+                self._refuse(f"another rank is gone: {facts.first_line(error)}", error)
+            raise
+        finally:
+            self.stop.release()
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Trainer takes one step too many when it resumes a run whose steps were all done (transformers 5.23)."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**kwargs)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        if self.stop.agreed:
+            raise Stopped(
+                f"{self.stop.agreed} after step {self.state.global_step}",
+                why=f"saved: {self._folder()}",
+                fix="the same command with --resume_from_checkpoint true",
+            )
+        with self._own_retention():
+            return super()._finalize_training(*args)
+
+    # Saving
+
+    def _folder(self, trial: Any = None) -> Path:
+        return Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint that counts only once every file of every rank is on disk."""
+        folder = self._folder(trial)
+        self._together(lambda: self._begin(folder))
+        try:
+            with self._own_retention():
+                super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if not _is_lost(error) and self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            self._refuse(f"cannot save {folder}: {facts.first_line(error)}", error)
+        self.accelerator.wait_for_everyone()
+        self._together(lambda: self._seal(folder))
+
+    def _begin(self, folder: Path) -> None:
+        complete.begin(folder)
+        newest = complete.choose(folder.parent).newest
+        needed = complete.size_bytes(newest) if newest else self.checkpoint_bytes
+        try:
+            self._check_room(needed, f"{folder.name} takes {_size(needed)}")
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _seal(self, folder: Path) -> None:
+        complete.seal(folder, self._origin())
+        complete.retire(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    @contextlib.contextmanager
+    def _own_retention(self) -> Iterator[None]:
+        """Trainer counts half-written checkpoints as any other, and at the end deletes the last one for the best."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
+
+    def _together(self, act: Callable[[], None]) -> None:
+        """Acts on the ranks that write; what one raises all raise, so that none waits for one that has left."""
+        failed: list[tuple[str, str, str]] = []
+        if self.args.should_save:
+            try:
+                act()
+            except UserError as error:
+                failed = [(error.what, error.why, error.fix)]
+        everywhere = failed if self._on_tpu else gather_object(failed)
+        if everywhere:
+            what, why, fix = everywhere[0]
+            raise UserError(what, why=why, fix=fix)
+
+    def _refuse(self, what: str, error: BaseException) -> NoReturn:
+        newest = complete.choose(Path(self.args.output_dir)).newest
+        raise UserError(
+            what,
+            why=f"training can't go on; {newest} is complete" if newest else "training can't go on",
+            fix=f"put that right, then {'--resume_from_checkpoint true' if newest else 'start again'}",
+        ) from error
+
+    # Disk
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        found = super()._init_training_state(max_steps, *args)
+        self._together(self._check_whole_run)
+        return found
+
+    def _check_whole_run(self) -> None:
+        count = self._checkpoints_to_come()
+        text = f"{count} checkpoints of about {_size(self.checkpoint_bytes)} and the export take"
+        needed = count * self.checkpoint_bytes + self.export_bytes
+        self._check_room(needed, f"{text} {_size(needed)}")
+
+    def _check_room(self, needed_bytes: int, text: str) -> None:
+        output = files.existing_part(Path(self.args.output_dir))
+        free = shutil.disk_usage(output).free
+        if needed_bytes > free:
+            raise UserError(
+                f"{text}, {_size(free)} are free at {output}",
+                why="the run would end at a full disk",
+                fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
+            )
+
+    def _checkpoints_to_come(self) -> int:
+        """How many more checkpoints will lie on the disk at once than do now."""
+        left, epochs = self.state.max_steps - self.state.global_step, self.state.num_train_epochs
+        per_epoch = self.state.max_steps / epochs if epochs <= self.state.max_steps else left  # unknown of a stream
+        every = {"steps": self.state.save_steps, "epoch": per_epoch, "best": left}.get(
+            str(self.args.save_strategy.value)
+        )
+        saves = math.ceil(left / max(every, 1)) if every else 0
+        limit = self.args.save_total_limit
+        there = sum(not complete.flaw(path) for path in files.checkpoints(Path(self.args.output_dir)))
+        return min(saves, max(limit + 1 - there, 1)) if limit and limit > 0 else saves
+
+    def _predicted_bytes(self) -> tuple[int, int]:
+        """Of a checkpoint and of the export, from the model before it is sharded.
+
+        Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights
+        a second time for Hugging Face, ZeRO also in 16 bits. An adapter goes without its base.
+        """
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        master = sharded and self.accelerator.mixed_precision != "no"
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        masters = sum(p.numel() * (4 if master else p.element_size()) for p in trained)
+        adapter = hasattr(self.model, "peft_config")
+        frozen = 0 if adapter else sum(p.nbytes for p in self.model.parameters() if not p.requires_grad)
+        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else 2 * masters
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        full = plugin is not None and "FULL" in str(plugin.state_dict_type)
+        copies = 2 if full or self.is_deepspeed_enabled else 1
+        return copies * (masters + frozen) + moments, masters + frozen
+
+    # Resuming
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with self._as_stored(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Creates FSDP1's optimizer state before loading into it.
+
+        A fresh optimizer offers no state to fill, so `FSDP.optim_state_dict` asks the checkpoint for nothing and Adam
+        restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
+            from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+            _init_optim_state(self.optimizer.optimizer)
+        with self._as_stored(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @contextlib.contextmanager
+    def _as_stored(self, checkpoint: str | None) -> Iterator[None]:
+        """Reads a checkpoint in the way it was stored, whatever the YAML says about the next; all failures are one."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        try:
+            with contextlib.nullcontext() if plugin is None or checkpoint is None else _kind(plugin, Path(checkpoint)):
+                yield
+        except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+            raise UserError(
+                f"cannot resume from {checkpoint}: {facts.first_line(error)}",
+                why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",
+                fix="resume with the flags and the YAML of that run, or from an older checkpoint-N",
+            ) from error
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """On another number of ranks, those without a state get one of their own; Trainer's would repeat step 0."""
+        rank, ranks = self.args.process_index, self.args.world_size
+        there = checkpoint is None or (Path(checkpoint) / _rng_file(rank, ranks)).is_file()
+        if there:
+            super()._load_rng_state(checkpoint)
+            return
+        set_seed(self.args.seed + self.state.global_step * ranks + rank)
+        render.say(f"rank {rank}: no random state in {checkpoint}; dropout differs from here on", style="yellow")
+
+
+@contextlib.contextmanager
+def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
+    """`plugin` with the state dict type of the checkpoint's files; its configs go along, or they stay the other's."""
+    found = weights.read_checkpoint(checkpoint)
+    before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
+    if found.sharded or found.full:
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type("SHARDED_STATE_DICT" if found.sharded else "FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
+
+
+def _rng_file(rank: int, ranks: int) -> str:
+    return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a collective failed for want of a rank: NCCL and the store have their own error, gloo a RuntimeError."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):,.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):,.1f} MiB"

@@ -1,0 +1,187 @@
+"""Kills training at random instants and resumes it: `python benchmarks/kills.py --chain N` for each, then `--write`.
+
+A chain is one run of `train/sft.py` on two CPU processes under one engine and method. It is killed by SIGKILL again
+and again, at a random instant after training began or inside a save, is resumed each time, and at last runs to its
+end. Each resume must start from the newest complete checkpoint and lose no other step; the losses of the whole run must
+be those of one that was never killed. `kills_case.py` draws the instants. Needs the test extra.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import complete, config, wizard
+
+HERE = Path(__file__).parent
+CASE, DATA, RESULTS = HERE / "kills_case.py", HERE / "data" / "kills.json", HERE / "RESULTS.md"
+CHATS = HERE.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
+START, END = "<!-- kills -->\n", "<!-- /kills -->\n"
+SEED = 20240817
+STEPS, SAVE_STEPS, RANKS = 90, 3, 2
+CHAINS = [("1", "full", 8, 3), ("2", "full", 8, 3), ("1", "lora", 7, 2), ("2", "lora", 7, 2)]
+"""FSDP version, method, kills, and how many of them are inside a save."""
+LIFE_SECONDS = 120
+
+
+def main() -> None:
+    """Runs one chain and keeps its outcome, or writes all outcomes into RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chain", type=int, choices=range(len(CHAINS)))
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if options.chain is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            keep(options.chain, chain(options.chain, Path(folder)))
+    if options.write:
+        write(json.loads(DATA.read_text()))
+
+
+def chain(number: int, work: Path) -> list[dict[str, Any]]:
+    """One run and its deaths, a row each; the last row is its end."""
+    version, method, kills, in_saves = CHAINS[number]
+    model, data = fixtures(work)
+    flags = {"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", "fsdp_version": version}
+    yaml = work / "fsdp.yaml"
+    yaml.write_text(config.to_text(wizard.answers(wizard.interview(flags, {}, "defaults"))))
+    straight = live(work, yaml, model, data, "straight", method)
+    assert straight.returncode == 0, straight.stdout
+    within = float(re.findall(r"'train_runtime': '?([\d.]+)", straight.stdout)[0]) / kills
+    dice = random.Random(SEED + number)
+    kinds = ["save"] * in_saves + ["within"] * (kills - in_saves)
+    dice.shuffle(kinds)
+    rows = [death(work, (yaml, model, data), method, (kind, within), dice.randrange(1 << 30)) for kind in kinds]
+    last = live(work, yaml, model, data, "killed", method)
+    assert last.returncode == 0, last.stdout
+    apart = max(abs(a - b) for a, b in zip(losses(work / "killed"), losses(work / "straight"), strict=True))
+    print(f"chain {number}: {len(rows)} kills, losses apart by {apart:.1e}")
+    return [*rows, {"kind": "end", "apart": apart}]
+
+
+def death(work: Path, job: tuple[Path, Path, Path], method: str, how: tuple[str, float], seed: int) -> dict[str, Any]:
+    """Starts or resumes the run and kills it; what it was doing, and what is left of it."""
+    kind, within = how
+    run, note = work / "killed", work / "note.json"
+    note.unlink(missing_ok=True)
+    before = step_of(complete.choose(run).newest)
+    number = before + 2 * SAVE_STEPS if kind == "save" else within
+    environment = {"KILL_AT": f"{kind}:{number}", "KILL_SEED": str(seed), "KILL_NOTE": str(note)}
+    finished = live(work, *job, "killed", method, **environment)
+    assert note.exists(), finished.stdout
+    noted, newest = json.loads(note.read_text()), step_of(complete.choose(run).newest)
+    lost = noted["step"] - newest
+    row = {"kind": kind, "seed": seed, "expected": before, **noted, "newest": newest, "lost": lost}
+    row["half_written"] = len(complete.choose(run).skipped)
+    print(row, flush=True)
+    return row
+
+
+def live(work: Path, yaml: Path, model: Path, data: Path, run: str, method: str, **environment: str) -> Any:
+    """One launch, from the newest complete checkpoint where there is one."""
+    fixed = {
+        "--model_name_or_path": model,
+        "--dataset_name": data,
+        "--output_dir": work / run,
+        "--max_steps": STEPS,
+        "--save_steps": SAVE_STEPS,
+        "--save_total_limit": 2,
+        "--per_device_train_batch_size": 2,
+        "--learning_rate": 1e-3,
+        "--logging_steps": 1,
+        "--disable_tqdm": "true",
+        "--resume_from_checkpoint": "auto",
+    }
+    words = [str(word) for pair in fixed.items() for word in pair]
+    words += ["--use_peft"] if method == "lora" else []
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    return subprocess.run(
+        [*launcher, "--config_file", str(yaml), str(CASE), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIFE_SECONDS,
+        check=False,
+    )
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step in a checkpoint's name; 0 for none."""
+    return int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
+
+
+def losses(run: Path) -> list[float]:
+    """All losses of a run that went through, in order."""
+    state = json.loads((run / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def fixtures(work: Path) -> tuple[Path, Path]:
+    """A two-layer Llama with random weights and a tokenizer of its own, and the shipped chats to train it on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    texts = [json.loads(line)["messages"][0]["content"] for line in CHATS.read_text().splitlines()]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=512, special_tokens=["<end>"]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(fast), **sizes)).save_pretrained(work / "model")
+    fast.save_pretrained(work / "model")
+    data = work / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return work / "model", data
+
+
+def keep(number: int, rows: list[dict[str, Any]]) -> None:
+    """Puts a chain's rows in place of those that it had."""
+    found = json.loads(DATA.read_text()) if DATA.exists() else {}
+    DATA.write_text(json.dumps({**found, str(number): rows}, indent=1) + "\n")
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """One line per chain: kills, those inside a save, steps lost to them, and the losses of the run that came of it."""
+    titles = [
+        "run",
+        "kills",
+        "inside a save",
+        "left half-written",
+        "resumed from the newest complete",
+        "steps lost, most",
+    ]
+    lines = ["| " + " | ".join([*titles, "losses apart"]) + " |", "|---" * (len(titles) + 1) + "|"]
+    for number, (version, method, *_) in enumerate(CHAINS):
+        *kills, end = found[str(number)]
+        right = sum(one["resumed"] == one["expected"] for one in kills)
+        counts = [len(kills), sum(one["saving"] for one in kills), sum(one["half_written"] > 0 for one in kills)]
+        cells = [f"FSDP{version}, {method}", *map(str, counts), f"{right}/{len(kills)}"]
+        lines.append("| " + " | ".join([*cells, str(max(one["lost"] for one in kills)), f"{end['apart']:.1e}"]) + " |")
+    return lines
+
+
+def write(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Replaces this benchmark's part of RESULTS.md."""
+    kills = sum(len(rows) - 1 for rows in found.values())
+    text = f"SIGKILL to all ranks, {kills} times; seed {SEED}, {RANKS} ranks, a checkpoint every {SAVE_STEPS} steps."
+    part = [
+        "## Kills",
+        "",
+        f"`python benchmarks/kills.py --chain 0` to `{len(CHAINS) - 1}`, then `--write`",
+        "",
+        text,
+        "",
+    ]
+    part += [*table(found), ""]
+    before, _, rest = RESULTS.read_text().partition(START)
+    RESULTS.write_text(before + START + "\n".join(part) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Runs `train/sft.py` unchanged on a machine that is said to have less memory, as SCARCE names it.
+
+gpu: the second rank's device is full at its second step. host: next to nothing is free when the model is gathered.
+"""
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_fsdp import here, training
+
+SFT = Path(__file__).parent.parent / "train" / "sft.py"
+trained = training.SftTrainer.training_step
+
+
+def out_of_memory(self: training.SftTrainer, *args: Any) -> torch.Tensor:
+    loss = trained(self, *args)
+    if self.state.global_step == 1 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 79 GiB in use.")
+    return loss
+
+
+if os.environ["SCARCE"] == "gpu":
+    training.SftTrainer.training_step = out_of_memory
+else:
+    here.free_memory = lambda: 1000
+runpy.run_path(str(SFT), run_name="__main__")

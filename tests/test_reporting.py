@@ -1,0 +1,217 @@
+"""What a run says of itself: rate and memory, advice when memory is used up, the best model, and what it leaves."""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, Finished, accelerate_launch
+from huggingface_hub import ModelCard
+from reference import train
+from safetensors.torch import load_file
+from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_fsdp import arguments, drawing, forecast, gathering, gpus, here, layouts, recorded, runs, savings
+from accel_fsdp.drawing import Curve, Words
+from accel_fsdp.errors import UserError
+from accel_fsdp.inputs import read_subject
+from accel_fsdp.reporting import Tally, line
+from accel_fsdp.types import Layout, Recipe
+
+SCARCE = ROOT / "tests" / "scarce.py"
+LLAMA = "meta-llama/Llama-3.1-8B"
+SHARDED = Layout("fsdp2", 1, 8, 8)
+
+
+def llama(**recipe: object) -> forecast.Forecast:
+    found = recorded.find(LLAMA)
+    assert found
+    return forecast.Forecast(forecast.Job(LLAMA, Recipe(**recipe), SHARDED), *found)  # type: ignore[arg-type]
+
+
+def test_mfu_follows_the_rule_of_six() -> None:
+    """6 FLOPs per weight and token, and 12 · layers · width · keys of attention, half of them masked."""
+    config = {"layers": 32, "width": 4096, "head_and_blocks": 8_030_261_248 - 128_256 * 4096, "length": 4096}
+    norms = (2 * 32 + 1) * 4096
+    per_token = 6 * (config["head_and_blocks"] - norms) + 12 * 32 * 4096 * config["length"] / 2
+    h100 = gpus.find("H100")
+    assert llama().mfu(80_000, 4096, h100) == pytest.approx(80_000 * per_token / (8 * 989.4e12), rel=1e-9)
+
+
+def test_advice_frees_what_the_plan_then_says_less() -> None:
+    one = llama(rows=4, length=4096)
+    now = one.peak_bytes(4, 4096, None)
+    found = {each.change: each.freed_bytes for each in savings.savings(one.shape, one.tapes, one.job.recipe, SHARDED)}
+    halved = found["--per_device_train_batch_size 2 --gradient_accumulation_steps 2"]
+    fewer = llama(rows=2, length=4096, accumulation=2).peak_bytes(2, 4096, None)
+    assert halved == now - fewer
+    assert found["--max_length 2048"] > 0
+    assert found["fsdp_activation_checkpointing: true in the YAML"] > halved
+    assert "fsdp_reshard_after_forward: true in the YAML" not in found  # it is on
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_tokens_are_counted_without_padding_and_documents_apart() -> None:
+    tally = Tally()
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    tally.count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask})
+    packed = {"input_ids": torch.zeros(1, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}
+    tally.count(packed)
+    assert tally._counted.tolist() == [5 + 6, 2 + 3]  # type: ignore[union-attr]
+    assert (tally.rows, tally.length) == (2, 4)
+
+
+def test_the_line_of_a_step() -> None:
+    logs = {"loss": 1.25, "learning_rate": 1e-4, "tokens_per_second": 12345.6, "mfu": 0.412, "peak_memory_gib": 40.0}
+    assert line(logs, 10, 110, 0.6) == (
+        "step 10/110  loss 1.2500  lr 0.0001  12,346 tokens/s  MFU 41.2%  40.00 GiB  01:00 left"
+    )
+    del logs["mfu"]
+    assert "tokens/s  MFU unknown" in line(logs, 10, 110, 0.6)
+    assert line({"eval_loss": 2.0}, 10, 110, 0.6) == "step 10/110  held-out loss 2.0000"
+    assert line({"train_runtime": 2.0}, 10, 110, 0.6) == ""
+
+
+@pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 3.0), (2, float("nan")), (200, 1.0)]])
+def test_the_curve_is_a_picture_of_its_own(points: list[tuple[int, float]]) -> None:
+    figure = drawing.losses(Words("Loss", "falls"), [Curve("training", "c1", points)], 720)
+    root = ElementTree.fromstring(drawing.standalone(figure))
+    drawn = next(element for element in root.iter() if element.tag.endswith("polyline"))
+    assert len(drawn.get("points", "").split()) == sum(loss == loss for _, loss in points)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--report_to", "tensorbord,trackio"], "Did you mean tensorboard?"),
+        (["--report_to", "clearml"], "pip install clearml"),
+        (["--early_stopping_patience", "2"], "--early_stopping_patience without evaluation"),
+        (["--early_stopping_patience", "0", "--eval_strategy", "steps"], "--early_stopping_patience 3"),
+    ],
+)
+def test_refused_before_anything_is_loaded(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    given = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", str(tmp_path), *flags]
+    monkeypatch.setattr("sys.argv", ["sft.py", *given])
+    with pytest.raises(UserError) as refused:
+        arguments.parse()
+    assert message in str(refused.value)
+
+
+def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """From one rank only, with the strategy and the batch of this run, and no traceback."""
+    config = make_config(tmp_path, tiny_model, strategy="2")
+    finished = accelerate_launch(
+        config, SCARCE, *sft_args(tiny_model, text_data, tmp_path / "run"), SCARCE="gpu", XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert finished.code == 1
+    said = finished.output[finished.output.index("error: out of memory") :]
+    assert re.search(r"the plan says [\d.]+ GiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", said)
+    for change in ("--per_device_train_batch_size 1 --gradient_accumulation_steps 2", "fsdp_activation_checkpointing"):
+        assert re.search(rf"[\d.]+ [GM]iB less: {change}", said), said
+    assert "[rank1]: Traceback" not in finished.output
+    assert not (tmp_path / "run" / "final").exists()
+    assert runs.read(tmp_path / "run")["status"] == "running"
+
+
+def test_a_host_too_small_for_the_model_keeps_a_checkpoint(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    config = make_config(tmp_path, tiny_model, fsdp_version="1", state_dict_type="FULL_STATE_DICT")
+    args = sft_args(tiny_model, text_data, out, "--save_strategy", "no", "--max_steps", "2")
+    finished = accelerate_launch(config, SCARCE, *args, SCARCE="host")
+    assert finished.code == 1
+    assert "of host memory, 0.0 GiB are free" in finished.output
+    assert f"accel-fsdp export {out / 'checkpoint-2'} {out / 'final'}" in finished.output
+    assert (out / "checkpoint-2" / "pytorch_model_fsdp_0" / ".metadata").is_file()
+    assert not (out / "final").exists()
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """The highest loss is taken for the best, so the first step's model is; the second evaluation then stops it.
+
+    Trainer alone doesn't note a best model whose shards are only being written, and may hang.
+    """
+    config = make_config(tmp_path, tiny_model, fsdp_version=version)
+    low = tmp_path / "low"
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(low)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(low)
+    every_step = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+    stop = ("--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+    out = tmp_path / "run"
+    finished = accelerate_launch(config, ROOT / "train" / "sft.py", *sft_args(low, text_data, out, *every_step, *stop))
+    assert finished.code == 0, finished.output
+    assert not (out / "checkpoint-3").exists()
+    best = train(low, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
+    exported = load_file(out / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}  # the base model's
+    settings = json.loads((out / "final" / "config.json").read_text())
+    assert settings["dtype"] == "bfloat16"
+    assert settings["use_cache"] is True
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, best[name].bfloat16(), atol=TOLERANCE, rtol=1e-2)
+    assert runs.read(out)["results"]["held-out loss"]["last"] < runs.read(out)["results"]["held-out loss"]["first"]
+    assert_accounted_for(out, config, finished, low, text_data, steps=2)
+
+
+def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Path, data: Path, steps: int) -> None:
+    """run.json, the curve and the card say what the YAML, the log and the data say."""
+    account = json.loads((out / "run.json").read_text())
+    assert account["status"] == "finished"
+    wanted, _ = layouts.of_subject(read_subject(config)[0], Recipe())
+    assert Layout(**account["plan"]["layout"]) == wanted
+    state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert account["results"]["training loss"] == {"first": losses[0], "best": min(losses), "last": losses[-1]}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line)["text"] for line in data.read_text().splitlines()][: steps * PER_RANK * RANKS]
+    assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
+    assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
+    assert account["versions"]["torch"] == torch.__version__
+    assert (
+        len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  MFU unknown  [\d.]+ GiB of host", finished.output))
+        == steps
+    )
+    assert "peak memory after step 2: " in finished.output
+    assert (out / "loss.svg").read_text().count("<polyline") == 2
+    card = ModelCard.load(out / "final" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"| training loss | {losses[0]:.4f} |" in card.text
+    assert str(out) not in card.content
+    readable = 0o666 & ~current_umask()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (out / "final").iterdir()} == {readable}
+    assert not list((out / "final").glob("*.bin"))
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_collectives_get_the_time_that_writing_takes(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert gathering.lengthen_timeouts(10**9, least_seconds=1800) == 1800
+        seconds = gathering.lengthen_timeouts(280 * 10**9, least_seconds=1800)  # 70 B parameters in float32
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert backend.options._timeout.total_seconds() == pytest.approx(seconds)
+        assert seconds > 1.5 * 3600
+    finally:
+        dist.destroy_process_group()
+
+
+def test_free_memory_is_within_the_limit() -> None:
+    free, limit = here.free_memory(), here.memory_limit()
+    assert free is not None
+    assert limit is not None
+    assert 0 < free < limit
+    assert here.peak_memory() < limit

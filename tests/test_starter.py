@@ -1,0 +1,45 @@
+"""`accel-fsdp init`: the files of a project of one's own, from a clone and from the wheel, never over what is there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, accel_fsdp, run
+
+
+def test_a_project_is_written_once(tmp_path: Path) -> None:
+    project = tmp_path / "new" / "project"
+    first = accel_fsdp("init", project, "--config", "zero3")
+    assert first.code == 0, first.output
+    assert (project / "train" / "sft.py").read_text() == (ROOT / "train" / "sft.py").read_text()
+    yaml = project / "accelerate_configs" / "zero3.yaml"
+    assert yaml.read_text() == (ROOT / "accelerate_configs" / "zero3.yaml").read_text()
+    (project / "train" / "sft.py").write_text("mine")
+    yaml.unlink()
+    again = accel_fsdp("init", project, "--config", "zero3")
+    assert again.code == 1
+    assert str(project / "train" / "sft.py") in again.output
+    assert (project / "train" / "sft.py").read_text() == "mine"
+    assert not yaml.exists()
+
+
+def test_an_unknown_yaml_is_refused(tmp_path: Path) -> None:
+    refused = accel_fsdp("init", tmp_path / "project", "--config", "fsdp2_lroa")
+    assert refused.code == 2
+    assert "Did you mean fsdp2_lora?" in refused.output
+    assert not (tmp_path / "project").exists()
+
+
+def test_the_wheel_carries_the_files(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    built = run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT])
+    assert built.code == 0, built.output
+    wheel = next(tmp_path.glob("*.whl"))
+    installed = run([*pip, "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel])
+    assert installed.code == 0, installed.output
+    words = [sys.executable, "-P", "-m", "accel_fsdp", "init", tmp_path / "project", "--native"]
+    made = run(words, PYTHONPATH=str(tmp_path / "site"))
+    assert made.code == 0, made.output
+    for name in ("train/sft.py", "train/native.py", "accelerate_configs/fsdp2.yaml"):
+        assert (tmp_path / "project" / name).read_text() == (ROOT / name).read_text()
