@@ -20,7 +20,7 @@ demo: $(VENV)/.demo
 	python train/demo.py ask demo/run/final "What does FULL_SHARD shard?"
 
 test: $(VENV)/.test
-	python -m pytest -n 2 --dist loadgroup
+	python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.test
 	ruff check .

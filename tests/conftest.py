@@ -26,20 +26,6 @@ CHAT_TEMPLATE = (
 )
 
 
-LAUNCHING = {
-    *("test_accelerate_config", "test_configs", "test_states", "test_training", "test_upstream_launcher"),
-    *("test_data_launch", "test_engines", "test_reporting", "test_survive", "test_upstream_ranks", "test_exporting"),
-}
-"""Modules that start jobs of several processes: one of those at a time, so one worker runs them all."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deals the modules to pytest-xdist's two workers, the launching ones together."""
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("launching" if name in LAUNCHING else name))
-
-
 @dataclass(frozen=True)
 class Finished:
     """A process that has ended: exit code and everything it printed, progress bars split into lines."""
