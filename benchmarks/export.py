@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import results
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
-START, END = "<!-- export -->\n", "<!-- /export -->\n"
 RANKS = (2, 8, 64)
 POLL_SECONDS = 0.02
 EXPORT = (sys.executable, "-m", "accel_fsdp", "export")
@@ -153,13 +152,8 @@ def main() -> None:
 def write(lines: list[str]) -> None:
     """Replaces this benchmark's part of RESULTS.md."""
     head = ["## Export against `accelerate merge-weights`", "", "`python benchmarks/export.py --write`", ""]
-    text = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
-    if START not in text:
-        text = f"{text.rstrip()}\n\n{START}{END}"
-    before, _, rest = text.partition(START)
     notes = ["", "Whole commands on 2 cores, float32 and bfloat16 with `--verify bytes`: checksums and hashes."]
-    part = "\n".join([*head, *lines, *notes, ""])
-    RESULTS.write_text(before + START + part + END + rest.partition(END)[2])
+    results.keep("export", [*head, *lines, *notes])
 
 
 if __name__ == "__main__":

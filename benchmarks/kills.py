@@ -17,12 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import results
+
 from accel_fsdp import complete, config, wizard
 
 HERE = Path(__file__).parent
-CASE, DATA, RESULTS = HERE / "kills_case.py", HERE / "data" / "kills.json", HERE / "RESULTS.md"
+CASE, DATA = HERE / "kills_case.py", HERE / "data" / "kills.json"
 CHATS = HERE.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
-START, END = "<!-- kills -->\n", "<!-- /kills -->\n"
 SEED = 20240817
 STEPS, SAVE_STEPS, RANKS = 90, 3, 2
 CHAINS = [("1", "full", 8, 3), ("2", "full", 8, 3), ("1", "lora", 7, 2), ("2", "lora", 7, 2)]
@@ -178,9 +179,7 @@ def write(found: dict[str, list[dict[str, Any]]]) -> None:
         text,
         "",
     ]
-    part += [*table(found), ""]
-    before, _, rest = RESULTS.read_text().partition(START)
-    RESULTS.write_text(before + START + "\n".join(part) + END + rest.partition(END)[2])
+    results.keep("kills", [*part, *table(found)])
 
 
 if __name__ == "__main__":

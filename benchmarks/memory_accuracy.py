@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import lightning_demo
+from results import keep
 
 from accel_fsdp import memory, overheads, recorded
 from accel_fsdp.quirks import quirks_of
@@ -21,8 +22,6 @@ from accel_fsdp.tapes import Tapes, variant_of
 from accel_fsdp.types import Layout, ModelShape, Recipe
 
 DATA = Path(__file__).parent / "data" / "memory.json"
-RESULTS = Path(__file__).parent / "RESULTS.md"
-START, END = "<!-- memory -->\n", "<!-- /memory -->\n"
 
 
 @dataclass(frozen=True)
@@ -151,17 +150,16 @@ def write(found: list[Result], lines: list[str]) -> None:
         "`python benchmarks/memory_accuracy.py --write`",
         "",
         *lines,
-    ]
-    part += [
+        "",
+        "`steady, worst`: error between steps, where published; `in range`: reserved bytes inside the predicted range.",
         "",
         "Allocated and active rows whose peak is outside of 1 %, or whose steady state is outside of 0.5 %:",
         "",
     ]
     part += _outside(found)
-    part += ["", "Left out:", "", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items()), ""]
-    text = RESULTS.read_text() if RESULTS.exists() else f"# Results\n\n{START}{END}"
-    before, _, rest = text.partition(START)
-    RESULTS.write_text(before + START + "\n".join(part) + END + rest.partition(END)[2])
+    if reasons:
+        part += ["", "Left out:", "", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items())]
+    keep("memory", part)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import datasets
+import results
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -38,7 +39,6 @@ from trl import SFTConfig, SFTTrainer
 from accel_fsdp import batching, tokenizing
 from accel_fsdp.data_arguments import DataArguments
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
 CHATS = Path(__file__).parent.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
 MAX_LENGTH = 256
 PREPARED_LENGTH = 512
@@ -270,14 +270,10 @@ def device() -> str:
 
 def write(section: str, text: str, lines: list[str]) -> None:
     """Replaces a part of RESULTS.md."""
-    start, end = f"<!-- {section} -->\n", f"<!-- /{section} -->\n"
     versions = f"TRL {version('trl')}, transformers {version('transformers')}"
     command = f"`python benchmarks/throughput.py --only {section} --write`"
-    part = [f"## {section.capitalize()} against TRL", "", command, "", f"{text} {versions}.", "", *lines, ""]
-    before, found, rest = RESULTS.read_text().partition(start)
-    rest = rest.partition(end)[2] if found else ""
-    before = before if found else before + "\n"
-    RESULTS.write_text(before + start + "\n".join(part) + end + rest)
+    part = [f"## {section.capitalize()} against TRL", "", command, "", f"{text} {versions}.", "", *lines]
+    results.keep(section, part)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Predicted against published training throughput, by group: `python benchmarks/throughput_accuracy.py`.
 
-`--fit` also prints, for each GPU with published rows, the efficiency at which its median error would be least.
+`--write` keeps the table in RESULTS.md. `--fit` also prints, for each GPU with published rows, the efficiency at which its
+median error would be least.
 """
 
 import dataclasses
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import results
 
 from accel_fsdp import gpus
 from accel_fsdp.speed import Step, step_time
@@ -108,11 +111,12 @@ def table(rows: Iterable[Case]) -> Iterable[str]:
     groups: dict[str, list[Case]] = {}
     for case in rows:
         groups.setdefault(case.group, []).append(case)
-    yield f"{'group':30} {'n':>4} {'median':>8} {'|median|':>8} {'worst':>8} {'in range':>8}"
+    yield "| rows | n | median | median of absolute errors | worst | in range |"
+    yield "|---|---|---|---|---|---|"
     for name, members in [*sorted(groups.items()), ("all", [case for group in groups.values() for case in group])]:
         errors = [case.error for case in members]
         numbers = (median(errors), median(map(abs, errors)), max(errors, key=abs), _share_in_range(members))
-        yield f"{name:30} {len(members):4} " + " ".join(f"{number:8.1%}" for number in numbers)
+        yield f"| {name} | {len(members)} | " + " | ".join(f"{number:.1%}" for number in numbers) + " |"
 
 
 def _share_in_range(rows: list[Case]) -> float:
@@ -139,6 +143,13 @@ def _median_error(rows: list[Case], efficiency: float) -> float:
 
 if __name__ == "__main__":
     known = cases()
-    print(*table(known), sep="\n")
+    lines = list(table(known))
+    print(*lines, sep="\n")
+    if "--write" in sys.argv:
+        title, command = (
+            "## Step time, predicted against published",
+            "`python benchmarks/throughput_accuracy.py --write`",
+        )
+        results.keep("time", [title, "", command, "", *lines])
     if "--fit" in sys.argv:
         print(*fit(known), sep="\n")
