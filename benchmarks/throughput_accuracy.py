@@ -1,7 +1,7 @@
 """Predicted against published training throughput, by group: `python benchmarks/throughput_accuracy.py`.
 
-`--write` keeps the table in RESULTS.md. `--fit` also prints, for each GPU with published rows, the efficiency at which its
-median error would be least.
+`--write` keeps the table in RESULTS.md. `--fit` also prints, for each GPU with published rows, the efficiency at which
+its median error would be least.
 """
 
 import dataclasses
