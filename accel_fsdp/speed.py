@@ -291,7 +291,7 @@ def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) ->
     if layout.offload:
         yield f"Each host's memory streams {HOST_BYTES_PER_S / 1e9:.0f} GB/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:
-        yield f"{gpu.name} has no bf16 units and computes it at the rate of float32."
+        yield f"{gpu.name} has no bf16 units and computes it at the rate of float32; --precision fp16 is faster."
     if compute_bytes(recipe) == 4:
         yield "Float32 products run without TF32, torch's default."
     yield "Kernels are PyTorch's own, not compiled; data arrive in time and rows are full."
