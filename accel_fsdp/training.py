@@ -138,7 +138,9 @@ class SftTrainer(SurvivingTrainer):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             return Path(self.state.best_model_checkpoint)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if not folder.is_dir():
+        there = folder.is_dir()
+        self.accelerator.wait_for_everyone()  # a rank that begins to save makes it
+        if not there:
             plugin = self.accelerator.state.fsdp_plugin
             plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
             plugin.set_state_dict_type("SHARDED_STATE_DICT")

@@ -8,12 +8,16 @@ from safetensors.torch import load_file
 from accel_fsdp import checkpoint, exporting
 
 
-def assert_exports_offline(run_folder: Path, out: Path) -> None:
-    """`accel-fsdp export` of the checkpoint is what the run gathered at its end, and of ZeRO what DeepSpeed finds."""
+def assert_exports_offline(run_folder: Path, out: Path, trained_as: torch.dtype = torch.float32) -> None:
+    """`accel-fsdp export` of the checkpoint is what the run gathered at its end, and of ZeRO what DeepSpeed finds.
+
+    DeepSpeed gathers the model that it trained, `trained_as` 16 bits beside the float32 masters of the checkpoint.
+    """
     gathered = tensors_in(run_folder / "final")
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[next(iter(gathered.values())).dtype]
     assert exporting.run(exporting.Options(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
-    assert_same(tensors_in(out), gathered)
+    found = {name: one.to(trained_as).to(one.dtype) for name, one in tensors_in(out).items()}
+    assert_same(found, gathered)
     newest = checkpoint.find(run_folder)[0].folder
     if any(newest.glob("global_step*")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
