@@ -17,13 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.stored import ITEM_BYTES, TORCH_NAMES, Piece, Reader, Record, Stored, damaged, tensor
 
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
-    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-}
+DTYPES = {name: short for short, name in TORCH_NAMES.items()}
 """torch's names and safetensors'."""
 STORAGES = {
     **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"},

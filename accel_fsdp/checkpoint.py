@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_fsdp import weights, zero_checkpoint
+from accel_fsdp import complete, weights, zero_checkpoint
 from accel_fsdp.dcp import METADATA
 from accel_fsdp.errors import UserError
 
@@ -83,7 +83,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
 
     `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
     """
-    marker = weights.read_json(folder / "complete.json")
+    marker = weights.read_json(folder / complete.MARKER)
     if marker:
         sizes: dict[str, int] = marker.get("files") or {}
         wrong = [name for name, size in sizes.items() if _size(folder / name) != size]

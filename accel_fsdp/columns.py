@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +214,12 @@ def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
         )
 
 
-_COMPILED: dict[str, Any] = {}
-
-
+@cache
 def _compiled(text: str) -> Any:
-    if text not in _COMPILED:
-        _COMPILED[text] = _environment().from_string(text)
-    return _COMPILED[text]
+    return _environment().from_string(text)
 
 
+@cache
 def _environment() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment

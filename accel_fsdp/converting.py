@@ -7,15 +7,15 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import describing
+from accel_fsdp.archive import DTYPES
 from accel_fsdp.describing import Description
 from accel_fsdp.errors import UserError
-from accel_fsdp.stored import ITEM_BYTES, Reader, Source
-from accel_fsdp.stream import TORCH_NAMES
+from accel_fsdp.stored import Reader, Source
+from accel_fsdp.stream import torch_dtype, whole
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Layer:
             if self.shared.layer is not self:
                 self.shared.content = {}
                 self.shared.content = _convert(
-                    self.model, {name: _whole(reader, one) for name, one in self.tensors.items()}
+                    self.model, {name: whole(reader, one) for name, one in self.tensors.items()}
                 )
                 self.shared.layer = self
             return self.shared.content
@@ -85,11 +85,13 @@ def converted(tensors: Mapping[str, Source], description: Description, folder: P
         groups.setdefault(found[0] if found else "", {})[name] = one
     made: dict[str, Source] = {}
     for group in groups.values():
-        blank = {name: torch.empty(one.shape, dtype=_torch(one.dtype), device="meta") for name, one in group.items()}
+        blank = {
+            name: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="meta") for name, one in group.items()
+        }
         layer = Layer(group, model, shared)
         for name, tensor in _convert(model, blank).items():
             kept = group.get(name)
-            dtype = next(short for short, long in TORCH_NAMES.items() if _torch(short) == tensor.dtype)
+            dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
             made[name] = kept or Converted(name, dtype, tuple(tensor.shape), layer)
     if {name: one.shape for name, one in made.items()} != description.files:
         raise UserError(
@@ -105,18 +107,3 @@ def _convert(model: Any, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch
 
     found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
     return found
-
-
-def _torch(dtype: str) -> "torch.dtype":
-    import torch
-
-    found: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
-    return found
-
-
-def _whole(reader: Reader, one: Source) -> "torch.Tensor":
-    import torch
-
-    content = bytearray(prod(one.shape) * ITEM_BYTES[one.dtype])
-    one.read(reader, 0, prod(one.shape), memoryview(content))
-    return torch.frombuffer(content, dtype=_torch(one.dtype)).view(one.shape)

@@ -103,11 +103,11 @@ def describe(folder: Path) -> Description:
     from accel_fsdp import export
 
     model = build(folder)
-    ties = export._ties(model)
+    ties = export.ties_of(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     held = {name: one for name, one in model.state_dict().items() if name not in ignored}
     held = export.without_tied_copies(held, ties)
-    filed = export._as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
+    filed = export.as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
     memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
     return Description(memory, files, ties)
 

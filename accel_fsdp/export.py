@@ -57,8 +57,8 @@ def expected_tensors(
     if isinstance(model, PeftModel):
         saved = get_peft_model_state_dict(model, state_dict=blueprint)
         return Expected({name: _spec(tensor) for name, tensor in saved.items()}, (), casts, gathered_bytes)
-    ties = _ties(model)
-    saved = _as_saved(model, without_tied_copies(blueprint, ties))
+    ties = ties_of(model)
+    saved = as_saved(model, without_tied_copies(blueprint, ties))
     return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties, casts, gathered_bytes)
 
 
@@ -116,7 +116,7 @@ def without_tied_copies(
     return {name: tensor for name, tensor in state_dict.items() if name not in copies}
 
 
-def _as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Renames and splits as `save_pretrained` does: transformers 5 keeps some models in another layout than files."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -126,7 +126,8 @@ def _as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dic
     return saved
 
 
-def _ties(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
+def ties_of(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
+    """Groups of names of one parameter each, the first declared first."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

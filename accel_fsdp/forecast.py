@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from accel_fsdp import gpus, planning, render, speed
+from accel_fsdp import gpus, layouts, planning, render, speed
 from accel_fsdp.errors import UsageError
 from accel_fsdp.gpus import Gpu
 from accel_fsdp.memory import predict
@@ -19,7 +19,6 @@ from accel_fsdp.types import ATTENTION_LINEAR, STRATEGIES, Layout, ModelShape, O
 if TYPE_CHECKING:
     from torch import nn
 
-PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 OPTIMIZERS: dict[str, OptimizerName] = {
     **{name: name for name in get_args(OptimizerName)},
     "adamw_bnb_8bit": "adamw_8bit",
@@ -115,7 +114,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     quantized = bool(getattr(model, "is_loaded_in_4bit", False))
     recipe = Recipe(
         method="full" if adapter is None else "qlora" if quantized else "lora",
-        precision=PRECISIONS.get(str(accelerator.mixed_precision), "no"),  # type: ignore[arg-type]
+        precision=layouts.PRECISIONS.get(str(accelerator.mixed_precision), "no"),
         dtype=dtype,  # type: ignore[arg-type]
         rows=1,
         length=1,
@@ -160,8 +159,7 @@ def _layout(accelerator: Any) -> Layout | None:
     if deepspeed is not None:
         section = deepspeed.deepspeed_config.get("zero_optimization", {})
         offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
-        stage = int(deepspeed.zero_stage)
-        return Layout("zero", stage, ranks, together, offload) if stage else Layout("ddp", 1, ranks, together)
+        return layouts.zero(int(deepspeed.zero_stage), ranks, together, offload)
     if accelerator.distributed_type.value in ("MULTI_GPU", "MULTI_CPU"):
         return Layout("ddp", 1, ranks, together)
     return Layout("single", 1, 1, 1) if accelerator.distributed_type.value == "NO" else None

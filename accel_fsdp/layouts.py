@@ -33,8 +33,6 @@ def of_subject(subject: Subject, recipe: Recipe) -> tuple[Layout, Recipe]:
         )
     strategy, together = _strategy(subject)
     kind = KINDS[subject.engine]
-    if kind == "zero" and strategy == 0:
-        kind, strategy = "ddp", 1  # stage 0 shards nothing
     precision = str(subject.top("mixed_precision"))
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     changed = replace(
@@ -44,7 +42,15 @@ def of_subject(subject: Subject, recipe: Recipe) -> tuple[Layout, Recipe]:
         if subject.is_fsdp and subject.on("fsdp_activation_checkpointing")
         else recipe.checkpointing,
     )
-    return Layout(kind, strategy, ranks, together or subject.ranks_here, _offloads(subject)), changed
+    together, offload = together or subject.ranks_here, _offloads(subject)
+    if kind == "zero":
+        return zero(strategy, ranks, together, offload), changed
+    return Layout(kind, strategy, ranks, together, offload), changed
+
+
+def zero(stage: int, ranks: int, ranks_per_node: int, offload: bool) -> Layout:
+    """DeepSpeed's layout; its stage 0 shards nothing, which is DDP."""
+    return Layout("zero", stage, ranks, ranks_per_node, offload) if stage else Layout("ddp", 1, ranks, ranks_per_node)
 
 
 def _strategy(subject: Subject) -> tuple[int, int]:

@@ -8,15 +8,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.sources import LORA, PEFT_PREFIX
-from accel_fsdp.stored import ITEM_BYTES, Reader, Source, Stored
-from accel_fsdp.stream import TORCH_NAMES
-
-if TYPE_CHECKING:
-    import torch
+from accel_fsdp.stored import Reader, Source, Stored
+from accel_fsdp.stream import torch_dtype, whole
 
 UNKNOWN = ("use_qalora", "velora_config", "arrow_config", "layer_replication", "lora_bias", "trainable_token_indices")
 """Settings of LoRA whose merge is another one."""
@@ -53,25 +50,16 @@ class Merged:
         import torch
 
         self.base.read(reader, start, stop, buffer)
-        kind = getattr(torch, TORCH_NAMES[self.dtype])
-        rows = torch.frombuffer(buffer, dtype=kind).view(-1, self.shape[1])
+        rows = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
         first, last = start // self.shape[1], stop // self.shape[1]
-        down, up = _whole(reader, self.down), _whole(reader, self.up)
+        down, up = whole(reader, self.down).float(), whole(reader, self.up).float()
         change = (down.T[first:last] @ up.T if self.turned else up[first:last] @ down) * self.scale
         made = rows.float() + change
         if self.magnitude is not None:
-            magnitude = _whole(reader, self.magnitude).view(-1)
+            magnitude = whole(reader, self.magnitude).float().view(-1)
             norm = torch.linalg.norm(made, dim=0 if self.turned else 1)
             made *= (magnitude / norm) if self.turned else (magnitude[first:last] / norm)[:, None]
         rows.copy_(made)
-
-
-def _whole(reader: Reader, one: Stored) -> "torch.Tensor":
-    import torch
-
-    content = bytearray(prod(one.shape) * ITEM_BYTES[one.dtype])
-    one.read(reader, 0, prod(one.shape), memoryview(content))
-    return torch.frombuffer(content, dtype=getattr(torch, TORCH_NAMES[one.dtype])).view(one.shape).float()
 
 
 def merged(base: Mapping[str, Source], adapter: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Source]:

@@ -11,6 +11,7 @@ from typing import Any
 from accel_fsdp import describing, facts, files, weights
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UserError
+from accel_fsdp.stored import TORCH_NAMES
 
 CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", "model"
 COPIED = (
@@ -25,7 +26,7 @@ COPIED = (
     *("added_tokens.json", "chat_template.*", "additional_chat_templates/*", "*processor_config.json", "README.md"),
     *("spiece.model", "sentencepiece*.model", "loss.svg"),
 )
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 
 
 @dataclass(frozen=True)

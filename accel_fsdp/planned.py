@@ -9,7 +9,7 @@ from accel_fsdp.describing import FIX_CONFIG, Description
 from accel_fsdp.errors import UserError
 from accel_fsdp.papers import Papers
 from accel_fsdp.sources import Weights
-from accel_fsdp.stored import ITEM_BYTES, Reader, Source, Stored
+from accel_fsdp.stored import Reader, Source, Stored, part_of
 from accel_fsdp.stream import BLOCK_ELEMENTS, Output, cast_to
 from accel_fsdp.weights import TIED
 
@@ -88,7 +88,7 @@ def equal(reader: Reader, one: Source, other: Source) -> bool:
     count, unit = prod(one.shape), max(one.unit, other.unit)
     step = max(1, BLOCK_ELEMENTS // unit) * unit
     return all(
-        _part(reader, one, at, min(at + step, count)) == _part(reader, other, at, min(at + step, count))
+        part_of(reader, one, at, min(at + step, count)) == part_of(reader, other, at, min(at + step, count))
         for at in range(0, count, step)
     )
 
@@ -98,12 +98,6 @@ def _checksums(one: Source) -> list[tuple[object, ...]]:
     pieces = one.pieces if isinstance(one, Stored) else ()
     found = [(piece.offsets, piece.sizes, piece.skip, piece.record.length, piece.record.crc) for piece in pieces]
     return [] if any(piece.record.crc is None for piece in pieces) else list(found)
-
-
-def _part(reader: Reader, one: Source, start: int, stop: int) -> bytes:
-    buffer = bytearray((stop - start) * ITEM_BYTES[one.dtype])
-    one.read(reader, start, stop, memoryview(buffer))
-    return bytes(buffer)
 
 
 def _compared(tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], papers: Papers) -> dict[str, Source]:

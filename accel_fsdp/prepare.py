@@ -10,9 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from accel_fsdp import cpu, facts, here, render
 from accel_fsdp.errors import UserError
+from accel_fsdp.overheads import GIB
 from accel_fsdp.refusals import check_layer_classes
-
-GIB = 1 << 30
 
 
 def before_trainer(model: nn.Module, args: TrainingArguments) -> None:

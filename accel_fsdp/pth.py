@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_fsdp import archive
 from accel_fsdp.archive import View
 from accel_fsdp.stored import GAP_BYTES, Reader
-from accel_fsdp.stream import TORCH_NAMES, Output, Placed
+from accel_fsdp.stream import Output, Placed, torch_dtype
 
 DESCRIPTOR = b"PK\x07\x08"
 ENTRY_CRC, DESCRIPTOR_CRC = 16, 4
@@ -24,9 +24,7 @@ def place(outputs: Sequence[Output], path: Path) -> list[Placed]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        blank = {
-            one.name: torch.empty(one.source.shape, dtype=getattr(torch, TORCH_NAMES[one.dtype])) for one in outputs
-        }
+        blank = {one.name: torch.empty(one.source.shape, dtype=torch_dtype(one.dtype)) for one in outputs}
         torch.save(blank, path)
     return [Placed(one, path, _start(view)) for one, view in zip(outputs, views(path).values(), strict=True)]
 

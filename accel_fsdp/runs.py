@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import __version__, drawing, files, inputs
+from accel_fsdp import __version__, drawing, files, inputs, weights
 from accel_fsdp.drawing import Curve, Words
 
 NAME, CURVE = "run.json", "loss.svg"
@@ -72,11 +72,7 @@ class Record:
 
 def read(folder: Path) -> dict[str, Any]:
     """The account of a run; empty where there is none that can be read."""
-    try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return weights.read_json(folder / NAME)
 
 
 def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:

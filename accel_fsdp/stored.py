@@ -20,6 +20,12 @@ ITEM_BYTES = {
     **{"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
 }
 """Bytes per element, by the name of the dtype in safetensors' headers."""
+TORCH_NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"},
+    **{"I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn"},
+    **{"F8_E5M2": "float8_e5m2", "C64": "complex64", "U64": "uint64", "U32": "uint32", "U16": "uint16"},
+}
+"""torch's names of the same dtypes."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 GAP_BYTES = 1 << 24
 CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
@@ -138,6 +144,13 @@ def _box(reader: "Reader", piece: Piece, item: int, low: int, high: int) -> "np.
     reader.read(piece.record, 0, memoryview(whole))
     strides = [stride * item for stride in piece.strides]
     return np.ndarray(piece.sizes, f"V{item}", whole, piece.skip, strides)[low:high]
+
+
+def part_of(reader: "Reader", source: Source, start: int, stop: int) -> bytearray:
+    """Elements `start` to `stop` of a tensor, in memory of their own."""
+    content = bytearray((stop - start) * ITEM_BYTES[source.dtype])
+    source.read(reader, start, stop, memoryview(content))
+    return content
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:

@@ -13,10 +13,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UsageError
-from accel_fsdp.stored import FLOATS, ITEM_BYTES, Reader, Source
+from accel_fsdp.stored import FLOATS, ITEM_BYTES, TORCH_NAMES, Reader, Source, part_of
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_ELEMENTS = 1 << 22
 THREADS = min(4, (os.cpu_count() or 1) + 1)
@@ -25,13 +28,24 @@ INFINITY, QUIET = 0x7F800000, 0x40
 """Of float32, and what makes the upper half of a NaN one too."""
 SYNC_SECONDS = 0.2
 LENGTH_BYTES = 8
-TORCH_NAMES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"},
-    **{"I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn"},
-    **{"F8_E5M2": "float8_e5m2", "C64": "complex64", "U64": "uint64", "U32": "uint32", "U16": "uint16"},
-}
 Progress = Callable[[int], None]
 """Called with the number of bytes written."""
+
+
+def torch_dtype(dtype: str) -> "torch.dtype":
+    """torch's dtype of a name in safetensors' headers."""
+    import torch
+
+    found: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    return found
+
+
+def whole(reader: Reader, source: Source) -> "torch.Tensor":
+    """A tensor in memory."""
+    import torch
+
+    content = part_of(reader, source, 0, prod(source.shape))
+    return torch.frombuffer(content, dtype=torch_dtype(source.dtype)).view(source.shape)
 
 
 @dataclass(frozen=True)
@@ -166,8 +180,8 @@ def cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
         return _bfloat16(raw)
     import torch
 
-    elements = torch.frombuffer(raw, dtype=getattr(torch, TORCH_NAMES[dtype]))
-    made = elements.to(getattr(torch, TORCH_NAMES[wanted]))
+    elements = torch.frombuffer(raw, dtype=torch_dtype(dtype))
+    made = elements.to(torch_dtype(wanted))
     return memoryview(made.view(torch.uint8).numpy().data)
 
 

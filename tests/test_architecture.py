@@ -40,9 +40,9 @@ LAYERS = [
         "stored",
     },
     {"weights", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
-    {"archive", "dcp", "stream", "zero_checkpoint", "pth", "hub"},
+    {"archive", "complete", "dcp", "stream", "zero_checkpoint", "pth", "hub"},
     {"checkpoint"},
-    {"asking", "complete", "facts", "check", "memory", "speed", "overheads"},
+    {"asking", "facts", "check", "memory", "speed", "overheads"},
     {"resuming", "stopping"},
     {
         *("defaults", "layouts", "notes", "refusals", "draft", "plan", "savings", "shapes", "watching", "adapting"),
