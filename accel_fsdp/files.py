@@ -1,9 +1,11 @@
 """Files and folders that are either complete or not there: written beside the target, synced, renamed."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from accel_fsdp.errors import UserError
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux's headers fcntl.h and fs.h."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -96,22 +101,55 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
 
     An existing `target` stays in place, complete, until the new folder is. Without `sync` the files may still be on
     their way to the disk at the end.
+
+    Raises:
+        UserError: another process is at it.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if sync:
-            sync_folder(temporary)
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            os.replace(target, old)
-        os.replace(temporary, target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
+    temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(target):
+        if old.exists() and not target.exists():  # a process was ended between the two renames
+            os.replace(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            if sync:
+                sync_folder(temporary)
+            if target.exists() and not _exchange(temporary, target):
+                shutil.rmtree(old, ignore_errors=True)
+                os.replace(target, old)
+            if not target.exists():
+                os.replace(temporary, target)
+            sync_names(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Holds a lock beside `target`; the system drops it when the process ends, however it ends."""
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"another process is writing {target}", why="one would undo the other", fix="wait for it, or choose another"
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(lock.lock_file)
+        lock.release()
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step; False where the system or the file system can't (it is Linux's renameat2)."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    at, names = ctypes.c_int(AT_FDCWD), (os.fsencode(one), os.fsencode(other))
+    return swap is not None and swap(at, names[0], at, names[1], ctypes.c_uint(RENAME_EXCHANGE)) == 0
 
 
 def only_run(folder: Path) -> FileLock:

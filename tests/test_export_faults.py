@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
-from accel_fsdp import archive, dcp, exporting
+from accel_fsdp import archive, dcp, exporting, files
 from accel_fsdp.errors import UserError
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
@@ -251,13 +251,42 @@ def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
         time.sleep(seconds * moments.uniform(0.3, 1.0))
         process.send_signal(number)
         process.communicate(timeout=60)
-        if out.exists():  # between the two renames there is nothing, never a half
+        if out.exists() or sys.platform == "linux":  # elsewhere there is a moment between two renames
             assert (out / "model.safetensors").read_bytes() in (old, new)
         if number == signal.SIGINT:
             assert [path.name for path in tmp_path.iterdir()] == ["out"]
     export(made, out, force=True)
     assert (out / "model.safetensors").read_bytes() == new
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_ended_between_two_renames_where_names_cannot_be_swapped(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    export(run_folder, out, dtype="BF16")
+    old = (out / "model.safetensors").read_bytes()
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    export(run_folder, out, force=True)
+    assert (out / "model.safetensors").read_bytes() != old
+    out.rename(tmp_path / ".out.old")  # as a kill between them leaves it
+    kept = (tmp_path / ".out.old" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="no such dtype"), files.replaced_folder(out):
+        raise UserError("no such dtype", why="", fix="")
+    assert (out / "model.safetensors").read_bytes() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_two_exports_to_one_folder(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with files.replaced_folder(out) as folder:
+        (folder / "mine").write_text("")
+        second = command(run_folder, out)
+        output, _ = second.communicate(timeout=60)
+        assert second.returncode == 1, output
+        assert "another process is writing" in output
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
