@@ -21,7 +21,7 @@ CURVE_WIDTH = 720
 
 
 class Record:
-    """`run.json`: versions, arguments, config, timings and results of a run. Only the first rank's is written.
+    """`run.json`: versions, arguments, config, timings, results and log of a run. Only the first rank's is written.
 
     A run that is resumed keeps the account of the sessions before under `earlier`.
     """
@@ -55,8 +55,8 @@ class Record:
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any]) -> None:
-        """The run is over: its losses, what was counted of it, and the loss curve where there is one."""
-        self.content.update(status="finished", results={**results(log_history), **totals})
+        """The run is over: all that was logged, its losses, what was counted, and the loss curve where there is one."""
+        self.content.update(status="finished", results={**results(log_history), **totals}, log=log_history)
         self._write()
         curves = loss_curves(log_history)
         if self._writes and curves:

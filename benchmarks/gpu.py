@@ -3,6 +3,9 @@
 Each case trains three steps in a process of its own (`gpu_case.py`), so that one that fails ends no other. Nothing is
 downloaded: models have random weights, ranks besides the first don't exist. Needs torch, transformers and accelerate,
 for LoRA peft as well. Results go to `data/gpu_cases.json`, in place of older ones of the same case and libraries.
+
+With `--training` the training step of `train/sft.py` is timed instead (`gpu_training.py`): tokens/s, MFU and memory
+for shapes of 1 and 8 billion parameters, kept in RESULTS.md. That needs all of this project's libraries.
 """
 
 import argparse
@@ -299,6 +302,18 @@ def gpu_bytes() -> int:
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
 
 
+def time_training(device: str, only: str) -> None:
+    """Times the script's training step; a GPU's results are kept."""
+    import gpu_training
+
+    cases = gpu_training.CPU if device == "cpu" else gpu_training.GPU
+    lines = gpu_training.run_all([one for one in cases if only in one.name])
+    if not lines:
+        raise SystemExit("no case could be measured")
+    if device == "cuda":
+        gpu_training.keep(lines)
+
+
 def main() -> None:
     """Runs the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -306,7 +321,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="the results' file; without it, those of a GPU go to data/")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--training", action="store_true", help="tokens/s of train/sft.py instead")
     options = parser.parse_args()
+    if options.training:
+        return time_training(options.device, options.only)
     cases = CPU if options.device == "cpu" else QUICK if options.quick else [*QUICK, *MORE]
     cases = [one for one in cases if options.only in one.name]
     try:

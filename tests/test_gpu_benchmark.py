@@ -1,13 +1,15 @@
 """The benchmark for a GPU, tried on the CPU: it measures, predicts, prints and keeps."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import gpu
+import gpu_training
 from conftest import ROOT, run
 
-from accel_fsdp import recorded
+from accel_fsdp import catalogue, recorded
 from accel_fsdp.tapes import variant_of
 
 
@@ -28,6 +30,22 @@ def test_it_measures_on_the_cpu_and_replaces_what_it_kept(tmp_path: Path) -> Non
         assert abs(row["error"]["peak"]) < 0.01, row
     gpu.keep(out, rows)
     assert len(json.loads(out.read_text())["cases"]) == 4
+
+
+def test_it_times_the_training_step_of_the_script_on_the_cpu() -> None:
+    words = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--training"]
+    finished = run(words, CUDA_VISIBLE_DEVICES="")
+    assert finished.code == 0, finished.output[-3000:]
+    found = re.search(
+        r"\| SmolLM2-135M 1x64 full \| cpu \| ([\d,]+) \| unknown \| unknown \| unknown \|", finished.output
+    )
+    assert found, finished.output[-3000:]
+    assert int(found[1].replace(",", "")) > 0
+
+
+def test_every_shape_of_the_training_step_is_in_the_catalogue() -> None:
+    for one in (*gpu_training.GPU, *gpu_training.CPU):
+        assert one.model in catalogue.entries()
 
 
 def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:

@@ -170,6 +170,7 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert Layout(**account["plan"]["layout"]) == wanted
     state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert [entry["loss"] for entry in account["log"] if "loss" in entry] == losses
     assert account["results"]["training loss"] == {"first": losses[0], "best": min(losses), "last": losses[-1]}
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line)["text"] for line in data.read_text().splitlines()][: steps * PER_RANK * RANKS]

@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from accel_fsdp import files, render
@@ -48,16 +54,21 @@ def unpack(target: Path) -> None:
 
 
 def ask(folder: Path, question: str) -> None:
-    """Greedy answer of the exported model to one chat turn; the penalties keep a small model from repeating itself."""
+    """Asks the model of an exported folder."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    render.say(f"question: {question}", style="cyan")
+    render.put(answer(model, tokenizer, question))
+
+
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    """Greedy answer to one chat turn; the penalties keep a small model from repeating itself."""
     turns = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, **GENERATION)
-    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    render.say(f"question: {question}", style="cyan")
-    render.put(answer.strip())
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.strip()
 
 
 def main() -> None:

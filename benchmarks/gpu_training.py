@@ -1,0 +1,152 @@
+"""The training step of `train/sft.py` on one device: part of `gpu.py`.
+
+Each case is a run of the script itself under torchrun, FSDP2 on one rank: a model of the catalogue with random weights,
+packed rows of the shipped chats, the script's own account (`run.json`) as the measure. Nothing is downloaded.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import results
+
+from accel_fsdp import catalogue, runs, wizard
+from accel_fsdp.config import to_text
+from accel_fsdp.files import write_text
+
+ROOT = Path(__file__).parent.parent
+CHATS = ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl"
+STEPS, WINDOW, WARM_UP = 16, 4, 4
+"""Steps of a run, steps per measurement, and steps before the first one that counts."""
+CASE_SECONDS = 420
+LORA = ("--use_peft", "true")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape of the catalogue, and how it is trained."""
+
+    model: str
+    rows: int
+    length: int
+    flags: tuple[str, ...] = ()
+    precision: str = "bf16"
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as "Llama-3.2-1B 4x2048 LoRA bf16"."""
+        kind = "LoRA" if "--use_peft" in self.flags else "full"
+        pure = " without float32 weights" if "--dtype" in self.flags else ""
+        return f"{self.model.rpartition('/')[2]} {self.rows}x{self.length} {kind}{pure}"
+
+
+CHECKPOINTED = ("--gradient_checkpointing", "true")
+GPU = (
+    Case("meta-llama/Llama-3.2-1B", 4, 2048),
+    Case("meta-llama/Llama-3.2-1B", 4, 2048, LORA),
+    Case("meta-llama/Llama-3.1-8B", 2, 2048, (*LORA, *CHECKPOINTED)),
+    Case("meta-llama/Llama-3.1-8B", 1, 2048, ("--dtype", "bfloat16", *CHECKPOINTED), precision="no"),
+)
+CPU = (Case("HuggingFaceTB/SmolLM2-135M", 1, 64, precision="no", layers=2),)
+
+
+def write_model(one: Case, folder: Path) -> None:
+    """Random bfloat16 weights of the case's shape, and a tokenizer of the shipped chats' words.
+
+    On the GPU where there is one: filling 8 billion weights takes a CPU minutes.
+    """
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    config = dict(catalogue.entries()[one.model]["config"])
+    config["num_hidden_layers"] = one.layers or config["num_hidden_layers"]
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        wanted = AutoConfig.for_model(config.pop("model_type"), **config)
+        model = AutoModelForCausalLM.from_config(wanted, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.train([str(CHATS)], trainers.BpeTrainer(vocab_size=4096, special_tokens=["<eos>"], show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+
+
+def write_data(one: Case, path: Path) -> None:
+    """Documents of the shipped chats, again and again, enough for all steps."""
+    chats = [json.loads(line)["messages"] for line in CHATS.read_text().splitlines()]
+    texts = ["\n".join(turn["content"] for turn in turns) for turns in chats]
+    wanted = 6 * one.rows * one.length * STEPS  # characters, of which no token has as many
+    repeats = wanted // sum(map(len, texts)) + 1
+    lines = [json.dumps({"text": f"{turn}: {text}"}) for turn in range(repeats) for text in texts]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def measure(one: Case, folder: Path) -> dict[str, Any]:
+    """Trains a case in a process of its own; the script's account, or an error in the last lines of what it printed."""
+    model, data, config, run = folder / "model", folder / "train.jsonl", folder / "fsdp.yaml", folder / "run"
+    write_model(one, model)
+    write_data(one, data)
+    asked = {"model": str(model), "num_processes": "1", "mixed_precision": one.precision}
+    write_text(config, to_text(wizard.answers(wizard.interview(asked, {}, "defaults"))))
+    where = ("--model_name_or_path", model, "--dataset_name", data, "--output_dir", run, "--save_strategy", "no")
+    batch = ("--packing", "true", "--max_length", one.length, "--per_device_train_batch_size", one.rows)
+    steps = ("--max_steps", STEPS, "--logging_steps", WINDOW, "--disable_tqdm", "true", "--report_to", "none")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    script = (ROOT / "train" / "sft.py", "--accelerate_config", config)
+    command = [*launcher, *script, *where, *batch, *steps, *one.flags]
+    ran = subprocess.run(
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=CASE_SECONDS,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
+    account = runs.read(run)
+    if ran.returncode or account.get("status") != "finished":
+        return {"error": " | ".join(ran.stdout.strip().splitlines()[-3:])}
+    return account
+
+
+def row(one: Case, account: dict[str, Any]) -> str:
+    """One line of the table, of the windows after the warm-up."""
+    windows = [entry for entry in account["log"] if "tokens_per_second" in entry and entry["step"] > WARM_UP]
+    rate = median(entry["tokens_per_second"] for entry in windows)
+    mfu = median(entry["mfu"] for entry in windows) if "mfu" in windows[0] else None
+    peaks = account["results"]["peak_memory_bytes"]
+    sizes = [f"{peaks[side] / (1 << 30):.1f} GiB" if side in peaks else "unknown" for side in ("measured", "predicted")]
+    share = f"{mfu:.1%}" if mfu is not None else "unknown"
+    return f"| {one.name} | {account['machine']['device']} | {rate:,.0f} | {share} | {' | '.join(sizes)} |"
+
+
+def run_all(cases: Sequence[Case]) -> list[str]:
+    """Runs the cases and prints the table; returns its lines, none if no case could be measured."""
+    lines = ["| case | device | tokens/s | MFU | peak memory | predicted |", "|---|---|---|---|---|---|"]
+    print(*lines, sep="\n")
+    for one in cases:
+        folder = Path(tempfile.mkdtemp(prefix="gpu-training-"))
+        try:
+            account = measure(one, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # an 8B model and its export: 32 GB
+        if "error" in account:
+            print(f"{one.name}: FAILED: {account['error']}", flush=True)
+            continue
+        lines.append(row(one, account))
+        print(lines[-1], flush=True)
+    return lines if len(lines) > 2 else []
+
+
+def keep(lines: list[str]) -> None:
+    """Writes the table to RESULTS.md."""
+    text = f"`python benchmarks/gpu.py --training`: `train/sft.py`, packed rows, steps {WARM_UP} to {STEPS}."
+    results.keep("gpu-training", ["## The training step on a GPU", "", text, "", *lines])

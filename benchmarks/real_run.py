@@ -1,0 +1,238 @@
+"""A real model on real data: `python benchmarks/real_run.py FOLDOC [--write]`, with the model of `make demo`.
+
+FOLDOC is the folder of an unpacked Debian package: `apt-get download dict-foldoc; dpkg -x dict-foldoc_*.deb foldoc`.
+It holds the Free On-line Dictionary of Computing (http://www.foldoc.org/, Editor Denis Howe, GFDL). Each definition's
+first paragraph becomes an answer; SmolLM2-135M-Instruct is trained on them for 200 steps by two ranks, and base and
+exported model then define ten terms that were held out, with all their other names.
+
+With --write, `docs/real_run.md` and its picture are made anew.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from accel_fsdp import files, runs
+from accel_fsdp.errors import UserError, guard
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "train"))
+
+PAGE, PICTURE = ROOT / "docs" / "real_run.md", ROOT / "docs" / "real_run.svg"
+ASKED = (
+    *("compiler", "deadlock", "encryption", "linked list", "modem"),
+    *("operating system", "password", "recursion", "search engine", "spreadsheet"),
+)
+HELD_OUT = 60
+"""Definitions to evaluate on, besides those of the ten terms."""
+SHORTEST, LONGEST = 80, 450
+"""Characters of an answer."""
+FIX = "apt-get download dict-foldoc; dpkg -x dict-foldoc_*.deb foldoc"
+SEED = 20240817
+DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+TRAINING = {
+    **{"max_steps": 200, "per_device_train_batch_size": 2, "learning_rate": 5e-5, "warmup_steps": 10},
+    **{"lr_scheduler_type": "cosine", "max_length": 192, "assistant_only_loss": "true", "logging_steps": 5},
+    **{"eval_strategy": "steps", "eval_steps": 50, "eval_on_start": "true", "per_device_eval_batch_size": 4},
+    **{"save_steps": 100, "save_total_limit": 1},
+}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One entry of the dictionary: its names, and the first paragraph of its text."""
+
+    names: tuple[str, ...]
+    text: str
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """As a row of data."""
+        answer = {"role": "assistant", "content": self.text}
+        return {"messages": [{"role": "user", "content": question(self.names[0])}, answer]}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What base and exported model say of a term, and how many words each shares with the dictionary (F1)."""
+
+    term: str
+    base: str
+    exported: str
+    scores: tuple[float, float]
+
+
+def question(term: str) -> str:
+    """What a person would ask."""
+    return f"What does the computing term “{term}” mean?"
+
+
+def definitions(folder: Path) -> list[Definition]:
+    """All entries with a paragraph of usual length, each once.
+
+    Raises:
+        UserError: the folder doesn't hold the dictionary.
+    """
+    index = next(folder.rglob("foldoc.index"), None)
+    content = next(folder.rglob("foldoc.dict.dz"), None)
+    if index is None or content is None:
+        raise UserError(f"{folder}: no foldoc.index and foldoc.dict.dz", why="the data come from them", fix=FIX)
+    text = gzip.decompress(content.read_bytes())
+    places = {tuple(line.split("\t")[1:]) for line in index.read_text().splitlines()}
+    entries = [text[number(start) :][: number(size)].decode() for start, size in sorted(places)]
+    return [one for entry in entries if (one := definition(entry)) is not None]
+
+
+def number(digits: str) -> int:
+    """A number as dictd's index has it."""
+    value = 0
+    for digit in digits:
+        value = value * 64 + DIGITS.index(digit)
+    return value
+
+
+def definition(entry: str) -> Definition | None:
+    """Names before the first empty line, then paragraphs; subjects and cross references lose their brackets."""
+    head, _, rest = entry.partition("\n\n")
+    paragraph = " ".join(rest.partition("\n\n")[0].split())
+    paragraph = re.sub(r"^<[^>]*> *", "", paragraph)
+    paragraph = re.sub(r"^\([^)]*\) *", "", re.sub(r"[{}]", "", paragraph))
+    usual = SHORTEST <= len(paragraph) <= LONGEST and paragraph.endswith(".") and paragraph[0].isupper()
+    return Definition(tuple(head.strip().split("\n")), paragraph) if usual and not head.startswith("00-") else None
+
+
+def write_data(folder: Path, found: list[Definition]) -> dict[str, str]:
+    """Writes `train.jsonl` and `test.jsonl`; returns the dictionary's words on the ten terms, which are in neither."""
+    wanted = {one.names[0]: one.text for one in found if one.names[0] in ASKED}
+    missing = set(ASKED) - set(wanted)
+    if missing:
+        raise UserError(f"no definition of {sorted(missing)}", why="it may be another edition", fix=FIX)
+    named = re.compile("|".join(rf"\b{re.escape(term)}\b" for term in ASKED), re.IGNORECASE)
+    others = [one for one in found if not any(named.fullmatch(name) for name in one.names)]
+    others = [one for one in others if not named.search(one.text[:40])]  # nor another one's words on them
+    random.Random(SEED).shuffle(others)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("test", others[:HELD_OUT]), ("train", others[HELD_OUT:])):
+        lines = "".join(json.dumps(one.chat, ensure_ascii=False) + "\n" for one in part)
+        files.write_text(folder / f"{name}.jsonl", lines)
+    print(f"{len(others) - HELD_OUT} definitions to train on, {HELD_OUT} held out, and those of the ten terms")
+    return wanted
+
+
+def train(model: Path, folder: Path) -> Path:
+    """Configures, trains and exports as a user would; returns the run's folder."""
+    config, run = folder / "fsdp.yaml", folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    command = ["accel-fsdp", "config", "--yes", "--model", model, "--num-processes", "2", "--mixed-precision", "no"]
+    subprocess.run([*map(str, command), "--output", str(config), "--force"], check=True)
+    flags = [word for name, value in TRAINING.items() for word in (f"--{name}", str(value))]
+    places = {"model_name_or_path": model, "dataset_name": folder / "data", "output_dir": run}
+    paths = [word for name, value in places.items() for word in (f"--{name}", str(value))]
+    script = ["accelerate", "launch", "--config_file", str(config), str(ROOT / "train" / "sft.py")]
+    subprocess.run([*script, *paths, *flags], check=True)
+    return run
+
+
+def answers(folder: Path) -> list[str]:
+    """What the model of a folder says to the ten questions, greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import demo
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return [demo.answer(model, tokenizer, question(term)) for term in ASKED]
+
+
+def shared_words(text: str, reference: str) -> float:
+    """F1 of the words two texts share, as SQuAD's metric counts them (Rajpurkar et al. 2016)."""
+    mine, theirs = (Counter(re.findall(r"\w+", one.lower())) for one in (text, reference))
+    both = (mine & theirs).total()
+    return 2 * both / (mine.total() + theirs.total())
+
+
+def compared(base: Path, exported: Path, wanted: dict[str, str]) -> list[Answer]:
+    """Prints and returns both models' answers."""
+    found = []
+    for term, one, other in zip(ASKED, answers(base), answers(exported), strict=True):
+        scores = (shared_words(one, wanted[term]), shared_words(other, wanted[term]))
+        found.append(Answer(term, one, other, scores))
+        print(f"\n{question(term)}\n  base, F1 {scores[0]:.2f}: {one}\n  exported, F1 {scores[1]:.2f}: {other}")
+    print(f"\n{verdict(found)}")
+    return found
+
+
+def verdict(found: list[Answer]) -> str:
+    """Both means, and how often the exported model shares more."""
+    base, exported = (mean(one.scores[side] for one in found) for side in (0, 1))
+    better = sum(one.scores[1] > one.scores[0] for one in found)
+    return (
+        f"words shared with the dictionary, mean F1: base {base:.3f}, exported {exported:.3f}; more in {better} of 10"
+    )
+
+
+def page(run: Path, found: list[Answer]) -> str:
+    """The document."""
+    record = runs.read(run)
+    results, machine = record["results"], record["machine"]
+    losses = {name: one for name, one in results.items() if name.endswith(" loss")}
+    rows = [f"| {name} | {one['first']:.4f} | {one['best']:.4f} | {one['last']:.4f} |" for name, one in losses.items()]
+    device = machine["device"] if machine["device"] != "cpu" else f"CPU, {machine['cores']} cores"
+    asked = [
+        f"**{question(one.term)}**\n\n"
+        f"- base ({one.scores[0]:.2f}): {one_line(one.base)}\n"
+        f"- exported ({one.scores[1]:.2f}): {one_line(one.exported)}\n"
+        for one in found
+    ]
+    flags = " ".join(f"`--{name} {value}`" for name, value in TRAINING.items())
+    return "\n".join(
+        [
+            "# A real run\n",
+            "Made by `python benchmarks/real_run.py FOLDOC --write`; nothing here is edited by hand.\n",
+            "SmolLM2-135M-Instruct, every weight, FSDP2 on 2 ranks; definitions of the [Free On-line Dictionary of",
+            "Computing](http://www.foldoc.org/) (Editor Denis Howe) as chats, the loss on the answers alone.\n",
+            f"{flags}\n",
+            f"{device}: {results['training_seconds']:,.0f} s of training, {results['tokens']:,} tokens.\n",
+            "![Loss over steps](real_run.svg)\n",
+            *("| loss | first | best | last |", "|---|---|---|---|", *rows, ""),
+            "## Ten terms that were held out\n",
+            f"In brackets: {verdict(found)}.\n",
+            *asked,
+        ]
+    )
+
+
+def one_line(text: str) -> str:
+    """For a list of Markdown."""
+    return " ".join(text.split()).replace("*", "\\*").replace("<", "\\<")
+
+
+def main() -> None:
+    """Trains, asks, and with --write keeps what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("foldoc", type=Path)
+    parser.add_argument("--model", type=Path, default=ROOT / "demo" / "model")
+    parser.add_argument("--folder", type=Path, default=ROOT / "demo" / "real", help="for data, run and export")
+    parser.add_argument("--ask-only", action="store_true", help="of a run that is there")
+    parser.add_argument("--write", action="store_true", help="makes docs/real_run.md anew")
+    options = parser.parse_args()
+    wanted = write_data(options.folder / "data", definitions(options.foldoc))
+    run = options.folder / "run" if options.ask_only else train(options.model, options.folder)
+    found = compared(options.model, run / "final", wanted)
+    if options.write:
+        files.write_text(PAGE, page(run, found))
+        shutil.copyfile(run / runs.CURVE, PICTURE)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
