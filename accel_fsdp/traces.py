@@ -7,7 +7,6 @@ has static shapes (`grouped_mm`, integrations/moe.py).
 
 import copy
 import gc
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -379,13 +378,9 @@ def _built(name: str, config: Any, variant: Variant) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("bitsandbytes")  # which warns of a kernel that nothing here runs
-    before = logger.level
-    logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    logger.setLevel(before)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+from accelerate.utils import set_seed
 
 from accel_fsdp import arguments, batching, cards, chats, data, files, models, render, runs, tokenizing, training
 from accel_fsdp.data_arguments import DataArguments
