@@ -3,8 +3,9 @@
 PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
 all without a word: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
 (`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
-and under FSDP1 a resume loads none. And torch's FSDP1 loses the frozen base of an unsharded model. `enable()` mends all
-of it; this module and `cpu.py` are the only ones that patch a library.
+and under FSDP1 a resume loads none (PEFT strips `base_model.model.` where no name starts with it, and takes the model's
+names from a state dict that may be empty on all ranks but the first). And torch's FSDP1 loses the frozen base of an
+unsharded model. `enable()` mends all of it; this module and `cpu.py` are the only ones that patch a library.
 """
 
 from typing import Any
@@ -61,9 +62,10 @@ def _with_parameters_again(original: Any) -> Any:
 
 
 def _load_through_fsdp1(original: Any) -> Any:
-    """Loading: PEFT strips `base_model.model.`, as no wrapped parameter name starts with it; then no key fits."""
+    """Loading into the wrapped model, whose state dicts have the names of files."""
 
     def set_state_dict(model: Any, state_dict: dict[str, Any], adapter_name: str = "default", **options: Any) -> Any:
+        from accelerate.utils import broadcast_object_list
         from peft.utils.save_and_load import PEFT_TYPE_TO_TUNER_MAPPING
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -74,7 +76,8 @@ def _load_through_fsdp1(original: Any) -> Any:
         renamed = tuner._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
         )
-        result = model.load_state_dict(renamed, strict=False)
+        names = broadcast_object_list([list(renamed)])[0]  # for full state dicts only rank 0 knows the model's names
+        result = model.load_state_dict(dict(zip(names, state_dict.values(), strict=True)), strict=False)
         if result.unexpected_keys:
             raise UserError(
                 f"{len(result.unexpected_keys)} adapter tensors fit nowhere, first {result.unexpected_keys[0]}",

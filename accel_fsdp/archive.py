@@ -19,6 +19,7 @@ from typing import Any
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import ITEM_BYTES, TORCH_NAMES, Piece, Reader, Record, Stored, damaged, tensor
 
+TENSOR, PARAMETER = "Tensor", "Parameter"
 DTYPES = {name: short for short, name in TORCH_NAMES.items()}
 """torch's names and safetensors'."""
 STORAGES = {
@@ -164,10 +165,21 @@ def _parameter(data: View, *rest: Any) -> View:
     return data
 
 
+def _with_attributes(rebuild: Any, kind: str, args: tuple[Any, ...], attributes: Any) -> View:
+    """A tensor to which somebody gave attributes, as FSDP1 does in full state dicts (`_has_been_cloned`)."""
+    if rebuild not in (_view, _typed_view, _parameter) or kind not in (TENSOR, PARAMETER):
+        raise ValueError("no plain tensor")
+    found: View = rebuild(*args)
+    return found
+
+
 TENSORS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _view,
     ("torch._utils", "_rebuild_tensor_v3"): _typed_view,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+    ("torch", "Tensor"): TENSOR,
+    ("torch.nn.parameter", "Parameter"): PARAMETER,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
     **{("torch", name): short for name, short in DTYPES.items()},

@@ -27,14 +27,24 @@ def is_needed() -> bool:
     return not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps"  # type: ignore[union-attr]
 
 
+def is_on(name: str, default: bool = False) -> bool:
+    """A switch that the launcher exported, in any of the words that Accelerate takes; another word is none of them."""
+    from accelerate.utils import str_to_bool
+
+    try:
+        return bool(str_to_bool(os.environ.get(name, str(default)).lower()))
+    except ValueError:
+        return default
+
+
 def fsdp_requested() -> bool:
     """True under `accelerate launch` with an FSDP YAML (the launcher exports `ACCELERATE_USE_FSDP`)."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return is_on("ACCELERATE_USE_FSDP")
 
 
 def deepspeed_requested() -> bool:
     """True under `accelerate launch` with a DeepSpeed YAML."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return is_on("ACCELERATE_USE_DEEPSPEED")
 
 
 def is_distributed_launch() -> bool:

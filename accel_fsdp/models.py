@@ -17,6 +17,9 @@ from accel_fsdp.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
+COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What FSDP casts to under `mixed_precision`."""
+
 
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token.
@@ -72,7 +75,7 @@ def _receives_weights(options: ModelArguments) -> bool:
     transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
     full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.
     """
-    asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    asked = cpu.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
     sends_all = cpu.fsdp_requested() and not options.load_in_4bit and not os.environ.get("FSDP_IGNORED_MODULES")
     return asked and sends_all and int(os.environ.get("RANK", "0")) > 0
 
@@ -120,8 +123,13 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
     """
     if options.dtype != "auto":
         chosen: torch.dtype = getattr(torch, options.dtype)
-        low = chosen != torch.float32 and not options.use_peft and _mixed_precision() == "no"
-        return chosen, "--dtype; no float32 master weights: small updates are lost" if low else "--dtype"
+        if chosen == torch.float32 or options.use_peft:
+            return chosen, "--dtype"
+        if cpu.fsdp_requested() and _mixed_precision() != "no":  # in place, Accelerate would do it on every rank
+            return torch.float32, f"not {options.dtype}: FSDP keeps float32 masters under mixed_precision"
+        if cpu.deepspeed_requested():
+            return chosen, "--dtype; DeepSpeed keeps float32 masters beside it"
+        return chosen, "--dtype; no float32 master weights: small updates are lost"
     if not options.use_peft:
         return torch.float32, "master weights of full training"
     stored = facts.read_config(options.model_name_or_path, options.model_revision).dtype
@@ -138,7 +146,13 @@ def _quantization(options: ModelArguments) -> Any:
         return None
     from transformers import BitsAndBytesConfig
 
-    storage = getattr(torch, options.bnb_4bit_quant_storage)
+    storage, computed = getattr(torch, options.bnb_4bit_quant_storage), COMPUTED.get(_mixed_precision())
+    if cpu.fsdp_requested() and (not storage.is_floating_point or storage != (computed or storage)):
+        raise UserError(
+            f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under mixed_precision: {_mixed_precision()}",
+            why="FSDP shards floating weights alone, and casts other dtypes: packed weights would become noise",
+            fix=f"--bnb_4bit_quant_storage {str(computed or torch.bfloat16).removeprefix('torch.')}",
+        )
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=options.bnb_4bit_quant_type,

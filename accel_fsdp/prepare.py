@@ -24,6 +24,7 @@ def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
     check_buffers(model)
     check_weight_decay(args)
     check_dora(model)
+    check_gathering(args)
     settle_checkpointing(model, args)
 
 
@@ -49,7 +50,7 @@ def check_wrap_classes(model: nn.Module) -> None:
 
 def check_buffers(model: nn.Module) -> None:
     """Stops before accelerate 1.15 would: its FSDP2 loading takes every entry of the state dict for a DTensor."""
-    loading = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true"
+    loading = cpu.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
     stored = facts.persistent_buffers(model)
     if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "2" and loading and stored:
         raise UserError(
@@ -65,7 +66,7 @@ def check_weight_decay(args: TrainingArguments) -> None:
     Raises:
         UserError: `fsdp_use_orig_params: false` with weight decay.
     """
-    flattened = os.environ.get("FSDP_USE_ORIG_PARAMS", "").lower() == "false" and os.environ.get("FSDP_VERSION") == "1"
+    flattened = not cpu.is_on("FSDP_USE_ORIG_PARAMS", default=True) and os.environ.get("FSDP_VERSION") == "1"
     if cpu.fsdp_requested() and flattened and args.weight_decay > 0:
         raise UserError(
             f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
@@ -89,6 +90,29 @@ def check_dora(model: nn.Module) -> None:
         )
 
 
+def check_gathering(args: TrainingArguments) -> None:
+    """Stops where what was trained could not be put together at the end, or not where it would be looked for.
+
+    Raises:
+        UserError: ZeRO-3 that may not gather its weights, or shards that each node would keep for itself.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    section = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
+    if section.get("stage") == 3 and not section.get("stage3_gather_16bit_weights_on_model_save"):
+        raise UserError(
+            "ZeRO-3 without zero3_save_16bit_model",
+            why="the model could not be saved at the end: every rank keeps its own part of each weight",
+            fix="zero3_save_16bit_model: true in the YAML (in DeepSpeed's own file: "
+            "stage3_gather_16bit_weights_on_model_save)",
+        )
+    if args.save_on_each_node and (cpu.fsdp_requested() or plugin is not None):
+        raise UserError(
+            "--save_on_each_node with a sharded model",
+            why="a checkpoint is complete only with the shards of all nodes in one folder",
+            fix="leave it out, with --output_dir on a disk that all nodes share",
+        )
+
+
 def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     """Decides who recomputes activations, and how; says so where it isn't what was written.
 
@@ -97,7 +121,7 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     ask for one, and DDP counts such parameters twice. Under ZeRO-3 it must be: the other kind compares the shapes of
     what it saved with what it recomputes, and finds partitioned weights.
     """
-    of_fsdp = cpu.fsdp_requested() and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true"
+    of_fsdp = cpu.fsdp_requested() and cpu.is_on("FSDP_ACTIVATION_CHECKPOINTING")
     if of_fsdp and os.environ.get("FSDP_VERSION") == "2" and _drops_out(model):
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
         args.gradient_checkpointing = args.activation_checkpointing = True

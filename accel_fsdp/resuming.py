@@ -1,12 +1,15 @@
 """Whether a checkpoint can be resumed by this run as it is set up, said before anything is loaded."""
 
+from collections.abc import Collection
 from pathlib import Path
 
-from accel_fsdp import complete, weights
+from accel_fsdp import archive, complete, weights
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import UserError
+from accel_fsdp.stored import Reader
 from accel_fsdp.types import CheckpointFacts
 
+FULL = "pytorch_model_fsdp.bin"
 LOCAL = "pytorch_model_fsdp_rank*.bin"
 ZERO_STATES = "*/*zero_pp_rank_*_optim_states.pt"
 
@@ -43,6 +46,37 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
             fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
             "--ignore_data_skip true to start the data anew",
         )
+
+
+def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "default") -> None:
+    """Compares the adapter in a full state dict with the model's: FSDP2 loads what fits and leaves the rest as it is.
+
+    `names` are those of the trained parameters. Sharded checkpoints are compared by torch itself.
+
+    Raises:
+        UserError: they differ; PEFT alone writes such files empty under FSDP1 and activation checkpointing.
+    """
+    path = checkpoint / FULL
+    if not path.is_file():
+        return
+    reader = Reader()
+    try:
+        stored = {_without_adapter(name, adapter) for name in archive.load(reader, path)}
+    finally:
+        reader.close()
+    wanted = {_without_adapter(name, adapter) for name in names}
+    if stored != wanted:
+        other = min(stored ^ wanted)
+        raise UserError(
+            f"{path} holds {len(stored & wanted)} of the adapter's {len(wanted)} tensors; "
+            f"{'it lacks' if other in wanted else 'it has'} {other}",
+            why="training would go on from a partly new adapter",
+            fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",
+        )
+
+
+def _without_adapter(name: str, adapter: str) -> str:
+    return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
 def _engine(checkpoint: Path, found: CheckpointFacts) -> str:

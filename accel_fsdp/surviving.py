@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,13 +15,15 @@ from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, set_seed
 
-from accel_fsdp import complete, facts, files, render, resuming, weights
+from accel_fsdp import adapters, complete, facts, files, render, resuming, weights
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.stopping import Stop
 
 STATELESS = ("sgd", "adafactor")
 """Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
+SHOWN_SECONDS = 30
+"""How long NFS may take to show another machine's new names, by its default acdirmin."""
 GROUPING = ("group_by_length", "batch_rebalance")
 
 
@@ -53,6 +58,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is not None and not self._on_tpu:  # its files are others again
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             resuming.check(Path(resume_from_checkpoint), self._origin(), grouping, not self.args.ignore_data_skip)
+        self._check_shared_disk(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Stopped:
@@ -154,6 +160,28 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         self._together(self._check_whole_run)
         return found
 
+    def _check_shared_disk(self, resume_from: str | None) -> None:
+        """Shards lie together only where all ranks write to one folder; and all must go on from the same step.
+
+        Raises:
+            UserError: a rank of another machine sees another disk. On all ranks.
+        """
+        if self._on_tpu or not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            return
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".shared-", dir=folder, ignore_cleanup_errors=True) as probe:
+            [first, *_] = gather_object([Path(probe).name])
+            seen = gather_object([(_appears(folder / first), resume_from)])
+            self.accelerator.wait_for_everyone()
+        if all(there for there, _ in seen) and len({start for _, start in seen}) == 1:
+            return
+        raise UserError(
+            f"{self.args.output_dir} is not the same folder on all machines",
+            why="each would keep its own ranks' part of every checkpoint, and none would be complete",
+            fix="--output_dir on a disk that all of them share",
+        )
+
     def _check_whole_run(self) -> None:
         count = self._checkpoints_to_come()
         text = f"{count} checkpoints of about {_size(self.checkpoint_bytes)} and the export take"
@@ -191,9 +219,10 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         master = sharded and self.accelerator.mixed_precision != "no"
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        masters = sum(p.numel() * (4 if master else p.element_size()) for p in trained)
+        masters = sum(_numel(p) * (4 if master else p.element_size()) for p in trained)
         adapter = hasattr(self.model, "peft_config")
-        frozen = 0 if adapter else sum(p.nbytes for p in self.model.parameters() if not p.requires_grad)
+        held = (_numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        frozen = 0 if adapter else sum(held)
         moments = 0 if str(self.args.optim.value).startswith(STATELESS) else 2 * masters
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         full = plugin is not None and "FULL" in str(plugin.state_dict_type)
@@ -203,8 +232,15 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
     # Resuming
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if hasattr(self.model, "peft_config") and self.is_fsdp_enabled:
+            trained = [adapters.clean_name(name) for name, p in self.model.named_parameters() if p.requires_grad]
+            resuming.check_adapter(Path(resume_from_checkpoint), trained)
         with self._as_stored(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model=model)
+
+    def _load_best_model(self) -> None:
+        with self._as_stored(self.state.best_model_checkpoint):
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Creates FSDP1's optimizer state before loading into it.
@@ -259,8 +295,23 @@ def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
         plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
 
 
+def _numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of a whole parameter, also where DeepSpeed has parted it while the model was loaded."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def _rng_file(rank: int, ranks: int) -> str:
     return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+
+
+def _appears(folder: Path) -> bool:
+    """Whether this rank sees what rank 0 made; network disks may take a while to show it."""
+    until = time.monotonic() + SHOWN_SECONDS
+    while folder.name not in os.listdir(folder.parent):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -112,8 +112,9 @@ class SftTrainer(SurvivingTrainer):
         """
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None:
+        if plugin is not None or self.is_deepspeed_enabled:
             gathering.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
+        if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
         gathering.lengthen_timeouts(self.expected.gathered_bytes, self.args.ddp_timeout)
         if self.use_cache is not None:  # Trainer turned it off; the export is for inference
@@ -141,9 +142,9 @@ class SftTrainer(SurvivingTrainer):
         there = folder.is_dir()
         self.accelerator.wait_for_everyone()  # a rank that begins to save makes it
         if not there:
-            plugin = self.accelerator.state.fsdp_plugin
-            plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
-            plugin.set_state_dict_type("SHARDED_STATE_DICT")
+            if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
+                plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
+                plugin.set_state_dict_type("SHARDED_STATE_DICT")
             self._save_checkpoint(self.model, trial=None)
         return folder
 

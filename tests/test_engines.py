@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from conftest import ROOT, SFT, Finished, accelerate_launch, free_port, made_yaml, run, together
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
@@ -179,6 +179,26 @@ def test_torchrun_on_two_nodes_reads_the_yaml(
     assert ("sharding: FSDP2" if engine == "fsdp2" else "DEEPSPEED: no FSDP") in first.output + second.output
     assert_like(tmp_path, "full", tiny_model, reference)
     assert_like(tmp_path, "lora", tiny_model, lora_reference)
+
+
+def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Each would keep its own ranks' shards, and every checkpoint would look complete on the first of them."""
+    port = free_port()
+    nodes = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", SFT),
+            *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"),
+            *("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml"),
+        )
+        for host in (1, 0)
+    ]
+    first, second = together(nodes)
+    assert first.code != 0
+    assert second.code != 0
+    assert "is not the same folder on all machines" in first.output + second.output
+    assert not list(tmp_path.rglob("checkpoint-*"))
+    assert not list(tmp_path.rglob(".shared-*"))
 
 
 def test_one_yaml_decides(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:

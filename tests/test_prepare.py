@@ -41,7 +41,8 @@ def adapted(model: Path, **more: object) -> nn.Module:
         ({}, "bfloat16", "no", torch.float32, "master weights of full training"),
         ({}, "bfloat16", "bf16", torch.float32, "master weights of full training"),
         ({"dtype": "bfloat16"}, "float32", "no", torch.bfloat16, "--dtype; no float32 master weights"),
-        ({"dtype": "bfloat16"}, "float32", "bf16", torch.bfloat16, "--dtype"),
+        ({"dtype": "bfloat16"}, "float32", "bf16", torch.bfloat16, "--dtype; no float32 master weights"),
+        ({"dtype": "bfloat16"}, "float32", "bf16-fsdp", torch.float32, "not bfloat16: FSDP keeps float32 masters"),
         ({"use_peft": True}, "bfloat16", "bf16", torch.bfloat16, "the checkpoint's own, frozen under the adapter"),
         ({"use_peft": True, "dtype": "float32"}, "bfloat16", "bf16", torch.float32, "--dtype"),
     ],
@@ -50,7 +51,8 @@ def test_dtypes_are_decided_with_a_reason(
     flags: dict, stored: str, precision: str, expected: torch.dtype, why: str, tiny_model: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision.removesuffix("-fsdp"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(precision.endswith("-fsdp")))
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, stored))
     model.save_pretrained(tmp_path)
     options = ModelArguments(model_name_or_path=str(tmp_path), **flags)
@@ -82,11 +84,39 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tiny_model: Path) -> 
         models.load_model(ModelArguments(model_name_or_path=str(tiny_model)), tokenizer)
 
 
-def test_decay_of_flattened_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine(monkeypatch, {**FSDP1, "FSDP_USE_ORIG_PARAMS": "false"})
+@pytest.mark.parametrize("word", ["false", "0", "No"])
+def test_decay_of_flattened_parameters_is_refused(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine(monkeypatch, {**FSDP1, "FSDP_USE_ORIG_PARAMS": word})
     prepare.check_weight_decay(arguments(tmp_path))
     with pytest.raises(UserError, match="fsdp_use_orig_params: false with --weight_decay"):
         prepare.check_weight_decay(arguments(tmp_path, weight_decay=0.1))
+
+
+@pytest.mark.parametrize(
+    ("storage", "precision", "fix"),
+    [("bfloat16", "fp16", "float16"), ("float16", "bf16", "bfloat16"), ("uint8", "no", "bfloat16")],
+)
+def test_packed_weights_that_fsdp_would_cast_are_refused(
+    storage: str, precision: str, fix: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(monkeypatch, {**FSDP2, "ACCELERATE_MIXED_PRECISION": precision})
+    options = ModelArguments(str(tiny_model), use_peft=True, load_in_4bit=True, bnb_4bit_quant_storage=storage)
+    with pytest.raises(UserError, match="packed weights would become noise") as refused:
+        models.load_model(options, AutoTokenizer.from_pretrained(tiny_model))
+    assert refused.value.fix == f"--bnb_4bit_quant_storage {fix}"
+
+
+def test_what_could_not_be_put_together_at_the_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(tmp_path)
+    key = "stage3_gather_16bit_weights_on_model_save"
+    given.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3, key: True}})
+    prepare.check_gathering(given)
+    given.deepspeed_plugin.deepspeed_config["zero_optimization"][key] = False
+    with pytest.raises(UserError, match="zero3_save_16bit_model"):
+        prepare.check_gathering(given)
+    engine(monkeypatch, FSDP2)
+    with pytest.raises(UserError, match="--save_on_each_node"):
+        prepare.check_gathering(arguments(tmp_path, save_on_each_node=True))
 
 
 def test_dora_is_refused_under_fsdp1_alone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Finished, accelerate_launch
+from conftest import ROOT, SFT, Finished, accelerate_launch
 from huggingface_hub import ModelCard
 from reference import train
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,6 +146,7 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(low)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(low)
     every_step = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+    every_step += ("--report_to", "tensorboard") if version == "2" else ()
     stop = ("--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")
     out = tmp_path / "run"
     finished = accelerate_launch(config, ROOT / "train" / "sft.py", *sft_args(low, text_data, out, *every_step, *stop))
@@ -160,6 +162,34 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
         torch.testing.assert_close(tensor, best[name].bfloat16(), atol=TOLERANCE, rtol=1e-2)
     assert runs.read(out)["results"]["held-out loss"]["last"] < runs.read(out)["results"]["held-out loss"]["first"]
     assert_accounted_for(out, config, finished, low, text_data, steps=2)
+    if version == "2":
+        assert_on_the_board(out, runs.read(out))
+
+
+def test_the_best_model_is_read_as_it_was_stored(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """The best checkpoint is sharded, the YAML of the resumed run writes full state dicts."""
+    out = tmp_path / "run"
+    best = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+    best += ("--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+    for kind, steps in (("SHARDED_STATE_DICT", 2), ("FULL_STATE_DICT", 3)):
+        config = make_config(tmp_path, tiny_model, fsdp_version="2", state_dict_type=kind)
+        more = ("--max_steps", str(steps), "--resume_from_checkpoint", "auto")
+        finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, out, *best, *more))
+        assert finished.code == 0, finished.output
+    assert (out / "checkpoint-3" / "pytorch_model_fsdp.bin").is_file()
+    wanted = train(tiny_model, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
+    for name, tensor in load_file(out / "final" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, wanted[name], atol=TOLERANCE, rtol=1e-3)
+
+
+def assert_on_the_board(folder: Path, account: dict) -> None:
+    """TensorBoard has what was printed."""
+    [events] = folder.rglob("events.out.*")
+    found = EventAccumulator(str(events)).Reload()
+    for name, tag in (("loss", "train/loss"), ("tokens_per_second", "train/tokens_per_second")):
+        logged = [entry[name] for entry in account["log"] if name in entry]
+        assert [event.value for event in found.Scalars(tag)] == pytest.approx(logged)
+    assert found.Scalars("train/peak_host_memory_gib")
 
 
 def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Path, data: Path, steps: int) -> None:

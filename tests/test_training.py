@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml
+from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
@@ -82,8 +83,10 @@ def test_resume_continues_exactly(version: str, kind: str, tiny_model: Path, tex
         {"fsdp_version": "1", "activation_checkpointing": "true"},
         {"fsdp_version": "2", "activation_checkpointing": "true"},
         {"fsdp_version": "2", "strategy": "3"},
+        {"fsdp_version": "1", "state_dict_type": "FULL_STATE_DICT"},
+        {"fsdp_version": "2", "state_dict_type": "FULL_STATE_DICT"},
     ],
-    ids=["fsdp1", "fsdp1-ac", "fsdp2-ac", "ddp"],
+    ids=["fsdp1", "fsdp1-ac", "fsdp2-ac", "ddp", "fsdp1-full", "fsdp2-full"],
 )
 def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """PEFT 0.21 alone writes adapters without a single tensor here, into exports and checkpoints alike."""
@@ -100,6 +103,14 @@ def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_
     merged = PeftModel.from_pretrained(base, out / "final").merge_and_unload()
     assert_same_logits(merged, tmp_path)
     assert_resumes_exactly(config, tiny_model, text_data, tmp_path, *lora)
+    if flags == {"fsdp_version": "2", "state_dict_type": "FULL_STATE_DICT"}:
+        torch.save({}, out / "checkpoint-3" / "pytorch_model_fsdp.bin")  # as PEFT alone writes it under FSDP1
+        (out / "checkpoint-3" / "complete.json").unlink()
+        shutil.rmtree(out / f"checkpoint-{STEPS}")
+        args = sft_args(tiny_model, text_data, out, *lora, "--resume_from_checkpoint", "true")
+        refused = accelerate_launch(config, SFT, *args)
+        assert refused.code != 0
+        assert "holds 0 of the adapter's 56 tensors; it lacks base_model.model.model.layers.0." in refused.output
 
 
 @pytest.mark.parametrize(
@@ -207,6 +218,7 @@ def assert_resumes_exactly(config: Path, model: Path, data: Path, folder: Path, 
     assert again.keys() == weights.keys()
     for name, tensor in again.items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=0)
+    assert_exports_offline(out, folder / "offline")
 
 
 def test_what_cannot_be_resumed_is_said(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
