@@ -115,7 +115,7 @@ def _announce() -> None:
         return
     world = os.environ.get("WORLD_SIZE", "?")
     engine = "DeepSpeed" if deepspeed_requested() else "FSDP"
-    asked = _flag("FSDP_OFFLOAD_PARAMS") or any(os.environ.get(name, "none") != "none" for name in OFFLOAD_DEVICES)
+    asked = is_on("FSDP_OFFLOAD_PARAMS") or any(os.environ.get(name, "none") != "none" for name in OFFLOAD_DEVICES)
     offload = "; CPU offload has no meaning here and is off" if asked else ""
     print(
         f"accel-fsdp: no accelerator found, running real {engine} on {world} CPU processes (gloo){offload}",
@@ -127,10 +127,6 @@ def _prepare_deepspeed() -> None:
     """DeepSpeed picks its device when it is imported; its offloaded Adam would be compiled, and move CPU to CPU."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("true", "1")
 
 
 def _patch_backend_choice() -> None:
@@ -163,8 +159,8 @@ def _patch_plugin() -> None:
 
     def post_init(self: Any) -> None:
         os.environ["FSDP_OFFLOAD_PARAMS"] = "false"
-        sync = self.sync_module_states if self.sync_module_states is not None else _flag("FSDP_SYNC_MODULE_STATES")
-        ram_efficient = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+        sync = self.sync_module_states if self.sync_module_states is not None else is_on("FSDP_SYNC_MODULE_STATES")
+        ram_efficient = is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
         fsdp1 = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "1")) == 1
         if not (fsdp1 and sync):
             original(self)

@@ -112,6 +112,10 @@ def _with_weights(options: ModelArguments) -> Any:
             why="they would be trained from random values",
             fix="download or export the model again",
         )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50 would pack the weights anew in the first evaluation, under FSDP's hands
+            module.support_avx512bf16_for_cpu = False
     return model
 
 
@@ -152,6 +156,12 @@ def _quantization(options: ModelArguments) -> Any:
             f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under mixed_precision: {_mixed_precision()}",
             why="FSDP shards floating weights alone, and casts other dtypes: packed weights would become noise",
             fix=f"--bnb_4bit_quant_storage {str(computed or torch.bfloat16).removeprefix('torch.')}",
+        )
+    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and not computed and storage != torch.float32:
+        raise UserError(
+            f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under FSDP1 with mixed_precision: 'no'",
+            why="the first step would stop: FSDP1 leaves some inputs in float32, and bitsandbytes 0.50 wants one dtype",
+            fix="mixed_precision: bf16 in the YAML, or --bnb_4bit_quant_storage float32 --dtype float32",
         )
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 LEARNING_RATE = 1e-3
 LORA_LEARNING_RATE = 1e-2
@@ -29,15 +29,26 @@ class Reference:
 
 
 def train(
-    model_folder: Path, data: Path, *, steps: int, global_batch: int, sgd: bool = False, lora: bool = False
+    model_folder: Path,
+    data: Path,
+    *,
+    steps: int,
+    global_batch: int,
+    sgd: bool = False,
+    lora: bool = False,
+    quantized: bool = False,
 ) -> Reference:
     """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
 
     AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show. With
-    `lora` an adapter of the script's default size is trained and the weights are the merged model's.
+    `lora` an adapter of the script's default size is trained and the weights are the merged model's; `quantized`, on a base
+    of 4 bits, and nothing is merged.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float32, quantization_config=four_bits if quantized else None
+    )
     if lora:
         torch.manual_seed(SEED)
         settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -61,7 +72,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         optimizer.step()
         losses.append(total.item())
-    model = model.merge_and_unload() if lora else model
+    model = model.merge_and_unload() if lora and not quantized else model
     return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
 
 

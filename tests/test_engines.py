@@ -227,7 +227,7 @@ def with_more_tokens(model: Path, folder: Path) -> Path:
 def test_methods_and_checkpointing(
     name: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
 ) -> None:
-    """Recomputing changes no loss; DoRA starts where LoRA does and goes elsewhere; new tokens have rows."""
+    """Recomputing changes no loss; DoRA starts where LoRA does and goes elsewhere; new tokens have rows; QLoRA."""
     larger = with_more_tokens(tiny_model, tmp_path / "larger")
     more = {
         "lora": [*LORA, "--gradient_checkpointing", "true"],
@@ -235,6 +235,8 @@ def test_methods_and_checkpointing(
     }
     if name != "fsdp1_full_shard":
         more["dora"] = [*LORA, "--use_dora", "--lora_dropout", "0.1", "--gradient_checkpointing", "true"]
+    if name != "zero3":
+        more["qlora"] = [*LORA, "--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]
     args = [*sft_args(tiny_model, text_data, tmp_path / "full"), "--gradient_checkpointing", "true"]
     flags = ["--mixed_precision", "no", "--num_processes", str(RANKS)]
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **probed(tmp_path, more))
@@ -247,6 +249,10 @@ def test_methods_and_checkpointing(
         assert dora != pytest.approx(lora_reference.losses, abs=TOLERANCE)
         tensors = load_file(tmp_path / "dora" / "final" / "adapter_model.safetensors")
         assert sum("magnitude" in key for key in tensors) == 28
+    if "qlora" in more:
+        quantized = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, quantized=True)
+        assert quantized.losses != pytest.approx(lora_reference.losses, abs=TOLERANCE)
+        assert noted(tmp_path, "qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
     own = "checkpointing: FSDP's own, as the YAML says" in finished.output
     layers = "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout" in finished.output
     assert (own, layers) == ((name == "fsdp2_checkpointing",) * 2)

@@ -104,6 +104,9 @@ def test_packed_weights_that_fsdp_would_cast_are_refused(
     with pytest.raises(UserError, match="packed weights would become noise") as refused:
         models.load_model(options, AutoTokenizer.from_pretrained(tiny_model))
     assert refused.value.fix == f"--bnb_4bit_quant_storage {fix}"
+    engine(monkeypatch, {**FSDP1, "ACCELERATE_MIXED_PRECISION": "no"})
+    with pytest.raises(UserError):
+        models.load_model(options, AutoTokenizer.from_pretrained(tiny_model))
 
 
 def test_what_could_not_be_put_together_at_the_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
