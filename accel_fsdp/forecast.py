@@ -14,7 +14,7 @@ from accel_fsdp.plan import name_of, workspace_bytes
 from accel_fsdp.savings import savings
 from accel_fsdp.states import DTYPE_BYTES
 from accel_fsdp.tapes import Tapes, variant_of
-from accel_fsdp.types import ATTENTION_LINEAR, STRATEGIES, Layout, ModelShape, OptimizerName, Recipe
+from accel_fsdp.types import ATTENTION_LINEAR, STRATEGIES, Attention, Layout, ModelShape, OptimizerName, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,11 +121,16 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
         accumulation=args.gradient_accumulation_steps,
         optimizer=optimizer,
         checkpointing=_checkpointing(args, accelerator),  # type: ignore[arg-type]
-        chunked_loss=bool(args.use_liger_kernel),
-        attention="eager" if getattr(model.config, "_attn_implementation", "") == "eager" else "sdpa",
+        kernels="liger" if args.use_liger_kernel else "none",
+        attention=_attention(str(getattr(model.config, "_attn_implementation", ""))),
         **_adapter(adapter),
     )
     return Job(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
+
+
+def _attention(implementation: str) -> Attention:
+    """The planner's word; what it has none for takes about sdpa's memory."""
+    return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
 
 
 def _adapter(config: Any) -> dict[str, Any]:

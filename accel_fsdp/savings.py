@@ -64,7 +64,7 @@ def _recipes(recipe: Recipe, layout: Layout) -> Iterator[Try]:
         yield "mixed_precision: bf16 in the YAML", replace(recipe, precision="bf16"), layout
     if recipe.method == "full":
         yield "--use_peft, which trains an adapter only", replace(recipe, method="lora", dtype="bfloat16"), layout
-    if not recipe.chunked_loss:
+    if not recipe.chunked_loss and recipe.kernels == "none":
         word = "--use_liger_kernel true, with pip install liger-kernel"
         yield word, replace(recipe, chunked_loss=True), layout
 

@@ -99,16 +99,18 @@ def durable(place: Path, size_gb: float, repeat: int) -> str:
     inner, out = made(place / "run", size_gb, 2), place / "out"
     count = sum(path.stat().st_size for path in inner.glob("*.distcp"))
     copy = ["dd", "if=/dev/zero", f"of={place / 'zeros'}", "bs=16M", f"count={count >> 24}", "conv=fdatasync"]
-    raw, ours = [], []
+    raw, streamed, proven = [], [], []
     for _ in range(repeat):
         raw.append(once(copy, place / "none").seconds)
         (place / "zeros").unlink()
-        ours.append(once([*EXPORT, inner, out, "--dtype", "float32"], out).seconds)
+        export = [*EXPORT, inner, out, "--dtype", "float32"]
+        streamed.append(once([*export, "--verify", "bytes"], out).seconds)
+        proven.append(once(export, out).seconds)
     shutil.rmtree(place / "run")
-    disk, export = (count / min(seconds) / 1e9 for seconds in (raw, ours))
+    disk, ours, checked = (count / min(seconds) / 1e9 for seconds in (raw, streamed, proven))
     return (
-        f"Durable, {size_gb:g} GB to float32, with all checks: {export:.2f} GB/s; "
-        f"`dd conv=fdatasync` writes {disk:.2f} GB/s to that disk: **{export / disk:.0%}**."
+        f"Durable, {size_gb:g} GB to float32, where `dd conv=fdatasync` writes {disk:.2f} GB/s: {ours:.2f} GB/s with "
+        f"`--verify bytes`, **{ours / disk:.0%}** of it; {checked:.2f} GB/s with all checks, **{checked / disk:.0%}**."
     )
 
 

@@ -41,8 +41,8 @@ def train(
     """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
 
     AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show. With
-    `lora` an adapter of the script's default size is trained and the weights are the merged model's; `quantized`, on a base
-    of 4 bits, and nothing is merged.
+    `lora` an adapter of the script's default size is trained and the weights are the merged model's; `quantized`, on a
+    base of 4 bits, and nothing is merged.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)

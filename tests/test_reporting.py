@@ -5,6 +5,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -16,7 +17,7 @@ from reference import train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from accel_fsdp import arguments, drawing, forecast, gathering, gpus, here, layouts, recorded, runs, savings
 from accel_fsdp.drawing import Curve, Words
@@ -105,6 +106,22 @@ def test_refused_before_anything_is_loaded(
     with pytest.raises(UserError) as refused:
         arguments.parse()
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "attention"), [("eager", "eager"), ("sdpa", "sdpa"), ("flash_attention_2", "flash")]
+)
+def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention: str, tmp_path: Path) -> None:
+    config = SimpleNamespace(_name_or_path=LLAMA, _attn_implementation=implementation)
+    model = SimpleNamespace(dtype=torch.float32, config=config)
+    alone = SimpleNamespace(value="NO")
+    accelerator = SimpleNamespace(num_processes=1, mixed_precision="no", distributed_type=alone, state=None)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    for uses, kernels in ((False, "none"), (True, "liger")):
+        given.use_liger_kernel = uses
+        job = forecast.job_of(model, given, accelerator)  # type: ignore[arg-type]
+        assert job is not None
+        assert (job.recipe.attention, job.recipe.kernels) == (attention, kernels)
 
 
 def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
