@@ -1,8 +1,9 @@
 """Finds checkpoints, says what kind they are and what they lack. The only module that knows their folders' layout."""
 
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +13,18 @@ from accel_fsdp.errors import UserError
 
 Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
 ACCELERATE_MODEL = "pytorch_model_fsdp"
-FULL = f"{ACCELERATE_MODEL}.bin"
+FULL, LOCAL = f"{ACCELERATE_MODEL}.bin", f"{ACCELERATE_MODEL}_rank*.bin"
 OPTIMIZERS = ("optim", "optimizer")
 NOT_WEIGHTS = (*weights.STATE, "random_states", "rng", "optim", "train_state", "dataloader")
+STATE_FILES = tuple(name for name in NOT_WEIGHTS if name != ACCELERATE_MODEL)
+"""How the names begin of what an export can do without: people delete optimizers to save disk."""
+NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 DEPTH = 2
 EXPORTED = ("safetensors", "adapter")
+DESCRIBED = "model"
+"""The folder in which a run describes the model that it trains, before the first step: never what it trained."""
+REPORT = "export.json"
+"""What only exports hold; nobody means them by the name of the run that they lie in."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,9 @@ class Found:
 
     @property
     def number(self) -> int:
-        """The step in the folder's name; -1 without one."""
-        digits = re.findall(r"\d+", self.folder.name)
-        return int(digits[-1]) if digits else -1
+        """The step in the folder's name, where it is one of a checkpoint; else -1."""
+        named = NUMBERED.fullmatch(self.folder.name)
+        return int(named[1]) if named else -1
 
     @property
     def size_bytes(self) -> int:
@@ -54,8 +62,13 @@ def look(folder: Path) -> Found | None:
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         found = read(folder)
         if found is not None:
-            return found
+            return replace(found, missing=(*found.missing, "its end")) if _is_temporary(folder) else found
     return None
+
+
+def _is_temporary(folder: Path) -> bool:
+    """What `files.replaced_folder` was writing when its process was killed."""
+    return folder.name.startswith(".") and folder.name.endswith(".tmp")
 
 
 def _sharded(folder: Path) -> Found | None:
@@ -86,7 +99,8 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
     marker = weights.read_json(folder / complete.MARKER)
     if marker:
         sizes: dict[str, int] = marker.get("files") or {}
-        wrong = [name for name, size in sizes.items() if _size(folder / name) != size]
+        needed = {name: size for name, size in sizes.items() if not name.startswith(STATE_FILES)}
+        wrong = [name for name, size in needed.items() if _size(folder / name) != size]
         return tuple(f"{name} ({sizes[name]:,} bytes)" for name in wrong) if marker.get("complete") else ("its end",)
     numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
     done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
@@ -139,7 +153,9 @@ def is_single(path: Path) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    """Those of a folder that count: hidden ones are being written, or are on their way to be deleted."""
+    inner = folder.iterdir() if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else ()
+    return sorted(path for path in inner if path.is_dir() and not path.name.startswith("."))
 
 
 def listed(run: Path) -> list[Found]:
@@ -147,10 +163,27 @@ def listed(run: Path) -> list[Found]:
     found = look(run)
     if found is not None and found.kind != "torch.save":
         return [found]
-    inner = [one for path in _folders(run) if (one := look(path)) is not None]
+    inner = [one for path in _folders(run) if _is_trained(path) and (one := look(path)) is not None]
     if found is not None and all(one.kind in EXPORTED for one in inner):
         return [found]
+    if inner and not _is_run(run) and any(map(_is_run, _all_below(run, DEPTH))):
+        return []  # which of them is meant can't be guessed, and what lies beside them is no run's
     return sorted(inner, key=lambda one: (one.number, one.folder.stat().st_mtime))
+
+
+def _is_trained(folder: Path) -> bool:
+    """Whether a run's folder may be its result: not the model it began with, nor an export."""
+    return folder.name != DESCRIBED and not (folder / REPORT).is_file()
+
+
+def _is_run(folder: Path) -> bool:
+    return any(NUMBERED.fullmatch(path.name) and look(path) for path in _folders(folder))
+
+
+def _all_below(folder: Path, depth: int) -> Iterator[Path]:
+    for path in _folders(folder):
+        yield path
+        yield from _all_below(path, depth - 1) if depth > 1 else ()
 
 
 def find(path: Path) -> tuple[Found, list[Found]]:
@@ -195,19 +228,31 @@ def _of_file(path: Path) -> Found | None:
 
 
 def _nothing(path: Path, place: Path) -> UserError:
-    near = [str(one.folder) for one in _below(place, DEPTH)][:3]
     if place.name.startswith(OPTIMIZERS):
-        near = [str(place.parent)]
-    fix = (
-        f"give one of them: {', '.join(near)}" if near else "give the --output_dir of a run, or one of its checkpoints"
+        return UserError(
+            f"{path} holds optimizer state, no weights",
+            why="there is nothing to export",
+            fix=f"give one of them: {place.parent}",
+        )
+    if any(any(folder.glob(LOCAL)) for folder in (place if place.is_dir() else place.parent, *_folders(place))):
+        return UserError(
+            f"{path} is of LOCAL_STATE_DICT: {LOCAL}",
+            why="each rank wrote its own part, in a form that only the same rank of the same job can load",
+            fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
+        )
+    near = sorted(_below(place, DEPTH), key=lambda one: one.number < 0)[:3]
+    return UserError(
+        f"{path} holds no checkpoint" + (" itself" if near else ""),
+        why="which of those below it is meant can't be guessed" if near else "there is nothing to export",
+        fix=f"give one of them: {', '.join(str(one.folder) for one in near)}"
+        if near
+        else "give the --output_dir of a run, or one of its checkpoints",
     )
-    what = "holds optimizer state, no weights" if place.name.startswith(OPTIMIZERS) else "holds no checkpoint"
-    return UserError(f"{path} {what}", why="there is nothing to export", fix=fix)
 
 
 def _below(folder: Path, depth: int) -> Iterator[Found]:
     for path in _folders(folder):
-        found = listed(path)
+        found = listed(path) if path.name != DESCRIBED else []
         yield from found[-1:]
         if not found and depth > 1:
             yield from _below(path, depth - 1)

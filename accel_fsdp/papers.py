@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import describing, facts, files, weights
+from accel_fsdp import checkpoint, describing, facts, files, weights
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import TORCH_NAMES
 
-CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", "model"
+CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", checkpoint.DESCRIBED
 COPIED = (
     *(
         "generation_config.json",

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
-from accel_fsdp import archive, dcp, exporting, files
+from accel_fsdp import archive, checkpoint, complete, dcp, exporting, files, verifying
 from accel_fsdp.errors import UserError
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
@@ -300,6 +300,58 @@ def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None
     for place in (run_folder, run_folder / "checkpoint-1", run_folder / INNER):
         with pytest.raises(UserError, match="holds the checkpoint"):
             export(run_folder, place, force=True)
+
+
+def test_a_run_is_not_mistaken_for_what_lies_in_it(run_folder: Path, tmp_path: Path) -> None:
+    """What a killed export left, finished exports and the untrained model have weights, and numbers in their names."""
+    newest = Path(shutil.copytree(run_folder / "checkpoint-1", run_folder / "checkpoint-2"))
+    export(run_folder, run_folder / "exported-v5")
+    left = Path(shutil.copytree(run_folder / "exported-v5", run_folder / ".out-7.tmp"))
+    shutil.copy(run_folder / "exported-v5" / "model.safetensors", run_folder / "model")
+    assert checkpoint.REPORT == verifying.REPORT
+    assert [one.folder.name for one in checkpoint.listed(run_folder)] == ["checkpoint-1", newest.name]
+    assert checkpoint.find(run_folder / "exported-v5")[0].kind == "safetensors"
+    with pytest.raises(UserError, match="lacks its end"):
+        checkpoint.find(left)
+    (tmp_path / "demo" / "real").mkdir(parents=True)
+    shutil.copytree(run_folder / "model", tmp_path / "demo" / "model")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        export(tmp_path / "demo", tmp_path / "out")
+    shutil.copytree(run_folder / "model", tmp_path / "demo" / "other")
+    run_folder.rename(tmp_path / "demo" / "real" / "run")
+    with pytest.raises(UserError, match="holds no checkpoint itself") as caught:
+        export(tmp_path / "demo", tmp_path / "out")
+    assert str(tmp_path / "demo" / "real" / "run" / "checkpoint-2") in caught.value.fix
+    shutil.rmtree(tmp_path / "demo" / "real")
+    assert checkpoint.find(tmp_path / "demo")[0].folder.name == "other"  # as final/, where there is no checkpoint
+
+
+def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
+    """Optimizers are deleted to save disk; weights that `complete.json` lists have to be there."""
+    folder = run_folder / "checkpoint-1"
+    (folder / "optimizer_0").mkdir()
+    for name in ("optimizer_0/__0_0.distcp", "scheduler.pt", "rng_state_0.pth"):
+        (folder / name).write_bytes(b"1")
+    (folder / complete.MARKER).write_text("{}")
+    complete.seal(folder, complete.Origin("FSDP"))
+    shutil.rmtree(folder / "optimizer_0")
+    (folder / "scheduler.pt").unlink()
+    export(run_folder, tmp_path / "out")
+    with pytest.raises(UserError, match="no optimizer state"):
+        export(run_folder, tmp_path / "other", with_optimizer=True)
+    (run_folder / INNER / "__1_0.distcp").write_bytes(b"1")
+    with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/__1_0\.distcp"):
+        export(run_folder, tmp_path / "other")
+
+
+def test_local_state_dicts_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    (folder / "pytorch_model_fsdp_rank0.bin").write_bytes(b"1")
+    for src in (tmp_path / "run", folder, folder / "pytorch_model_fsdp_rank0.bin"):
+        with pytest.raises(UserError, match="LOCAL_STATE_DICT") as caught:
+            export(src, tmp_path / "out")
+        assert "SHARDED_STATE_DICT" in caught.value.fix
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
