@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import time
 from concurrent.futures import Executor, Future
@@ -22,6 +23,15 @@ from accel_fsdp.stream import THREADS, Output, Placed
 from accel_fsdp.verifying import Report
 
 SPARE_BYTES = 64 << 20
+SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
+"""As huggingface_hub divides files, which takes negative sizes too."""
+TEMPLATES = "additional_chat_templates"
+WRITTEN = (
+    *papers.COPIED,
+    *("*.safetensors", "*.safetensors.index.json", "*.json", "*.pth", "*.bin", "*.jinja", "*.model", "*.txt", "*.md"),
+    ".gitattributes",
+)
+"""Files of a model: those of exports and of `save_pretrained`."""
 OPTIMIZER = "optimizer"
 Verify = Literal["bytes", "load", "logits"]
 
@@ -92,6 +102,7 @@ def export(options: Options, out: Path) -> Report:
         UserError: the checkpoint can't be exported as asked.
         OSError: the disk is full.
     """
+    _check_flags(options)
     found, newer = checkpoint.find(options.src)
     for one in newer:
         render.say(f"passed over: {one}", style="yellow")
@@ -107,6 +118,23 @@ def export(options: Options, out: Path) -> Report:
 
 def _aside(verify: Verify) -> AbstractContextManager[Executor | None]:
     return nullcontext() if verify == "bytes" else describing.aside()
+
+
+def _check_flags(options: Options) -> None:
+    """What can be refused before anything is looked at."""
+    size = options.max_shard_size.strip()
+    if not SIZE.fullmatch(size) or not float(size[:-2]):
+        raise UsageError(
+            f"--max-shard-size {options.max_shard_size} is no size",
+            why="it is how large a file may get",
+            fix="such as 5GB",
+        )
+    if options.verify == "logits" and options.format == "pth":
+        raise UsageError(
+            "--verify logits with --format pth",
+            why="from_pretrained, which the logits are taken from, loads no .pth file",
+            fix="--verify load, or --format safetensors",
+        )
 
 
 def _check_place(out: Path, found: Found, force: bool) -> None:
@@ -126,10 +154,38 @@ def _check_place(out: Path, found: Found, force: bool) -> None:
             why="--force replaces exported models only, not what else you may have there",
             fix="choose another OUT",
         )
+    foreign = next((path for path in sorted(out.iterdir()) if not _is_of_model(path)), None) if out.exists() else None
+    if foreign is not None:
+        raise UserError(
+            f"{out} holds {foreign.name}, which no export writes",
+            why="--force replaces the whole folder, and that would be lost",
+            fix="move it away, or choose another OUT",
+        )
 
 
 def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (papers.CONFIG, papers.ADAPTER_CONFIG, verifying.REPORT))
+
+
+def _is_of_model(path: Path) -> bool:
+    """Whether an export or `save_pretrained` writes files or folders of this name."""
+    if path.is_dir():
+        return path.name == TEMPLATES and all(one.is_file() and one.suffix == ".jinja" for one in path.iterdir())
+    return any(path.match(pattern) for pattern in WRITTEN)
+
+
+def _check_model(out: Path, named: Papers, found: Found) -> None:
+    """Keeps the model that the export reads from being replaced by it; a run's folder may hold its exports."""
+    place, run = out.resolve(), found.folder.resolve().parent
+    described = [folder for folder in named.others if folder.name == papers.DESCRIBED]
+    for model in (named.folder, *described):
+        used = model.resolve()
+        if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (run, found.folder.resolve())):
+            raise UserError(
+                f"{out} is, holds or lies in {model}, the model that the export uses",
+                why="the export would take the place of what it was made from",
+                fix="choose another OUT",
+            )
 
 
 @dataclass(frozen=True)
@@ -146,6 +202,7 @@ class _Export:
         """From the checkpoint to the folder in its place."""
         started, options = time.monotonic(), self.options
         named = papers.find(self.found, options.model, with_weights=options.merge_adapter)
+        _check_model(self.out, named, self.found)
         asked = self.pool.submit(describing.describe, named.folder) if self.pool else None
         weights = sources.read(self.found, self.reader, options.with_optimizer)
         adapter = bool(weights.adapter) and not options.merge_adapter
@@ -208,6 +265,12 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
             "--merge-adapter, and the checkpoint has no adapter",
             why="there is nothing to merge",
             fix="leave it out",
+        )
+    if weights.adapter and options.verify == "logits" and not options.merge_adapter:
+        raise UsageError(
+            "--verify logits, and the adapter is not merged",
+            why="an adapter alone has no logits",
+            fix="--verify load, or --merge-adapter",
         )
     if weights.adapter and named.adapter is None:
         raise UserError(

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,13 +24,13 @@ import pytest
 import sharded
 import torch
 from conftest import ROOT, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
 from accel_fsdp import archive, checkpoint, complete, dcp, exporting, files, verifying
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UsageError, UserError
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
@@ -300,6 +301,56 @@ def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None
     for place in (run_folder, run_folder / "checkpoint-1", run_folder / INNER):
         with pytest.raises(UserError, match="holds the checkpoint"):
             export(run_folder, place, force=True)
+
+
+@pytest.mark.parametrize("entry", ["thesis/ch1.txt", "optimizer.pt", "checkpoint-1/model.safetensors", "train.py"])
+def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Path) -> None:
+    """Other data beside a model stays; all that an export itself writes may go."""
+    out = tmp_path / "out"
+    export(run_folder, out)
+    for name in ("vocab.bpe", "loss.svg", "README.md", "additional_chat_templates/tool.jinja", "model.pth", entry):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("")
+    with pytest.raises(UserError, match=re.escape(f"{out} holds {entry.partition('/')[0]}")):
+        export(run_folder, out, force=True)
+    assert (out / entry).exists()
+    (out / entry).unlink()
+    if "/" in entry:
+        (out / entry).parent.rmdir()
+    export(run_folder, out, force=True)
+    assert not (out / "loss.svg").exists()
+
+
+def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
+    """--model, the run's description, and the base of an adapter: the merge reads it while it is written."""
+    given = Path(shutil.copytree(run_folder / "model", tmp_path / "models" / "given"))
+    for out in (given, given / "inner"):
+        with pytest.raises(UserError, match="the model that the export uses"):
+            export(run_folder, out, force=True, model=str(given))
+    for model in (None, str(given)):
+        with pytest.raises(UserError, match="the model that the export uses"):
+            export(run_folder, run_folder / "model", force=True, model=model)
+    export(run_folder, run_folder / "exported")
+    adapter = run_folder / "checkpoint-2"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(given)}))
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="the model that the export uses"):
+        export(run_folder, given, force=True, merge_adapter=True)
+    assert [path.name for path in given.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"max_shard_size": size}, "is no size") for size in ("-1GB", "abc", "0GB", "5", "nanGB", "1e400GB")),
+        ({"format": "pth", "verify": "logits"}, "--verify logits with --format pth"),
+    ],
+)
+def test_flags_are_checked_first(options: dict[str, Any], message: str, run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        export(run_folder, tmp_path / "new" / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_run_is_not_mistaken_for_what_lies_in_it(run_folder: Path, tmp_path: Path) -> None:
