@@ -12,10 +12,12 @@ import tyro
 
 from accel_fsdp import __version__
 from accel_fsdp.asking import Question
-from accel_fsdp.errors import UsageError, guard
+from accel_fsdp.errors import UsageError, guard, nearest
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
 from accel_fsdp.types import Attention, Checkpointing, Kernels, Method, OptimizerName, Precision, Recipe
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,12 @@ class Export:
         ),
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        tyro.conf.arg(help="Dtype of the weights.", help_behavior_hint="(default: the model's that was trained)"),
+        str | None,  # tyro would offer None beside the names of a Literal
+        tyro.conf.arg(
+            metavar="{" + ",".join(DTYPES) + "}",
+            help="Dtype of the weights.",
+            help_behavior_hint="(default: the model's that was trained)",
+        ),
     ] = None
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help="Largest file, such as 5GB.")] = "50GB"
     merge_adapter: Annotated[bool, tyro.conf.arg(help="Merge LoRA or DoRA into the base model.")] = False
@@ -284,16 +290,33 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
     if isinstance(command, PlanCommand):
         return _plan(command)
     if isinstance(command, Export):
-        from accel_fsdp import exporting, papers
-
-        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporting.Options)}
-        asked["dtype"] = papers.DTYPES.get(command.dtype or "")
-        return exporting.run(exporting.Options(**asked))
+        return _export(command)
     if isinstance(command, Init):
         from accel_fsdp import starter
 
         return starter.init(command.folder, command.config, command.native)
     return _config(command)
+
+
+def _export(command: Export) -> int:
+    from accel_fsdp import exporting, papers
+
+    if command.dtype is not None and command.dtype not in DTYPES:
+        raise UsageError(
+            f"--dtype {command.dtype} is no dtype of an export",
+            why="weights are written in one of " + ", ".join(DTYPES),
+            fix=f"--dtype {nearest(command.dtype.replace('fp', 'float'), DTYPES) or 'bfloat16'}",
+        )
+    signal.signal(signal.SIGTERM, _terminate)
+    asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporting.Options)}
+    asked["dtype"] = papers.DTYPES.get(command.dtype or "")
+    return exporting.run(exporting.Options(**asked))
+
+
+def _terminate(number: int, _: object) -> None:
+    """Ends as Ctrl-C does, so that nothing half-written stays; a second signal doesn't stop the cleaning."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _plan(command: PlanCommand) -> int:

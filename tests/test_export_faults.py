@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
         export(run_folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
     """Over an older export: it stays, or the new one is there; the next run cleans up."""
     out, moments = tmp_path / "out", random.Random(1)
@@ -254,7 +254,9 @@ def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
         process.communicate(timeout=60)
         if out.exists() or sys.platform == "linux":  # elsewhere there is a moment between two renames
             assert (out / "model.safetensors").read_bytes() in (old, new)
-        if number == signal.SIGINT:
+        if number != signal.SIGKILL:
+            codes = (0, -number, 128 + number)  # it had ended; Python itself was starting; it cleaned up
+            assert process.returncode in codes
             assert [path.name for path in tmp_path.iterdir()] == ["out"]
     export(made, out, force=True)
     assert (out / "model.safetensors").read_bytes() == new
@@ -338,6 +340,8 @@ def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path
     with pytest.raises(UserError, match="the model that the export uses"):
         export(run_folder, given, force=True, merge_adapter=True)
     assert [path.name for path in given.iterdir()] == ["config.json"]
+    with pytest.raises(UsageError, match="the adapter is not merged"):
+        export(run_folder, tmp_path / "out", verify="logits")
 
 
 @pytest.mark.parametrize(
@@ -351,6 +355,15 @@ def test_flags_are_checked_first(options: dict[str, Any], message: str, run_fold
     with pytest.raises(UsageError, match=message):
         export(run_folder, tmp_path / "new" / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_short_names_of_dtypes_are_explained(tmp_path: Path) -> None:
+    process = command(tmp_path, tmp_path / "out", "--dtype", "bf16")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "--dtype bf16" in output
+    assert "float32, bfloat16, float16" in output
+    assert "None" not in output
 
 
 def test_a_run_is_not_mistaken_for_what_lies_in_it(run_folder: Path, tmp_path: Path) -> None:
