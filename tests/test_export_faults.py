@@ -3,6 +3,7 @@
 import base64
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -15,14 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise, product
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import sharded
 import torch
 from conftest import ROOT, run
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,6 +35,7 @@ from transformers import LlamaConfig
 
 from accel_fsdp import archive, dcp, exporting, files
 from accel_fsdp.errors import UserError
+from accel_fsdp.stored import Piece, Record, tensor
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
@@ -109,6 +115,38 @@ def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_p
             tensors = load_file(tmp_path / "out" / "model.safetensors")
             assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
     assert found > 10
+
+
+def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
+    """Two chunks of one size at one place: the sizes add up, each file is whole, and a third of the tensor is lost."""
+    path = run_folder / INNER / ".metadata"
+    metadata = FileSystemReader(path.parent).read_metadata()
+    name, entry = next((n, e) for n, e in metadata.state_dict_metadata.items() if n.endswith("embed_tokens.weight"))
+    first, second = entry.chunks[0], next(c for c in entry.chunks[1:] if c.sizes == entry.chunks[0].sizes)
+    old = next(i for i in metadata.storage_data if i.fqn == name and i.offset == second.offsets)
+    metadata.storage_data[dataclasses.replace(old, offset=first.offsets)] = metadata.storage_data.pop(old)
+    second.offsets = first.offsets
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"embed_tokens\.weight twice, others never"):
+        export(run_folder, tmp_path / "out")
+
+
+@given(st.data())
+def test_boxes_fill_a_tensor_or_are_refused(data: st.DataObject) -> None:
+    """Against counting each element; a grid of boxes, of which one may be moved."""
+    inner = st.sets(st.integers(1, 5), max_size=3)
+    cuts = [[0, *sorted(one), 6] for one in data.draw(st.lists(inner, min_size=1, max_size=3))]
+    spans = [list(pairwise(each)) for each in cuts]
+    boxes = [([low for low, _ in box], [high - low for low, high in box]) for box in product(*spans)]
+    moved = data.draw(st.sampled_from(boxes))[0]
+    moved[:] = [data.draw(st.integers(0, at)) for at in moved] if data.draw(st.booleans()) else moved
+    counts = np.zeros([6] * len(cuts), int)
+    for at, sizes in boxes:
+        counts[tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))] += 1
+    record = Record(Path("file"), 0, 0)
+    pieces = [Piece(record, tuple(at), tuple(sizes)) for at, sizes in data.draw(st.permutations(boxes))]
+    with contextlib.nullcontext() if (counts == 1).all() else pytest.raises(UserError, match="twice, others never"):
+        tensor("w", "F32", counts.shape, pieces)
 
 
 class Evil:
