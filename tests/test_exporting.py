@@ -115,6 +115,16 @@ def test_the_optimizer_comes_along(written: Path, tmp_path: Path) -> None:
     same(load_file(tmp_path / "out" / "optimizer.safetensors"), flat)
 
 
+def test_a_full_optimizer_beside_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    """As `FULL_STATE_DICT` leaves a folder."""
+    shutil.copytree(tiny_model, tmp_path / "run")
+    state = {"model.norm.weight": {"exp_avg": torch.arange(3.0)}}
+    torch.save({"state": state, "param_groups": [{"lr": 0.1}]}, tmp_path / "run" / "optimizer.bin")
+    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "pytorch_model_fsdp.bin")
+    export(tmp_path / "run", tmp_path / "out", with_optimizer=True)
+    same(load_file(tmp_path / "out" / "optimizer.safetensors"), {"state.model.norm.weight.exp_avg": torch.arange(3.0)})
+
+
 @pytest.mark.parametrize("name", ["fsdp2-3", "lora-3"])
 def test_the_command_proves_what_it_wrote(name: str, written: Path, tmp_path: Path) -> None:
     """Through the command line: default checks, logits against torch's own loading, and --check afterwards."""
