@@ -197,15 +197,19 @@ def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
     from jinja2 import TemplateError, meta
 
     try:
-        unknown = (
-            meta.find_undeclared_variables(_environment().parse(text)) - set(columns) - set(_environment().globals)
-        )
+        used = meta.find_undeclared_variables(_environment().parse(text)) - set(_environment().globals)
         _compiled(text)
     except TemplateError as error:
         raise UsageError(
             f"{flag} is no Jinja template: {error}", why="no prompt can be made", fix="such as '{{ question }}'"
         ) from error
-    if unknown:
+    if not used:
+        raise UsageError(
+            f"{flag} uses no column: {text}",
+            why="it would be the same text in every row" + ("; there is no such file" if "/" in text else ""),
+            fix="a text such as '{{ question }}', or a file with one",
+        )
+    if unknown := used - set(columns):
         name = min(unknown)
         raise UsageError(
             f"{flag} uses {name}, which is no column.{did_you_mean(name, columns)}",

@@ -61,6 +61,7 @@ def enable() -> bool:
     if not is_needed():
         return False
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
     if _patched or not is_distributed_launch() or not (fsdp_requested() or deepspeed_requested()):
         return True
     _announce()

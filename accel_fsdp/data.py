@@ -1,6 +1,8 @@
 """Data sets from the hub and from files: loading them, and saying which file and row is broken."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,11 +37,31 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
             return load_dataset(_builder(path), data_files=name, streaming=streaming)
         return load_dataset(name, config_name, streaming=streaming)
     except _load_errors() as error:
-        raise UserError(
-            f"cannot load data set {name}: {_broken(path) or _cause(error)}",
-            why="there is nothing to train on",
-            fix="give a hub id, a folder with train.jsonl, or a valid .jsonl, .json, .csv or .parquet file",
-        ) from error
+        raise _unreadable(name, _broken(path) or _cause(error)) from error
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Names the broken file where rows are read in the block.
+
+    Raises:
+        UserError: a file of the data set can't be parsed. Errors of other kinds stay as they are.
+    """
+    try:
+        yield
+    except _load_errors() as error:
+        broken = _broken(Path(name)) if Path(name).exists() else None
+        if broken is None:
+            raise
+        raise _unreadable(name, broken) from error
+
+
+def _unreadable(name: str, what: str) -> UserError:
+    return UserError(
+        f"cannot load data set {name}: {what}",
+        why="there is nothing to train on",
+        fix="give a hub id, a folder with train.jsonl, or a valid .jsonl, .json, .csv or .parquet file",
+    )
 
 
 def _load_errors() -> tuple[type[Exception], ...]:
@@ -70,7 +92,7 @@ def split(data: "DatasetDict | IterableDatasetDict", name: str) -> "Dataset | It
     if name not in data:
         raise UserError(
             f"the data set has no split {name}.{did_you_mean(name, data)}",
-            why="training needs it",
+            why="it was asked for",
             fix="--dataset_train_split or --dataset_test_split with one of: " + ", ".join(data),
         )
     found = data[name]

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, set_seed
 
 from accel_fsdp import adapters, complete, facts, files, render, resuming, weights
@@ -68,7 +70,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             if self.args.local_process_index != 0:
                 self.stop.give_in()
             if isinstance(error, RuntimeError) and _is_lost(error):
-                self._refuse(f"another rank is gone: {facts.first_line(error)}", error)
+                self._refuse(f"another rank is gone: {_cause(error)}", error)
             raise
         finally:
             self.stop.release()
@@ -105,7 +107,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         except (OSError, RuntimeError, CheckpointException) as error:
             if not _is_lost(error) and self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            self._refuse(f"cannot save {folder}: {facts.first_line(error)}", error)
+            self._refuse(f"cannot save {folder}: {_cause(error)}", error)
         self.accelerator.wait_for_everyone()
         self._together(lambda: self._seal(folder))
 
@@ -255,6 +257,18 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             _init_optim_state(self.optimizer.optimizer)
         with self._as_stored(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):
+            self._take_rates(schedule)
+
+    def _take_rates(self, schedule: LambdaLR) -> None:
+        """This run's rate for the next step: the stored one is zero where the schedule had come to its end."""
+        rates = [
+            base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
 
     @contextlib.contextmanager
     def _as_stored(self, checkpoint: str | None) -> Iterator[None]:
@@ -265,7 +279,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
                 yield
         except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
             raise UserError(
-                f"cannot resume from {checkpoint}: {facts.first_line(error)}",
+                f"cannot resume from {checkpoint}: {_cause(error)}",
                 why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",
                 fix="resume with the flags and the YAML of that run, or from an older checkpoint-N",
             ) from error
@@ -293,6 +307,13 @@ def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
         yield
     finally:
         plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
+
+
+def _cause(error: BaseException) -> str:
+    """What happened, in a line: of a sharded checkpoint on the first rank that failed; without gloo's advice."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return re.sub(r"^\[[^]]*\] ", "", facts.first_line(error)).partition(" This is typically caused")[0]
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:

@@ -185,8 +185,10 @@ def finish(exit_code: int) -> None:
 
 
 def quiet(process_index: int) -> None:
-    """Progress bars of one rank are enough; and torch's advice about FSDP1's API is not for the user of this script."""
-    warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+    """Progress bars of one rank are enough; and libraries' advice about their APIs is not for this script's user."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")
     if process_index != 0:
         import datasets
         from transformers.utils import logging
@@ -195,11 +197,16 @@ def quiet(process_index: int) -> None:
         datasets.disable_progress_bars()
 
 
-def summary(log_history: list[dict[str, float]]) -> list[str]:
-    """The first and last value of each loss that Trainer logged, one line each."""
+def summary(state: TrainerState, takes_best: bool) -> list[str]:
+    """The first and last value of each loss that Trainer logged, one line each; and where the end wasn't the plan's."""
     lines = []
     for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
-        values = [float(entry[key]) for entry in log_history if key in entry]
+        values = [float(entry[key]) for entry in state.log_history if key in entry]
         if values:
             lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
+    if state.global_step < state.max_steps:
+        lines.append(f"stopped early: after step {state.global_step} of {state.max_steps}")
+    if takes_best and state.best_model_checkpoint:
+        name = Path(state.best_model_checkpoint).name
+        lines.append(f"the best model is exported: {name}, {state.best_metric:.4f}")
     return lines

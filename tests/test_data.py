@@ -135,6 +135,7 @@ def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedT
         ({"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
         ({"prompt_template": "{{ questions }}"}, r"uses questions, which is no column\. Did you mean question"),
         ({"prompt_template": "{{ question"}, "is no Jinja template"),
+        ({"prompt_template": "prompts/my.jinja"}, "uses no column: prompts/my.jinja"),
         ({"prompt_template": "{{ question }}"}, "no column is named completion, output, answer, response"),
         ({}, "neither messages, prompt and completion"),
     ],
@@ -173,6 +174,16 @@ def test_a_bad_row_of_a_stream_is_shown(tokenizer: PreTrainedTokenizerBase, tmp_
     with pytest.raises(UserError, match=r"a row of .*rows.jsonl, \{'text': ''\}: text is not a text"):
         list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0).take(9))
     assert data.whole(rows)["text"][:] == ["a", ""]
+
+
+def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n' * 40_000 + '{"text" "b"}\n')  # beyond the first block that is parsed
+    rows = data.split(data.load(str(path), streaming=True), "train")
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 40001: "), data.reading(str(path)):
+        list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0))
+    with pytest.raises(ValueError, match="another"), data.reading(str(write(tmp_path / "fine.jsonl", {"text": "a"}))):
+        raise ValueError("another")
 
 
 @pytest.mark.parametrize(

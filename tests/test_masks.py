@@ -137,6 +137,14 @@ def test_a_row_that_forges_the_marks_is_refused_by_name(forged: str, tokenizer: 
         tokens_of(rows, tokenizer("smollm2"), assistant_only_loss=True)
 
 
+def test_rows_in_which_nobody_answers_are_dropped(tokenizer: Made) -> None:
+    """Also where a whole batch of the tokenizer has no answer."""
+    silent = [{"messages": turns("Hi?", system="Be brief.")}] * 1000  # datasets' own batch
+    rows = [*silent, {"messages": turns("Hi?", "Hello.")}, *silent]
+    encoded = tokens_of(rows, tokenizer("smollm2"), assistant_only_loss=True)
+    assert [trained(row, tokenizer("smollm2")) for row in encoded] == [["Hello.<|im_end|>"]]
+
+
 def test_without_the_flag_everything_is_trained(tokenizer: Made) -> None:
     (encoded,) = tokens_of([{"messages": turns("Hi", "Hello")}], tokenizer("smollm2"))
     assert encoded["labels"] == encoded["input_ids"]

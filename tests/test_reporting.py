@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, SFT, Finished, accelerate_launch
 from huggingface_hub import ModelCard
-from reference import train
+from reference import LEARNING_RATE, train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
@@ -169,6 +169,7 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     finished = accelerate_launch(config, ROOT / "train" / "sft.py", *sft_args(low, text_data, out, *every_step, *stop))
     assert finished.code == 0, finished.output
     assert not (out / "checkpoint-3").exists()
+    assert "stopped early: after step 2 of 6\nthe best model is exported: checkpoint-1, " in finished.output
     best = train(low, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
     exported = load_file(out / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}  # the base model's
@@ -188,12 +189,16 @@ def test_the_best_model_is_read_as_it_was_stored(tiny_model: Path, text_data: Pa
     out = tmp_path / "run"
     best = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
     best += ("--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+    best += ("--lr_scheduler_type", "linear")
     for kind, steps in (("SHARDED_STATE_DICT", 2), ("FULL_STATE_DICT", 3)):
         config = make_config(tmp_path, tiny_model, fsdp_version="2", state_dict_type=kind)
         more = ("--max_steps", str(steps), "--resume_from_checkpoint", "auto")
         finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, out, *best, *more))
         assert finished.code == 0, finished.output
     assert (out / "checkpoint-3" / "pytorch_model_fsdp.bin").is_file()
+    rates = {entry["step"]: entry["learning_rate"] for entry in runs.read(out)["log"] if "learning_rate" in entry}
+    assert rates[2] == pytest.approx(LEARNING_RATE / 2)
+    assert rates[3] == pytest.approx(LEARNING_RATE / 3)  # not the zero at which the first schedule had ended
     wanted = train(tiny_model, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
     for name, tensor in load_file(out / "final" / "model.safetensors").items():
         torch.testing.assert_close(tensor, wanted[name], atol=TOLERANCE, rtol=1e-3)

@@ -98,6 +98,7 @@ def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> 
     rows = job.per_device_train_batch_size * dist.get_world_size()
     while True:
         loader.sampler.set_epoch(place["epoch"])  # another order in each epoch
+        place["row"] -= place["row"] % rows  # with other rows per step some come again, and none is left out
         batches = itertools.islice(loader, place["row"] // rows, None)
         while group := list(itertools.islice(batches, job.gradient_accumulation_steps)):
             place["row"] += len(group) * rows
@@ -281,7 +282,6 @@ def main() -> None:
         state.place["step"] = step
         if step % job.save_steps == 0 or step == steps:
             dcp.save({"job": state}, checkpoint_id=job.output_dir / f"checkpoint-{step}")
-
     save_full(model, job, tokenizer, expected)
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else here.peak_memory()

@@ -52,7 +52,8 @@ def main() -> None:
     record.lap("model")
 
     # Train
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with data.reading(data_args.dataset_name):  # a stream may break only now
+        trainer.train(resume_from_checkpoint=checkpoint)
     record.lap("training")
 
     # Export: gathered on all ranks, written and verified on the first
@@ -62,7 +63,7 @@ def main() -> None:
 
     # What next
     if trainer.is_world_process_zero():
-        for line in training.summary(trainer.state.log_history):
+        for line in training.summary(trainer.state, training_args.load_best_model_at_end):
             render.say(line)
         render.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
 
@@ -75,7 +76,7 @@ def tokenize(
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
     tokens, longest = {}, 0
-    with training_args.main_process_first(desc="tokenizing"):
+    with training_args.main_process_first(desc="tokenizing"), data.reading(data_args.dataset_name):
         splits = data.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
         for role, name in wanted.items():
             rows = data.split(splits, name)
