@@ -131,8 +131,8 @@ def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[t
     return found
 
 
-def inside(folder: Path, name: str) -> Path:
-    """A file of the folder itself.
+def inside(folder: Path, name: str, index: str = METADATA) -> Path:
+    """A file of the folder itself, which the folder's `index` names.
 
     Raises:
         UserError: the name leads elsewhere, by its parts or through a link.
@@ -140,9 +140,15 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     parts = PurePath(name).parts
     elsewhere = PurePath(name).is_absolute() or ".." in parts or "\0" in name or not parts
-    if elsewhere or not path.resolve().is_relative_to(folder.resolve()):
+    if not elsewhere and not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(
-            f"{folder / METADATA} points to {name!r}, outside of its folder",
+            f"{path} is a link to {path.resolve()}, outside of its folder",
+            why="a checkpoint has no business there; nothing was read",
+            fix="if the link is yours, put the file itself in its place; else don't trust this checkpoint",
+        )
+    if elsewhere:
+        raise UserError(
+            f"{folder / index} points to {name!r}, outside of its folder",
             why="a checkpoint has no business there; nothing was read",
             fix="don't trust this checkpoint; get it again from where it was written",
         )

@@ -2,26 +2,49 @@
 
 from pathlib import Path
 
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UsageError, UserError
+
+
+def check_name(repository: str) -> None:
+    """Refuses what can't be a repository's name before hours of work end with it.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UsageError(
+            f"--push-to-hub {repository} is no name of a repository: {str(error).splitlines()[0]}",
+            why="the hub would refuse the upload",
+            fix="--push-to-hub NAME/MODEL",
+        ) from error
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
     """Makes the repository if need be, and uploads all files; returns its address.
 
     Raises:
+        UsageError: it is no name of a repository.
         UserError: the hub refuses it or can't be reached; the folder stays.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import HfApi, errors
 
+    check_name(repository)
+    # Of the HTTP library that this version of huggingface_hub uses; RuntimeError is its own, for a file of the upload.
+    transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
     api = HfApi()
     try:
         url = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Model")
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except (transport, OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"the hub doesn't take {repository}: {str(error).splitlines()[0]}",
+            f"the hub doesn't take {repository}: {(str(error) or type(error).__name__).splitlines()[0]}",
             why=f"the export is complete in {folder}, and nowhere else",
-            fix=f"hf auth login, then: accel-fsdp export --check {folder} --push-to-hub {repository}",
+            fix="check the network and `hf auth login`, then push it again: "
+            f"accel-fsdp export --check {folder} --push-to-hub {repository}",
         ) from error
     return str(url)

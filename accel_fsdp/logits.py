@@ -30,7 +30,8 @@ def difference(folder: Path, found: Found, papers: Papers) -> tuple[float, float
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()
-        theirs = _cast(_original(found, papers, kind, config), exported.dtype).eval()(tokens).logits.float()
+        original = _original(found, papers, kind, config, exported.dtype)
+        theirs = _cast(original, exported.dtype).eval()(tokens).logits.float()
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 
@@ -41,11 +42,11 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
     return model
 
 
-def _original(found: Found, papers: Papers, kind: Any, config: Any) -> "nn.Module":
+def _original(found: Found, papers: Papers, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
     if found.kind == "safetensors":
         return kind.from_pretrained(found.folder, config=config)  # type: ignore[no-any-return]
     if papers.adapter is not None:
-        return _with_adapter(found, papers, kind)
+        return _with_adapter(found, papers, kind, dtype)
     model = kind(config)
     state = _state(found)
     if model.state_dict().keys() <= state.keys() or not _tied(model):
@@ -67,10 +68,12 @@ def _copies(model: "nn.Module", state: "dict[str, torch.Tensor]") -> "dict[str, 
     return {name: held[key] for key, names in groups.items() for name in names}
 
 
-def _with_adapter(found: Found, papers: Papers, kind: Any) -> "nn.Module":
+def _with_adapter(found: Found, papers: Papers, kind: Any, dtype: "torch.dtype") -> "nn.Module":
+    """Merged as wide as the export is, or as the base is."""
+    import torch
     from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 
-    base = kind.from_pretrained(papers.folder)
+    base = kind.from_pretrained(papers.folder, dtype=dtype if dtype is torch.float32 else "auto")
     if found.kind == "adapter":
         return PeftModel.from_pretrained(base, str(found.folder)).merge_and_unload()  # type: ignore[no-any-return]
     model = get_peft_model(base, PeftConfig.from_pretrained(str(papers.adapter)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.sources import LORA, PEFT_PREFIX
-from accel_fsdp.stored import Reader, Source, Stored
+from accel_fsdp.stored import Reader, Source, Stored, part_of
 from accel_fsdp.stream import torch_dtype, whole
 
 UNKNOWN = ("use_qalora", "velora_config", "arrow_config", "layer_replication", "lora_bias", "trainable_token_indices")
@@ -21,19 +21,18 @@ UNKNOWN = ("use_qalora", "velora_config", "arrow_config", "layer_replication", "
 
 @dataclass(frozen=True)
 class Merged:
-    """One weight with its adapter. `turned`: the adapter's product is the transposed weight's, as in Conv1D."""
+    """One weight with its adapter, rounded to `dtype` once.
 
+    `turned`: the adapter's product is the transposed weight's, as in Conv1D.
+    """
+
+    dtype: str
     base: Source
     down: Stored
     up: Stored
     scale: float
     magnitude: Stored | None = None
     turned: bool = False
-
-    @property
-    def dtype(self) -> str:
-        """As of the base."""
-        return self.base.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,8 +48,8 @@ class Merged:
         """Fills `buffer` with merged rows."""
         import torch
 
-        self.base.read(reader, start, stop, buffer)
-        rows = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
+        content = part_of(reader, self.base, start, stop)
+        rows = torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view(-1, self.shape[1])
         first, last = start // self.shape[1], stop // self.shape[1]
         down, up = whole(reader, self.down).float(), whole(reader, self.up).float()
         change = (down.T[first:last] @ up.T if self.turned else up[first:last] @ down) * self.scale
@@ -59,11 +58,15 @@ class Merged:
             magnitude = whole(reader, self.magnitude).float().view(-1)
             norm = torch.linalg.norm(made, dim=0 if self.turned else 1)
             made *= (magnitude / norm) if self.turned else (magnitude[first:last] / norm)[:, None]
-        rows.copy_(made)
+        torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made).copy_(made)
 
 
-def merged(base: Mapping[str, Source], adapter: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Source]:
-    """The base with all of the adapter's changes.
+def merged(
+    base: Mapping[str, Source], adapter: Mapping[str, Stored], settings: Mapping[str, Any], wanted: str | None = None
+) -> dict[str, Source]:
+    """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
+
+    Without `wanted` they have the base's dtype.
 
     Raises:
         UserError: the adapter is of another kind or of another base.
@@ -76,11 +79,13 @@ def merged(base: Mapping[str, Source], adapter: Mapping[str, Stored], settings: 
     modules = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
     for module in modules:
         target = _in(found, f"{module.removeprefix(PEFT_PREFIX)}.weight")
-        found[target] = _merge(found[target], module, adapter, settings)
+        found[target] = _merge(found[target], module, adapter, settings, wanted)
     return found
 
 
-def _merge(base: Source, module: str, adapter: Mapping[str, Stored], settings: Mapping[str, Any]) -> Merged:
+def _merge(
+    base: Source, module: str, adapter: Mapping[str, Stored], settings: Mapping[str, Any], wanted: str | None
+) -> Merged:
     embedding = f"{module}.lora_embedding_A" in adapter
     names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
     lacking = [name for name in names if f"{module}.{name}" not in adapter]
@@ -95,7 +100,8 @@ def _merge(base: Source, module: str, adapter: Mapping[str, Stored], settings: M
     plain = module.removeprefix(PEFT_PREFIX)
     alpha = _of(plain, settings.get("alpha_pattern") or {}, settings.get("lora_alpha", 8))
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return Merged(base, down, up, scale, adapter.get(f"{module}.lora_magnitude_vector"), turned)
+    dtype = base.dtype if wanted in (None, base.dtype) else "F32"
+    return Merged(dtype, base, down, up, scale, adapter.get(f"{module}.lora_magnitude_vector"), turned)
 
 
 def _of(module: str, patterns: Mapping[str, float], default: float) -> float:

@@ -16,6 +16,7 @@ from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
 LORA = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.|$)")
+INDEX = "model.safetensors.index.json"
 PEFT_PREFIX = "base_model.model."
 Paths = Mapping[tuple[str, ...], Stored]
 
@@ -52,7 +53,8 @@ def read(found: Found, reader: Reader, optimizer: bool = False) -> Weights:
 
 def _read(found: Found, reader: Reader, optimizer: bool) -> Weights:
     if found.kind == "safetensors":
-        return Weights(dict(_filed(found.folder)), filed=True)
+        state = _full_optimizer(found.folder, reader) if optimizer else {}
+        return Weights(dict(_filed(found.folder)), optimizer=split(state).optimizer, filed=True)
     if found.kind == "adapter":
         return Weights({}, of_file(found.weights))
     if found.kind == "ZeRO":
@@ -64,17 +66,31 @@ def _read(found: Found, reader: Reader, optimizer: bool) -> Weights:
         return split(paths)
     content = archive.load(reader, found.weights)
     paths = {path: view.stored(".".join(path)) for path, view in _flat(content, ())}
-    if optimizer and (found.folder / "optimizer.bin").is_file():
-        state = archive.load(reader, found.folder / "optimizer.bin")
-        paths |= {("optimizer", *path): view.stored(".".join(path)) for path, view in _flat(state, ())}
+    if optimizer:
+        paths |= _full_optimizer(found.folder, reader)
     return split(paths)
 
 
+def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+    """What Accelerate saves beside a full state dict and beside safetensors files alike; empty if it isn't there."""
+    path = folder / "optimizer.bin"
+    state = archive.load(reader, path) if path.is_file() else {}
+    return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}
+
+
 def _filed(folder: Path) -> Iterator[tuple[str, Stored]]:
-    index = weights.read_json(folder / "model.safetensors.index.json")
+    index = weights.read_json(folder / INDEX)
     names = sorted(set(map(str, dict(index.get("weight_map") or {}).values()))) or ["model.safetensors"]
     for name in names:
-        yield from of_file(dcp.inside(folder, name)).items()
+        yield from of_file(folder / name if _in_hub_cache(folder, name) else dcp.inside(folder, name, INDEX)).items()
+
+
+def _in_hub_cache(folder: Path, name: str) -> bool:
+    """Whether it is huggingface_hub's link from `REPO/snapshots/REVISION/` to a file right in `REPO/blobs/`."""
+    path, home = folder / name, folder.resolve().parent
+    if Path(name).name != name or home.name != "snapshots" or not path.is_symlink():
+        return False
+    return path.resolve().parent == home.parent / "blobs"
 
 
 def of_folder(folder: Path) -> dict[str, Stored]:

@@ -154,7 +154,7 @@ def part_of(reader: "Reader", source: Source, start: int, stop: int) -> bytearra
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:
-    """A tensor of these boxes, whose sizes must add up to it.
+    """A tensor of these boxes, which must fill it: all inside, none over another, and sizes that add up to it.
 
     Raises:
         UserError: they don't.
@@ -171,6 +171,8 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
         found = sum(prod(piece.sizes) for piece in pieces)
         where = pieces[0].record.path if pieces else Path(name)
         raise damaged(where, f"and its siblings hold {found} of the {prod(shape)} elements of {name}")
+    if _overlap(pieces):
+        raise damaged(pieces[0].record.path, f"and its siblings hold some elements of {name} twice, others never")
     row = prod(shape[1:])
     whole_rows = all(piece.sizes[1:] == shape[1:] and piece.strides is None for piece in pieces)
     if shape and not whole_rows:
@@ -180,6 +182,31 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
         for piece in pieces
     ]
     return Stored(dtype, shape, tuple(sorted(flat, key=lambda piece: piece.offsets)))
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two boxes share an element.
+
+    Boxes are passed by their beginnings along the dimension in which most of them begin apart, and each is compared
+    with those that have not ended there: one, or those of the other dimensions of a mesh.
+    """
+    boxes = [piece for piece in pieces if prod(piece.sizes)]
+    if len(boxes) < 2:
+        return False
+    beginnings = list(zip(*(piece.offsets for piece in boxes), strict=True))
+    along = max(range(len(beginnings)), key=lambda dimension: len(set(beginnings[dimension])))
+    begun: list[Piece] = []
+    for one in sorted(boxes, key=lambda piece: piece.offsets[along]):
+        begun = [other for other in begun if other.offsets[along] + other.sizes[along] > one.offsets[along]]
+        if any(_meet(one, other) for other in begun):
+            return True
+        begun.append(one)
+    return False
+
+
+def _meet(one: Piece, other: Piece) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(at < there + length and there < at + size for at, size, there, length in sides)
 
 
 class Reader:

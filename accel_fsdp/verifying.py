@@ -1,9 +1,10 @@
 """The proof of an export: reopens its files and compares them with the report of what was written."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from accel_fsdp.papers import ADAPTER_CONFIG, CONFIG, Papers
 from accel_fsdp.stored import ITEM_BYTES, Reader, damaged
 from accel_fsdp.stream import THREADS, Output, Placed, Progress, hashes_of
 
-REPORT = "export.json"
+REPORT, CARD = "export.json", "README.md"
+WEIGHTS = (".safetensors", ".pth")
 MERGED = 1e-4
 """How far a merge in float32 may lie from PEFT's, of the largest logit."""
 
@@ -38,13 +40,17 @@ class Written:
 
 @dataclass(frozen=True)
 class Report:
-    """What was exported and what was proven about it; `export.json` in the exported folder."""
+    """What was exported and what was proven about it; `export.json` in the exported folder.
+
+    `papers`: the SHA-256 of each other file but the card, which people edit; empty until the report is saved.
+    """
 
     source: str
     kind: str
     tensors: dict[str, Written]
     checks: tuple[str, ...]
     seconds: float = 0.0
+    papers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -80,8 +86,9 @@ class Report:
         return {"accel_fsdp": __version__, **asdict(self), **totals}
 
     def save(self, folder: Path) -> None:
-        """Writes `export.json`."""
-        (folder / REPORT).write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
+        """Writes `export.json`, last of all files."""
+        content = replace(self, papers=_papers(folder)).content()
+        (folder / REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
         """For the screen."""
@@ -99,9 +106,40 @@ def read_report(folder: Path) -> Report | None:
             name: Written(one["dtype"], tuple(one["shape"]), one["file"], int(one["block"]), one["hash"])
             for name, one in content["tensors"].items()
         }
-        return Report(str(content["source"]), str(content["kind"]), tensors, ())
+        papers = dict(content.get("papers", {}))  # older reports have none
+        return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+def _papers(folder: Path) -> dict[str, str]:
+    """The SHA-256 by name of all files that are no weights. Hidden ones are git's and the hub's."""
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        name.as_posix(): hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in names
+        if str(name) not in (REPORT, CARD)
+        and not any(part.startswith(".") for part in name.parts)
+        and not (len(name.parts) == 1 and name.suffix in WEIGHTS)
+    }
+
+
+def _same_papers(folder: Path, report: Report) -> Report:
+    there = _papers(folder)
+    missing, extra = report.papers.keys() - there.keys(), there.keys() - report.papers.keys()
+    changed = (name for name, sha in report.papers.items() if there.get(name, sha) != sha)
+    wrong = [
+        *(f"{name} is missing" for name in sorted(missing)),
+        *(f"{name} isn't what was written" for name in changed),
+        *(f"{name} was not exported" for name in sorted(extra)),
+    ]
+    if wrong:
+        raise UserError(
+            f"{folder} has changed since the export: {'; '.join(wrong[: describing.SHOWN])}",
+            why="users would load another model than the one that was verified, or run what lies beside it",
+            fix="put that right, or export it again: accel-fsdp export SRC OUT --force",
+        )
+    return report.proven(f"{len(there)} other files are what was written")
 
 
 @dataclass(frozen=True)
@@ -117,7 +155,7 @@ def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Re
     Raises:
         UserError: they aren't.
     """
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".pth")]
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
     found = {path.name: _tensors(path) for path in paths}
     placed = []
     for name, one in report.tensors.items():
@@ -202,7 +240,15 @@ def check(folder: Path, pool: Executor | None) -> Report:
         UserError: something is wrong with it, or it is no export.
     """
     report = read_report(folder)
+    if report is not None and report.papers:
+        report = _same_papers(folder, report)
     report = verify(folder, report, THREADS, lambda _: None) if report else _found(folder)
+    if not (folder / CONFIG).is_file() and not any(
+        one.file.startswith("adapter_model") for one in report.tensors.values()
+    ):
+        raise UserError(
+            f"{folder} holds no {CONFIG}", why="from_pretrained needs it", fix="put it back, or export the model again"
+        )
     if pool is not None and (folder / CONFIG).is_file() and not any(folder.glob("*.pth")):
         pool.submit(describing.loads, folder).result()
         report = report.proven("from_pretrained loads all of it")

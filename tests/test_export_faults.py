@@ -3,6 +3,7 @@
 import base64
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -11,29 +12,40 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise, product
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import sharded
 import torch
 from conftest import ROOT, run
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
-from accel_fsdp import archive, checkpoint, complete, dcp, exporting, files, verifying
+from accel_fsdp import archive, checkpoint, complete, dcp, describing, exporting, files, verifying
+from accel_fsdp import hub as upload
 from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.stored import Piece, Record, tensor
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
+STRANGE, ODD = (
+    json.dumps({"model_type": "llama", **SIZES, **HEADS, **odd})
+    for odd in ({"hidden_size": "x"}, {"num_attention_heads": 0})
+)
 INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
 
 
@@ -110,6 +122,38 @@ def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_p
             tensors = load_file(tmp_path / "out" / "model.safetensors")
             assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
     assert found > 10
+
+
+def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
+    """Two chunks of one size at one place: the sizes add up, each file is whole, and a third of the tensor is lost."""
+    path = run_folder / INNER / ".metadata"
+    metadata = FileSystemReader(path.parent).read_metadata()
+    name, entry = next((n, e) for n, e in metadata.state_dict_metadata.items() if n.endswith("embed_tokens.weight"))
+    first, second = entry.chunks[0], next(c for c in entry.chunks[1:] if c.sizes == entry.chunks[0].sizes)
+    old = next(i for i in metadata.storage_data if i.fqn == name and i.offset == second.offsets)
+    metadata.storage_data[dataclasses.replace(old, offset=first.offsets)] = metadata.storage_data.pop(old)
+    second.offsets = first.offsets
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"embed_tokens\.weight twice, others never"):
+        export(run_folder, tmp_path / "out")
+
+
+@given(st.data())
+def test_boxes_fill_a_tensor_or_are_refused(data: st.DataObject) -> None:
+    """Against counting each element; a grid of boxes, of which one may be moved."""
+    inner = st.sets(st.integers(1, 5), max_size=3)
+    cuts = [[0, *sorted(one), 6] for one in data.draw(st.lists(inner, min_size=1, max_size=3))]
+    spans = [list(pairwise(each)) for each in cuts]
+    boxes = [([low for low, _ in box], [high - low for low, high in box]) for box in product(*spans)]
+    moved = data.draw(st.sampled_from(boxes))[0]
+    moved[:] = [data.draw(st.integers(0, at)) for at in moved] if data.draw(st.booleans()) else moved
+    counts = np.zeros([6] * len(cuts), int)
+    for at, sizes in boxes:
+        counts[tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))] += 1
+    record = Record(Path("file"), 0, 0)
+    pieces = [Piece(record, tuple(at), tuple(sizes)) for at, sizes in data.draw(st.permutations(boxes))]
+    with contextlib.nullcontext() if (counts == 1).all() else pytest.raises(UserError, match="twice, others never"):
+        tensor("w", "F32", counts.shape, pieces)
 
 
 class Evil:
@@ -527,8 +571,88 @@ def test_push_to_the_hub(hub: str, run_folder: Path, tmp_path: Path) -> None:
         command_line = [sys.executable, "-m", "accel_fsdp", "export", *words, *push]
         finished = run(command_line, **env, HF_HOME=str(tmp_path / "home"))
         assert finished.code == int(refuse), finished.output
+        assert "Traceback" not in finished.output
         assert (out / "model.safetensors").exists()
     assert "pushed: " in finished.output
     assert Hub.files.keys() == {path.name for path in out.iterdir()}
     assert Hub.objects[Hub.files["model.safetensors"]] == (out / "model.safetensors").read_bytes()
     assert json.loads(Hub.files["config.json"])["model_type"] == "llama"
+
+
+def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
+    """Nobody listens; a name that the hub would refuse."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}", "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+        words = [sys.executable, "-m", "accel_fsdp", "export", run_folder, tmp_path / "out", "--verify", "bytes"]
+        finished = run([*words, "--push-to-hub", "me/model"], **env, HF_HOME=str(tmp_path / "home"))
+    assert finished.code == 1, finished.output
+    assert "Traceback" not in finished.output
+    assert f"accel-fsdp export --check {tmp_path / 'out'} --push-to-hub me/model" in " ".join(finished.output.split())
+    for name in ("me/my model", "a/b/c", "-x"):
+        with pytest.raises(UsageError, match="no name of a repository"):
+            upload.push(tmp_path / "out", name, private=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", lambda text: text.replace("10000.0", "10001.0"), "config.json isn't what was written"),
+        ("config.json", None, "config.json is missing"),
+        ("pytorch_model.bin", str, "pytorch_model.bin was not exported"),
+        ("inner/x.py", str, "inner/x.py was not exported"),
+        ("README.md", str, ""),
+        (".gitattributes", str, ""),
+    ],
+)
+def test_check_compares_all_files(
+    name: str, change: Callable[[str], str] | None, message: str, run_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export(run_folder, out)
+    path = out / name
+    if change is None:
+        path.unlink()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(change(path.read_text() if path.exists() else "new"))
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        export(out, out, check=True)
+
+
+@pytest.mark.parametrize("config", ["{", '{"model_type": "no such"}', "{}", STRANGE, ODD, None])
+def test_check_without_a_report_of_papers(config: str | None, run_folder: Path, tmp_path: Path) -> None:
+    """As older versions left it: a config that can't be loaded, or none, is named."""
+    out = tmp_path / "out"
+    export(run_folder, out)
+    report = json.loads((out / "export.json").read_text())
+    del report["papers"]
+    (out / "export.json").write_text(json.dumps(report))
+    export(out, out, check=True)
+    (out / "config.json").write_text(config) if config else (out / "config.json").unlink()
+    with pytest.raises(UserError, match=r"from_pretrained doesn't load out|holds no config\.json"):
+        describing.loads(out) if config else export(out, out, check=True)
+
+
+def test_links_of_the_hubs_cache(run_folder: Path, tmp_path: Path) -> None:
+    """`snapshots/REVISION/x` to `blobs/HASH` of one repository is followed; any other link out of the folder isn't."""
+    export(run_folder, tmp_path / "plain")
+    snapshot = tmp_path / "models--me--model" / "snapshots" / "1"
+    (snapshot.parent.parent / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "plain").iterdir():
+        shutil.move(path, snapshot.parent.parent / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    export(snapshot, snapshot, check=True)
+    export(snapshot, tmp_path / "out")
+    (snapshot / "export.json").unlink()
+    export(snapshot, snapshot, check=True)
+    shutil.move(snapshot.parent.parent / "blobs" / "model.safetensors", tmp_path)
+    (snapshot.parent.parent / "blobs" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{snapshot}/model.safetensors is a link to {tmp_path}/model.safetensors"):
+        export(snapshot, tmp_path / "other")
+
+
+def test_a_base_that_has_moved(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot get some/gone(?s:.*)adapter_config\.json(?s:.*)--model FOLDER"):
+        describing.fetch("some/gone", with_weights=True)

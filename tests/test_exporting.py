@@ -79,6 +79,31 @@ def test_adapters_stay_adapters_or_are_merged(name: str, written: Path, tmp_path
         torch.testing.assert_close(tensor, theirs[key], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_merge_is_rounded_once(dora: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """Into a bf16 base: float32 as PEFT merges the base loaded in float32, and bf16 is that, rounded."""
+    config = {**json.loads((tiny_model / "config.json").read_text()), "dtype": "bfloat16"}
+    AutoModelForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], use_dora=dora))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    theirs = adapted.merge_and_unload().state_dict()
+    verify = "bytes" if dora else "logits"
+    wide = export(tmp_path / "adapter", tmp_path / "wide", merge_adapter=True, dtype="F32", verify=verify)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(wide[name], theirs[name], atol=1e-6, rtol=1e-6)
+    assert not torch.equal(wide[name], wide[name].bfloat16().float())
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+    low = export(tmp_path / "adapter", tmp_path / "low", merge_adapter=True)
+    assert torch.equal(low[name], wide[name].bfloat16())
+
+
 def base_weight(run_folder: Path) -> torch.Tensor:
     return load_file(run_folder / "base" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
 
@@ -88,6 +113,16 @@ def test_the_optimizer_comes_along(written: Path, tmp_path: Path) -> None:
     whole = torch.load(written / "fsdp2-2" / "optimizer.pt")
     flat = {f"state.{name}.{key}": tensor for name, state in whole.items() for key, tensor in state.items()}
     same(load_file(tmp_path / "out" / "optimizer.safetensors"), flat)
+
+
+def test_a_full_optimizer_beside_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    """As `FULL_STATE_DICT` leaves a folder."""
+    shutil.copytree(tiny_model, tmp_path / "run")
+    state = {"model.norm.weight": {"exp_avg": torch.arange(3.0)}}
+    torch.save({"state": state, "param_groups": [{"lr": 0.1}]}, tmp_path / "run" / "optimizer.bin")
+    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "pytorch_model_fsdp.bin")
+    export(tmp_path / "run", tmp_path / "out", with_optimizer=True)
+    same(load_file(tmp_path / "out" / "optimizer.safetensors"), {"state.model.norm.weight.exp_avg": torch.arange(3.0)})
 
 
 @pytest.mark.parametrize("name", ["fsdp2-3", "lora-3"])
