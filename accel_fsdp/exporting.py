@@ -69,6 +69,8 @@ def run(options: Options) -> int:
     out = options.src if options.check else options.out
     if out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
+    if options.push_to_hub:
+        hub.check_name(options.push_to_hub)
     if options.check:
         with _aside(options.verify) as pool:
             report = verifying.check(out, pool)
@@ -164,7 +166,7 @@ def _check_place(out: Path, found: Found, force: bool) -> None:
 
 
 def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (papers.CONFIG, papers.ADAPTER_CONFIG, verifying.REPORT))
+    return any((folder / name).is_file() for name in (papers.CONFIG, papers.ADAPTER_CONFIG, checkpoint.REPORT))
 
 
 def _is_of_model(path: Path) -> bool:

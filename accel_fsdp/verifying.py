@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import __version__, archive, checkpoint, describing, logits, sources, weights
-from accel_fsdp.checkpoint import Found
+from accel_fsdp.checkpoint import REPORT, Found
 from accel_fsdp.errors import UserError
 from accel_fsdp.papers import ADAPTER_CONFIG, CONFIG, Papers
 from accel_fsdp.stored import ITEM_BYTES, Reader, damaged
 from accel_fsdp.stream import THREADS, Output, Placed, Progress, hashes_of
 
-REPORT, CARD = "export.json", "README.md"
+CARD = "README.md"
 WEIGHTS = (".safetensors", ".pth")
 MERGED = 1e-4
 """How far a merge in float32 may lie from PEFT's, of the largest logit."""
