@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.facts import first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +88,7 @@ def build(folder: Path) -> "nn.Module":
             model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise UserError(
-            f"transformers can't build the model of {folder / 'config.json'}: {_first_line(error)}",
+            f"transformers can't build the model of {folder / 'config.json'}: {first_line(error)}",
             why="what the files must hold is unknown",
             fix=FIX_CONFIG,
         ) from error
@@ -127,7 +128,7 @@ def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(one.shape) for name, one in get_peft_model_state_dict(model).items()}
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(
-            f"PEFT can't build the adapter of {folder}: {_first_line(error)}",
+            f"PEFT can't build the adapter of {folder}: {first_line(error)}",
             why="what the file must hold is unknown",
             fix="give the model that was trained: --model ID_OR_FOLDER",
         ) from error
@@ -146,7 +147,7 @@ def loads(folder: Path) -> None:
         kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
         _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True)
     except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
-        raise _refused(folder, _first_line(error)) from error
+        raise _refused(folder, first_line(error)) from error
     wrong = {key: names for key, names in report.items() if names and key != "error_msgs"}
     if wrong:
         shown = "; ".join(
@@ -157,12 +158,7 @@ def loads(folder: Path) -> None:
         try:
             transformers.AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise _refused(folder, f"tokenizer: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    """Of its message; its type where it has none."""
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
+            raise _refused(folder, f"tokenizer: {first_line(error)}") from error
 
 
 def _refused(folder: Path, what: str) -> UserError:
@@ -186,7 +182,7 @@ def fetch(model: str, with_weights: bool) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot get {model}: {_first_line(error)}",
+            f"cannot get {model}: {first_line(error)}",
             why="it is the model that --model names, else adapter_config.json or the run's run.json; "
             + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
             fix="say where it lies now: --model FOLDER",

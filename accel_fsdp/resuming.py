@@ -4,13 +4,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from accel_fsdp import archive, complete, weights
+from accel_fsdp.checkpoint import FULL, LOCAL
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import Reader
 from accel_fsdp.types import CheckpointFacts
 
-FULL = "pytorch_model_fsdp.bin"
-LOCAL = "pytorch_model_fsdp_rank*.bin"
 ZERO_STATES = "*/*zero_pp_rank_*_optim_states.pt"
 
 

@@ -14,7 +14,20 @@ from transformers import (
     TrainingArguments,
 )
 
-from accel_fsdp import cpu, export, facts, files, forecast, gathering, papers, prepare, render, reporting, sharding
+from accel_fsdp import (
+    cpu,
+    export,
+    facts,
+    files,
+    forecast,
+    gathering,
+    models,
+    papers,
+    prepare,
+    render,
+    reporting,
+    sharding,
+)
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
 from accel_fsdp.surviving import SurvivingTrainer
@@ -67,7 +80,7 @@ class SftTrainer(SurvivingTrainer):
         """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
         precision = self.accelerator.mixed_precision
         if getattr(self.accelerator.state, "deepspeed_plugin", None) is not None:
-            return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+            return models.COMPUTED.get(precision)
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         return torch.float32 if fsdp and precision != "no" else None
 
