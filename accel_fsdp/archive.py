@@ -8,13 +8,13 @@ module, so not even an admitted pickle reaches torch.
 import io
 import pickle
 import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import ITEM_BYTES, TORCH_NAMES, Piece, Reader, Record, Stored, damaged, tensor
@@ -28,7 +28,9 @@ STORAGES = {
     **{"BoolStorage": "BOOL", "UntypedStorage": "U8", "ComplexFloatStorage": "C64"},
 }
 END, END64, ENTRY, LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
-TAIL_BYTES = 1024
+ENTRY_FIELDS = struct.Struct("<4s6xH4xIIIHHH8xI")
+LOCAL_FIELDS = struct.Struct("<4s22xHH")
+HEAD_BYTES, TAIL_BYTES = 4096, 1024
 LARGEST_DIRECTORY = 1 << 28
 ERRORS = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError),
@@ -93,8 +95,7 @@ def unpickle(content: bytes, admitted: Admitted, path: Path, load: Callable[[Any
         raise damaged(path, f"is damaged: {type(error).__name__} in its pickle") from error
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One record of an archive: checksum, size, and where its local header and its entry in the list of records begin.
 
     Places count from the archive's start.
@@ -189,23 +190,91 @@ TENSORS: dict[tuple[str, str], Any] = {
 """What a file of tensors is made of."""
 
 
-def slots(reader: Reader, path: Path, start: int, length: int) -> dict[str, Slot]:
-    """The records of an archive that lies in bytes `start` to `start + length` of a file.
+class Archive:
+    """A zip archive of stored records, in bytes `start` to `start + length` of a file.
 
-    Raises:
-        UserError: it isn't one, or is cut short.
+    Both of its ends are read at once, which hold all but the tensors: a checkpoint of many ranks has an archive per
+    chunk, ten thousand of them.
     """
-    tail_at = max(0, length - TAIL_BYTES)
-    tail = reader.bytes_of(path, start + tail_at, length - tail_at)
-    try:
+
+    def __init__(self, reader: Reader, path: Path, start: int, length: int) -> None:
+        """Reads the list of records.
+
+        Raises:
+            UserError: it is no archive, or cut short.
+        """
+        self.reader, self.path, self.start, self.length = reader, path, start, length
+        self.head = reader.bytes_of(path, start, min(length, HEAD_BYTES))
+        try:
+            self.slots = self._slots()
+        except (struct.error, ValueError, UnicodeDecodeError) as error:
+            raise damaged(path, f"is damaged: no archive in bytes {start} to {start + length}") from error
+        self.has_checksums = any(slot.crc for slot in self.slots.values())
+        """`torch.serialization.set_crc32_options(False)` leaves them out."""
+
+    def _slots(self) -> dict[str, Slot]:
+        tail_at = max(0, self.length - TAIL_BYTES)
+        tail = self._bytes(tail_at, self.length - tail_at)
         size, offset = _directory(tail)
-        if size > min(length, LARGEST_DIRECTORY) or offset + size > length:
+        if size > min(self.length, LARGEST_DIRECTORY) or offset + size > self.length:
             raise ValueError("directory outside of the archive")
         known = offset - tail_at
-        content = tail[known : known + size] if known >= 0 else reader.bytes_of(path, start + offset, size)
+        content = tail[known : known + size] if known >= 0 else self._bytes(offset, size)
         return _entries(content, offset)
-    except (struct.error, ValueError, UnicodeDecodeError) as error:
-        raise damaged(path, f"is damaged: no archive in bytes {start} to {start + length}") from error
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        if at + count <= len(self.head):
+            return self.head[at : at + count]
+        return self.reader.bytes_of(self.path, self.start + at, count)
+
+    def record(self, name: str) -> Record:
+        """Where a record's bytes lie, behind its local header.
+
+        Raises:
+            UserError: there is none of this name, or it can't be where the list says.
+        """
+        if name not in self.slots:
+            raise damaged(self.path, f"is damaged: {name} is missing")
+        slot = self.slots[name]
+        head = self._bytes(slot.header, LOCAL_FIELDS.size)
+        if head[:4] != LOCAL or len(head) < LOCAL_FIELDS.size:
+            raise damaged(self.path, f"is damaged: no record at byte {self.start + slot.header}")
+        begin = slot.header + LOCAL_FIELDS.size + sum(LOCAL_FIELDS.unpack(head)[1:])
+        if begin + slot.size > self.length:
+            raise damaged(self.path, "has a record that ends behind it")
+        return Record(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
+
+    def content_of(self, name: str) -> bytes:
+        """One small record, checked.
+
+        Raises:
+            UserError: it is missing or damaged.
+        """
+        place = self.record(name)
+        if place.length > LARGEST_DIRECTORY:
+            raise damaged(self.path, f"is damaged: {name} is too large")
+        content = self._bytes(place.start - self.start, place.length)
+        if len(content) < place.length or place.crc not in (None, zlib.crc32(content)):
+            raise damaged(self.path, f"is damaged: the checksum of {name} is wrong")
+        return content
+
+    def load(self, admitted: Admitted) -> Any:
+        """The pickled object, with a `View` for each tensor.
+
+        Raises:
+            UserError: something is damaged, or names what isn't admitted.
+        """
+        if "byteorder" in self.slots and self.content_of("byteorder") != b"little":
+            raise damaged(self.path, "was written on a machine of the other byte order")
+        return unpickle(self.content_of("data.pkl"), admitted, self.path, self._storage)
+
+    def _storage(self, pid: Any) -> Storage:
+        kind, storage, key, _, count = pid
+        dtype = STORAGES[storage]
+        place = self.record(f"data/{key}")
+        if kind != "storage" or place.length != count * ITEM_BYTES[dtype]:
+            raise damaged(self.path, f"is damaged: storage {key} has another size than its tensors")
+        return Storage(dtype, place)
 
 
 def _directory(tail: bytes) -> tuple[int, int]:
@@ -222,17 +291,16 @@ def _directory(tail: bytes) -> tuple[int, int]:
 def _entries(content: bytes, start: int) -> dict[str, Slot]:
     found, at = {}, 0
     while at < len(content):
-        if content[at : at + 4] != ENTRY:
+        mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, at)
+        if mark != ENTRY:
             raise ValueError("no entry")
-        method, _, _, crc, packed, size, name, extra, comment = struct.unpack_from("<4x6xHHHIIIHHH", content, at)
-        (header,) = struct.unpack_from("<I", content, at + 42)
-        more = content[at + 46 + name : at + 46 + name + extra]
-        size, packed, header = _wide((size, packed, header), more)
+        named = at + ENTRY_FIELDS.size
+        size, packed, header = _wide((size, packed, header), content[named + name : named + name + extra])
         if method != 0 or packed != size:
             raise ValueError("a packed record")
-        key = content[at + 46 : at + 46 + name].decode().partition("/")[2]
+        key = content[named : named + name].decode().partition("/")[2]
         found[key] = Slot(crc, size, header, start + at)
-        at += 46 + name + extra + comment
+        at = named + name + extra + comment
     return found
 
 
@@ -251,27 +319,6 @@ def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
     raise ValueError("a size is missing")
 
 
-def record(reader: Reader, path: Path, start: int, length: int, slot: Slot) -> Record:
-    """Where a record's bytes lie, behind its local header."""
-    head = reader.bytes_of(path, start + slot.header, 30)
-    if head[:4] != LOCAL or len(head) < 30:
-        raise damaged(path, f"is damaged: no record at byte {start + slot.header}")
-    begin = slot.header + 30 + sum(struct.unpack_from("<HH", head, 26))
-    if begin + slot.size > length:
-        raise damaged(path, "has a record that ends behind it")
-    return Record(path, start + begin, slot.size, slot.crc)
-
-
-def content_of(reader: Reader, path: Path, start: int, length: int, found: dict[str, Slot], name: str) -> bytes:
-    """One small record, checked."""
-    if name not in found or found[name].size > LARGEST_DIRECTORY:
-        raise damaged(path, f"is damaged: {name} is missing")
-    place = record(reader, path, start, length, found[name])
-    buffer = bytearray(place.length)
-    reader.read(place, 0, memoryview(buffer))
-    return bytes(buffer)
-
-
 def load(reader: Reader, path: Path, more: Admitted | None = None) -> Any:
     """The object in a file of torch.save, with a `View` for each tensor; no tensor is read.
 
@@ -280,25 +327,6 @@ def load(reader: Reader, path: Path, more: Admitted | None = None) -> Any:
     Raises:
         UserError: the file is damaged, or names what isn't admitted.
     """
-    length = reader.size_of(path)
     if reader.bytes_of(path, 0, 4) != LOCAL:
         raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged")
-    return load_item(reader, path, 0, length, {**TENSORS, **(more or {})})
-
-
-def load_item(reader: Reader, path: Path, start: int, length: int, admitted: Admitted = TENSORS) -> Any:
-    """The same for an archive inside a file."""
-    found = slots(reader, path, start, length)
-    if "byteorder" in found and content_of(reader, path, start, length, found, "byteorder") != b"little":
-        raise damaged(path, "was written on a machine of the other byte order")
-    content = content_of(reader, path, start, length, found, "data.pkl")
-    return unpickle(content, admitted, path, partial(_storage, reader, path, start, length, found))
-
-
-def _storage(reader: Reader, path: Path, start: int, length: int, found: dict[str, Slot], pid: Any) -> Storage:
-    kind, storage, key, _, count = pid
-    dtype = STORAGES[storage]
-    place = record(reader, path, start, length, found[f"data/{key}"])
-    if kind != "storage" or place.length != count * ITEM_BYTES[dtype]:
-        raise damaged(path, f"is damaged: storage {key} has another size than its tensors")
-    return Storage(dtype, place)
+    return Archive(reader, path, 0, reader.size_of(path)).load({**TENSORS, **(more or {})})

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from accel_fsdp import archive
-from accel_fsdp.archive import DTYPES, ERRORS, Inert, View
+from accel_fsdp.archive import DTYPES, ERRORS, TENSORS, Archive, Inert, View
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import Piece, Reader, Stored, damaged, tensor
 
@@ -113,21 +113,23 @@ def _tensors(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[tup
 def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
     """The place of each chunk by name and offset, all of them in plain files of the folder."""
     found: dict[tuple[str, Any], _Item] = {}
-    sizes: dict[str, int] = {}
+    known: dict[str, tuple[Path, int]] = {}
     for index, place in listed.items():
         name, at, length = place.state["relative_path"], place.state["offset"], place.state["length"]
-        if name not in sizes:
-            sizes[name] = reader.size_of(inside(folder, name))
+        if name not in known:
+            inner = inside(folder, name)
+            known[name] = inner, reader.size_of(inner)
+        path, size_bytes = known[name]
         if place.state.get("transform_descriptors"):
             raise UserError(
-                f"{folder / name} is compressed by an extension of DCP",
+                f"{path} is compressed by an extension of DCP",
                 why="its tensors can't be read in parts",
                 fix="save without extensions, or load it with torch and save it again",
             )
-        if min(at, length) < 0 or at + length > sizes[name]:
-            raise damaged(folder / name, f"is cut short: {sizes[name]} bytes, {at + length} expected")
+        if min(at, length) < 0 or at + length > size_bytes:
+            raise damaged(path, f"is cut short: {size_bytes} bytes, {at + length} expected")
         offset = index.state.get("offset")
-        found[index.state["fqn"], None if offset is None else tuple(offset)] = _Item(folder / name, at, length)
+        found[index.state["fqn"], None if offset is None else tuple(offset)] = _Item(path, at, length)
     return found
 
 
@@ -163,7 +165,7 @@ def _tensor(name: str, entry: dict[str, Any], items: dict[tuple[str, Any], _Item
         item = items.get((name, offsets))
         if item is None:
             raise ValueError("a chunk without a place")
-        view = archive.load_item(reader, item.path, item.start, item.length)
+        view = Archive(reader, item.path, item.start, item.length).load(TENSORS)
         if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
             raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
         pieces.append(view.piece(offsets))

@@ -3,6 +3,7 @@
 Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -61,6 +62,7 @@ def _begin() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
     silent = os.open(os.devnull, os.O_WRONLY)  # libraries talk while they load; what matters comes back as a value
     os.dup2(silent, 1)
     os.dup2(silent, 2)

@@ -212,35 +212,39 @@ class _Export:
         dtype = options.dtype or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            report = self._stream(folder, planner, None if adapter else asked)
-            (named.copy_adapter(folder) if adapter else named.copy(folder, dtype))
-            report = self._prove(folder, report, named, adapter)
+            report = self._proven(folder, _Plan(planner, None if adapter else asked), named, adapter)
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _stream(self, folder: Path, planner: Planner, asked: "Future[Description] | None") -> Report:
+    def _proven(self, folder: Path, plan: "_Plan", named: Papers, adapter: bool) -> Report:
         """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
-        outputs = planner.outputs(_known(asked, planner))
-        placed, hashes = self._write(folder, outputs, planner.weights)
-        final = planner.outputs(asked.result()) if asked else outputs
-        if _differ(final, outputs):
-            for path in folder.iterdir():
-                path.unlink()
-            placed, hashes = self._write(folder, final, planner.weights)
-        return Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
+        try:
+            return self._attempt(folder, plan, named, adapter)
+        except _OtherPlan as other:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            return self._attempt(folder, other.plan, named, adapter)
 
-    def _prove(self, folder: Path, report: Report, named: Papers, adapter: bool) -> Report:
+    def _attempt(self, folder: Path, plan: "_Plan", named: Papers, adapter: bool) -> Report:
+        """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
+        placed = self._place(folder, plan.outputs, plan.planner.weights)
+        (named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype))
+        loading = None
+        if self.pool and self.options.format == "safetensors":
+            loading = verifying.ask(folder, self.pool, named.folder if adapter else None)
+        hashes = self._write(folder, placed, plan)
+        report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
         with render.progress("verifying", report.size_bytes) as progress:
             report = verifying.verify(folder, report, THREADS, progress)
-        if self.pool and self.options.format == "safetensors":
-            report = verifying.loaded(folder, report, self.pool, named, adapter)
+        plan.settle()
+        if loading is not None:
+            report = verifying.loaded(report, loading, adapter)
         if self.pool and self.options.verify == "logits":
             report = verifying.same_logits(folder, report, self.pool, self.found, named)
         return report
 
-    def _write(self, folder: Path, outputs: list[Output], weights: Weights) -> tuple[list[Placed], dict[str, str]]:
+    def _place(self, folder: Path, outputs: list[Output], weights: Weights) -> list[Placed]:
         options = self.options
-        adapter = bool(weights.adapter) and not options.merge_adapter
         state = [Output(name, one.dtype, one) for name, one in sorted(weights.optimizer.items())]
         total = sum(one.size_bytes for one in (*outputs, *state))
         _check_space(self.out, total)
@@ -248,17 +252,73 @@ class _Export:
             from accel_fsdp import pth
 
             placed = pth.place(outputs, folder / "model.pth")
+        elif weights.adapter and not options.merge_adapter:
+            placed = stream.place(outputs, folder, "adapter_model", total + 1)
         else:
-            stem = "adapter_model" if adapter else "model"
-            size = total + 1 if adapter else options.max_shard_size
-            placed = stream.place(outputs, folder, stem, size)
-        if state:
-            placed += stream.place(state, folder, OPTIMIZER, options.max_shard_size)
-        with render.progress("exporting", total) as progress:
-            hashes = stream.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
+            placed = stream.place(outputs, folder, "model", options.max_shard_size)
+        return placed + (stream.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])
+
+    def _write(self, folder: Path, placed: list[Placed], plan: "_Plan") -> dict[str, str]:
+        options = self.options
+        with render.progress("exporting", sum(one.output.size_bytes for one in placed)) as progress:
+            hashes = stream.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
         if options.format == "pth":
+            from accel_fsdp import pth
+
             pth.seal(folder / "model.pth")
-        return placed, hashes
+        return hashes
+
+
+class _Plan:
+    """What is written, before and after transformers has said what the model's files hold.
+
+    Raises:
+        UserError: the checkpoint doesn't hold the model that the config describes.
+    """
+
+    def __init__(self, planner: Planner, asked: "Future[Description] | None") -> None:
+        self.planner, self._asked = planner, asked
+        self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
+
+    def _is_likely_other(self) -> bool:
+        """Whether to wait before anything is written: for stacked experts, and for merges, which cost more."""
+        stacked = any(len(one.shape) > 2 for one in self.planner.weights.tensors.values())
+        return stacked or self.planner.merge
+
+    def _settled(self) -> Description | None:
+        description, self._asked = self._asked.result() if self._asked else None, None
+        return description
+
+    def look(self) -> None:
+        """Once the answer is there, compares it with what is being written.
+
+        Raises:
+            UserError: the checkpoint isn't of that model.
+            _OtherPlan: it has to be written otherwise.
+        """
+        if self._asked is not None and self._asked.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the answer, and compares."""
+        if (description := self._settled()) is None:
+            return
+        final = self.planner.outputs(description)
+        if _contents(final) != _contents(self.outputs):
+            self.outputs = final
+            raise _OtherPlan(self)
+
+
+class _OtherPlan(Exception):
+    """What is to be written is something else than what is being written."""
+
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+def _contents(outputs: list[Output]) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {(one.name, one.dtype, one.source.shape) for one in outputs}
 
 
 def _refuse(options: Options, weights: Weights, named: Papers) -> None:
@@ -286,16 +346,6 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
             why="it was asked for",
             fix="leave it out; of ZeRO checkpoints and adapters alone it can't be exported",
         )
-
-
-def _known(asked: "Future[Description] | None", planner: Planner) -> Description | None:
-    """Waits for the description where the files' layout is likely another than the model's: stacked experts."""
-    stacked = any(len(one.shape) > 2 for one in planner.weights.tensors.values())
-    return asked.result() if asked is not None and (stacked or planner.merge) else None
-
-
-def _differ(one: list[Output], other: list[Output]) -> bool:
-    return {(o.name, o.dtype, o.source.shape) for o in one} != {(o.name, o.dtype, o.source.shape) for o in other}
 
 
 def _check_space(out: Path, needed: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_fsdp import archive
-from accel_fsdp.archive import View
+from accel_fsdp.archive import Archive, View
 from accel_fsdp.stored import GAP_BYTES, Reader
 from accel_fsdp.stream import Output, Placed, torch_dtype
 
@@ -47,12 +47,12 @@ def _start(view: View) -> int:
 def seal(path: Path) -> None:
     """Puts the checksums of the tensors' bytes in their two places each, so that the file is a valid archive."""
     reader = Reader()
-    length = reader.size_of(path)
     with path.open("r+b", buffering=0) as file:
-        for name, slot in archive.slots(reader, path, 0, length).items():
+        sealed = Archive(reader, path, 0, reader.size_of(path))
+        for name, slot in sealed.slots.items():
             if not name.startswith("data/"):
                 continue
-            record = archive.record(reader, path, 0, length, slot)
+            record = sealed.record(name)
             crc = _crc(reader, path, record.start, record.length).to_bytes(4, "little")
             os.pwrite(file.fileno(), crc, slot.entry + ENTRY_CRC)
             end = record.start + record.length

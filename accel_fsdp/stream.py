@@ -142,10 +142,13 @@ class Buffers(threading.local):
         return memoryview(self.content)[:size_bytes]
 
 
-def write(placed: Sequence[Placed], reader: Reader, threads: int, progress: Progress, sync: bool) -> dict[str, str]:
+def write(
+    placed: Sequence[Placed], reader: Reader, threads: int, progress: Progress, sync: bool, look: Callable[[], None]
+) -> dict[str, str]:
     """Fills files whose headers `place` has written; returns the hash of each tensor by name.
 
-    With `sync`, what has been written is flushed to the disk while more is written, and all of it in the end.
+    With `sync`, what has been written is flushed to the disk while more is written, and all of it in the end. `look`
+    is called before each block, and may end the writing with an error.
 
     Raises:
         OSError: the disk is full.
@@ -164,7 +167,7 @@ def write(placed: Sequence[Placed], reader: Reader, threads: int, progress: Prog
             progress(len(content))
             return _hash(content)
 
-        return _hashes(placed, block, threads)
+        return _hashes(placed, block, threads, look)
 
 
 def _block(output: Output, reader: Reader, buffers: Buffers, start: int, stop: int) -> memoryview:
@@ -216,13 +219,19 @@ def _hash(content: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(content)
 
 
-def _hashes(placed: Sequence[Placed], block: Callable[[Placed, int, int], bytes], threads: int) -> dict[str, str]:
+def _hashes(
+    placed: Sequence[Placed],
+    block: Callable[[Placed, int, int], bytes],
+    threads: int,
+    look: Callable[[], None] = lambda: None,
+) -> dict[str, str]:
     """Runs `block` for all blocks of all tensors, and joins the hashes of each tensor's blocks."""
     found: dict[str, dict[int, bytes]] = {one.output.name: {} for one in placed}
     with ThreadPoolExecutor(threads) as pool:
         running: dict[Future[bytes], tuple[str, int]] = {}
         try:
             for one, start, stop in _blocks(placed):
+                look()
                 if len(running) >= 2 * threads:
                     _collect(running, found)
                 running[pool.submit(block, one, start, stop)] = (one.output.name, start)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -212,25 +212,32 @@ class _Blocks:
         raise NotImplementedError
 
 
-def loaded(folder: Path, report: Report, pool: Executor, papers: Papers, adapter: bool) -> Report:
-    """Loads the export as its users will, on the meta device.
+def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
+    """Starts to load an export as its users will, on the meta device: headers and papers must be there.
+
+    With `base`, it is an adapter on that model.
+    """
+    return pool.submit(describing.describe_adapter, folder, base) if base else pool.submit(describing.loads, folder)
+
+
+def loaded(report: Report, loading: "Future[Any]", adapter: bool) -> Report:
+    """Waits for what `ask` has started.
 
     Raises:
         UserError: it doesn't load, or a weight would stay random.
     """
-    if adapter:
-        expected = pool.submit(describing.describe_adapter, folder, papers.folder).result()
-        found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith("adapter_model")}
-        if found != expected:
-            name = next(iter(found.items() ^ expected.items()))[0]
-            raise UserError(
-                f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
-                why="PEFT would leave it random or refuse it",
-                fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
-            )
-        return report.proven("names and shapes are those that PEFT expects")
-    pool.submit(describing.loads, folder).result()
-    return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
+    expected = loading.result()
+    if not adapter:
+        return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
+    found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith("adapter_model")}
+    if found != expected:
+        name = next(iter(found.items() ^ expected.items()))[0]
+        raise UserError(
+            f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
+            why="PEFT would leave it random or refuse it",
+            fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
+        )
+    return report.proven("names and shapes are those that PEFT expects")
 
 
 def check(folder: Path, pool: Executor | None) -> Report:

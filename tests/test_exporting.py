@@ -17,7 +17,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_dcp
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from accel_fsdp import checkpoint, exporting, papers, sources, stream
 from accel_fsdp.describing import Description
@@ -230,6 +238,34 @@ def test_layouts_that_differ_on_disk(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "run" / "model")
     theirs = load_file(tmp_path / "run" / "model" / "model.safetensors")
     same(export(tmp_path / "run" / "checkpoint-1", tmp_path / "out", verify="load"), theirs)
+
+
+def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
+    """What was begun under the likely names is written anew once the model's code has said which are one."""
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]))
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: one for key, one in config.items() if key != "tie_word_embeddings"}))
+    theirs = load_file(tmp_path / "model" / "model.safetensors")
+    assert "lm_head.weight" in export(tmp_path, tmp_path / "by_name")
+    same(export(tmp_path, tmp_path / "out", verify="load"), theirs)
+
+
+def test_files_without_checksums(tmp_path: Path, tiny_model: Path) -> None:
+    """`torch.serialization.set_crc32_options(False)` leaves zeros in their place."""
+    state = load_file(tiny_model / "model.safetensors")
+    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "run" / "model.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    same(export(tmp_path / "run", tmp_path / "out"), state)
+    report = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert not any("checksum" in check for check in report["checks"])
 
 
 def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
