@@ -3,6 +3,7 @@
 Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -62,6 +63,7 @@ def _begin() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    atexit.register(os._exit, 0)  # taking torch apart would take a second
     gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
     silent = os.open(os.devnull, os.O_WRONLY)  # libraries talk while they load; what matters comes back as a value
     os.dup2(silent, 1)
