@@ -29,6 +29,8 @@ STORAGES = {
 }
 END, END64, ENTRY, LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
 ENTRY_FIELDS = struct.Struct("<4s6xH4xIIIHHH8xI")
+CRC_AT = 16
+"""In an entry of the list of records."""
 LOCAL_FIELDS = struct.Struct("<4s22xHH")
 HEAD_BYTES, TAIL_BYTES = 4096, 1024
 LARGEST_DIRECTORY = 1 << 28

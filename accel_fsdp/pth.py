@@ -11,7 +11,7 @@ from accel_fsdp.stored import GAP_BYTES, Reader
 from accel_fsdp.stream import Output, Placed, torch_dtype
 
 DESCRIPTOR = b"PK\x07\x08"
-ENTRY_CRC, DESCRIPTOR_CRC = 16, 4
+DESCRIPTOR_CRC = 4
 
 
 def place(outputs: Sequence[Output], path: Path) -> list[Placed]:
@@ -54,7 +54,7 @@ def seal(path: Path) -> None:
                 continue
             record = sealed.record(name)
             crc = _crc(reader, path, record.start, record.length).to_bytes(4, "little")
-            os.pwrite(file.fileno(), crc, slot.entry + ENTRY_CRC)
+            os.pwrite(file.fileno(), crc, slot.entry + archive.CRC_AT)
             end = record.start + record.length
             if reader.bytes_of(path, end, 4) == DESCRIPTOR:
                 os.pwrite(file.fileno(), crc, end + DESCRIPTOR_CRC)
