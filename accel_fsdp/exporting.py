@@ -344,7 +344,7 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
         raise UserError(
             "--with-optimizer, and no optimizer state of tensors was found",
             why="it was asked for",
-            fix="leave it out; of ZeRO checkpoints and adapters alone it can't be exported",
+            fix="leave it out, or export a checkpoint that was saved with its optimizer",
         )
 
 

@@ -58,7 +58,7 @@ def _read(found: Found, reader: Reader, optimizer: bool) -> Weights:
     if found.kind == "adapter":
         return Weights({}, of_file(found.weights))
     if found.kind == "ZeRO":
-        return split({(name,): one for name, one in zero_checkpoint.read(found.weights, reader).items()})
+        return split(zero_checkpoint.read(found.weights, reader, optimizer))
     if found.kind == "sharded (DCP)":
         paths = dcp.read(found.weights, reader)
         if optimizer and found.optimizer:

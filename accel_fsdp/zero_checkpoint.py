@@ -1,12 +1,14 @@
-"""DeepSpeed's ZeRO checkpoints: where each parameter's float32 master weights lie among the ranks' partitions.
+"""DeepSpeed's ZeRO checkpoints: where each parameter's float32 master weights and moments lie among the partitions.
 
 The layout is that of DeepSpeed 0.19 (`deepspeed/utils/zero_to_fp32.py` reads the same keys). ZeRO-1 and 2: each
 parameter group is one flat vector, cut into one part per rank. ZeRO-3: each parameter is cut into one part per rank,
-padded to equal lengths, and a rank's parts lie one after another in its flat groups.
+padded to equal lengths, and a rank's parts lie one after another in its flat groups. The optimizer's state has the
+same layout (`deepspeed/checkpoint/ds_to_universal.py`).
 """
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Stored, damaged
 
 Span = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
+Groups = list[View]
+"""A rank's flat tensors, one per group of parameters."""
 
 
 def _from_type(build: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
@@ -54,8 +58,10 @@ def _numbers(name: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
-def read(folder: Path, reader: Reader) -> dict[str, Stored]:
-    """All parameters in float32, frozen ones and buffers as they are; no tensor is read.
+def read(folder: Path, reader: Reader, optimizer_too: bool = False) -> dict[tuple[str, ...], Stored]:
+    """All parameters in float32, frozen ones and buffers as they are, by path; no tensor is read.
+
+    With `optimizer_too` also its state, the paths of which begin as in the nested state dict of other checkpoints.
 
     Raises:
         UserError: a rank's file is missing or damaged, or the checkpoint is of tensor or pipeline parallel ranks.
@@ -66,12 +72,14 @@ def read(folder: Path, reader: Reader) -> dict[str, Stored]:
         lacking = "*_model_states.pt" if not model else "*_optim_states.pt"
         raise damaged(folder, f"holds no {lacking}")
     try:
-        return _read(folder, reader, model, optimizer)
+        return _read(folder, reader, model, optimizer, optimizer_too)
     except ERRORS as error:
         raise damaged(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}") from error
 
 
-def _read(folder: Path, reader: Reader, model: list[Path], optimizer: list[Path]) -> dict[str, Stored]:
+def _read(
+    folder: Path, reader: Reader, model: list[Path], optimizer: list[Path], optimizer_too: bool
+) -> dict[tuple[str, ...], Stored]:
     loaded = [archive.load(reader, path, ADMITTED) for path in model]
     first = loaded[0]
     if first.get("mp_world_size", 1) != 1:
@@ -89,8 +97,26 @@ def _read(folder: Path, reader: Reader, model: list[Path], optimizer: list[Path]
         raise damaged(folder, f"holds *_model_states.pt of {len(loaded)} ranks, {ranks} wrote it")
     found = {name: first["module"][name].stored(name) for name in first["buffer_names"]}
     found |= _frozen(loaded if stage == 3 else loaded[:1])
-    found |= _stage3(first, states) if stage == 3 else _stage2(first, states)
-    return found | {copy: found[name] for copy, name in first["shared_params"].items() if name in found}
+    paddings = states[0].get("param_alignment_paddings")
+    place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)
+    flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    found |= place(first, [state[flat] for state in states])
+    found |= {copy: found[name] for copy, name in first["shared_params"].items() if name in found}
+    paths: dict[tuple[str, ...], Stored] = {(name,): one for name, one in found.items()}
+    for key, groups in _moments(states, flat) if optimizer_too else ():
+        paths |= {("optimizer", "state", name, key): one for name, one in place(first, groups).items()}
+    return paths
+
+
+def _moments(states: list[dict[str, Any]], flat: str) -> Iterator[tuple[str, list[Groups]]]:
+    """The optimizer's tensors of the size of its weights, by key and rank; elastic checkpoints have none."""
+    inner = "optimizer_state_dict" if flat == "fp32_flat_groups" else "base_optimizer_state"
+    held = [state[inner]["state"] if isinstance(state[inner], dict) else {} for state in states]
+    weights = states[0][flat]
+    for key in held[0].get(0, {}):
+        groups = [[one[number][key] for number in range(len(weights))] for one in held]
+        if all(isinstance(one, View) and one.shape == part.shape for one, part in zip(groups[0], weights, strict=True)):
+            yield key, groups
 
 
 def _frozen(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
@@ -105,11 +131,10 @@ def _whole(view: View) -> Span:
     return view, 0, prod(view.shape)
 
 
-def _stage2(first: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Stored]:
+def _stage2(first: dict[str, Any], ranks: list[Groups], paddings: list[list[int]] | None) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
-    paddings = states[0].get("param_alignment_paddings")
     for group, shapes in enumerate(first["param_shapes"]):
-        parts = [state["single_partition_of_fp32_groups"][group] for state in states]
+        parts = [groups[group] for groups in ranks]
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             count = prod(shape)
@@ -118,15 +143,15 @@ def _stage2(first: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, St
     return found
 
 
-def _stage3(first: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Stored]:
-    ranks, at = len(states), 0
+def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
+    at = 0
     found: dict[str, Stored] = {}
     for shapes in first["param_shapes"]:
         for name, shape in shapes.items():
-            share = -(-prod(shape) // ranks)
+            share = -(-prod(shape) // len(ranks))
             spans: list[Span] = []
-            for state in states:
-                spans += _cut([_whole(group) for group in state["fp32_flat_groups"]], at, at + share)
+            for groups in ranks:
+                spans += _cut([_whole(group) for group in groups], at, at + share)
             found[name] = _joined(name, shape, spans)
             at += share
     return found

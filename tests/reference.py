@@ -22,10 +22,11 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean loss per token of each step, and the weights after the last one."""
+    """Mean loss per token of each step, and the weights and AdamW's moments after the last one."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
 
 
 def train(
@@ -72,8 +73,14 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         optimizer.step()
         losses.append(total.item())
+    moments = {
+        f"state.{name}.{key}": optimizer.state[parameter][key]
+        for name, parameter in model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+        if key in optimizer.state[parameter]
+    }
     model = model.merge_and_unload() if lora and not quantized else model
-    return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, moments)
 
 
 def _summed_loss(model: torch.nn.Module, row: list[int]) -> torch.Tensor:

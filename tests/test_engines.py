@@ -18,6 +18,8 @@ from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from accel_fsdp import exporting
+
 FOLDER = ROOT / "accelerate_configs"
 PROBE, PROBE_NATIVE = ROOT / "tests" / "probe.py", ROOT / "tests" / "probe_native.py"
 STEPS = 8
@@ -126,9 +128,20 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
         assert seen["stage"] == (int(name[-1]) if name.startswith("zero") else 0)
     if name.startswith("zero"):
         assert_exports_offline(tmp_path / "full", tmp_path / "offline")
+        assert_exports_moments(tmp_path / "full", tmp_path / "with", reference)
     if name.startswith("fsdp"):
         assert f"sharding: {name[:5].upper()}" in finished.output
         assert reported_share(finished) == pytest.approx(1 / SHIPPED[name], abs=0.02)
+
+
+def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) -> None:
+    """Those of ZeRO's flat partitions, each under its parameter's name."""
+    options = exporting.Options(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
+    assert exporting.run(options) == 0
+    found = load_file(out / "optimizer.safetensors")
+    assert found.keys() == reference.moments.keys()
+    for name, moment in reference.moments.items():
+        torch.testing.assert_close(found[name], moment, rtol=1e-3, atol=1e-3 * moment.abs().max().item())
 
 
 def reported_share(finished: Finished) -> float:
