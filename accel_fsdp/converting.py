@@ -90,7 +90,7 @@ def converted(tensors: Mapping[str, Source], description: Description, folder: P
         }
         layer = Layer(group, model, shared)
         for name, tensor in _convert(model, blank).items():
-            kept = group.get(name)
+            kept = group[name] if blank.get(name) is tensor else None
             dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
             made[name] = kept or Converted(name, dtype, tuple(tensor.shape), layer)
     if {name: one.shape for name, one in made.items()} != description.files:

@@ -32,17 +32,14 @@ class Description:
     """What must lie in the files of a model, by its config.
 
     `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
-    the layout of files. `ties`: groups of names of one tensor.
+    the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
+    model in memory, be it in the order of elements alone.
     """
 
     memory: dict[str, tuple[int, ...]]
     files: dict[str, tuple[int, ...]]
     ties: tuple[tuple[str, ...], ...]
-
-    @property
-    def converts(self) -> bool:
-        """Whether files have another layout than the model in memory."""
-        return self.memory != self.files
+    converts: bool = False
 
 
 @contextmanager
@@ -114,7 +111,7 @@ def describe(folder: Path) -> Description:
     held = export.without_tied_copies(held, ties)
     filed = export.as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
     memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
-    return Description(memory, files, ties)
+    return Description(memory, files, ties, converts=any(filed.get(name) is not one for name, one in held.items()))
 
 
 def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:

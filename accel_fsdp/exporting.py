@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import Literal
 
 from accel_fsdp import checkpoint, describing, files, hub, papers, render, sources, stream, verifying
 from accel_fsdp.checkpoint import Found
-from accel_fsdp.describing import Description
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.papers import Papers
-from accel_fsdp.planned import Planner
+from accel_fsdp.planned import OtherPlan, Plan, Planner
 from accel_fsdp.sources import Weights
 from accel_fsdp.stored import Reader
 from accel_fsdp.stream import THREADS, Output, Placed
@@ -212,20 +211,20 @@ class _Export:
         dtype = options.dtype or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            report = self._proven(folder, _Plan(planner, None if adapter else asked), named, adapter)
+            report = self._proven(folder, Plan(planner, None if adapter else asked), named, adapter)
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _proven(self, folder: Path, plan: "_Plan", named: Papers, adapter: bool) -> Report:
+    def _proven(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
         """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
         try:
             return self._attempt(folder, plan, named, adapter)
-        except _OtherPlan as other:
+        except OtherPlan as other:
             shutil.rmtree(folder)
             folder.mkdir()
             return self._attempt(folder, other.plan, named, adapter)
 
-    def _attempt(self, folder: Path, plan: "_Plan", named: Papers, adapter: bool) -> Report:
+    def _attempt(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
         """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
         placed = self._place(folder, plan.outputs, plan.planner.weights)
         (named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype))
@@ -258,7 +257,7 @@ class _Export:
             placed = stream.place(outputs, folder, "model", options.max_shard_size)
         return placed + (stream.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])
 
-    def _write(self, folder: Path, placed: list[Placed], plan: "_Plan") -> dict[str, str]:
+    def _write(self, folder: Path, placed: list[Placed], plan: Plan) -> dict[str, str]:
         options = self.options
         with render.progress("exporting", sum(one.output.size_bytes for one in placed)) as progress:
             hashes = stream.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
@@ -267,58 +266,6 @@ class _Export:
 
             pth.seal(folder / "model.pth")
         return hashes
-
-
-class _Plan:
-    """What is written, before and after transformers has said what the model's files hold.
-
-    Raises:
-        UserError: the checkpoint doesn't hold the model that the config describes.
-    """
-
-    def __init__(self, planner: Planner, asked: "Future[Description] | None") -> None:
-        self.planner, self._asked = planner, asked
-        self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
-
-    def _is_likely_other(self) -> bool:
-        """Whether to wait before anything is written: for stacked experts, and for merges, which cost more."""
-        stacked = any(len(one.shape) > 2 for one in self.planner.weights.tensors.values())
-        return stacked or self.planner.merge
-
-    def _settled(self) -> Description | None:
-        description, self._asked = self._asked.result() if self._asked else None, None
-        return description
-
-    def look(self) -> None:
-        """Once the answer is there, compares it with what is being written.
-
-        Raises:
-            UserError: the checkpoint isn't of that model.
-            _OtherPlan: it has to be written otherwise.
-        """
-        if self._asked is not None and self._asked.done():
-            self.settle()
-
-    def settle(self) -> None:
-        """Waits for the answer, and compares."""
-        if (description := self._settled()) is None:
-            return
-        final = self.planner.outputs(description)
-        if _contents(final) != _contents(self.outputs):
-            self.outputs = final
-            raise _OtherPlan(self)
-
-
-class _OtherPlan(Exception):
-    """What is to be written is something else than what is being written."""
-
-    def __init__(self, plan: _Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
-
-def _contents(outputs: list[Output]) -> set[tuple[str, str, tuple[int, ...]]]:
-    return {(one.name, one.dtype, one.source.shape) for one in outputs}
 
 
 def _refuse(options: Options, weights: Weights, named: Papers) -> None:

@@ -1,6 +1,7 @@
 """Which tensors an export holds, under which names: ties once, the files' layout, adapters merged."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 
@@ -77,6 +78,65 @@ class Planner:
             if there and there[0] != group[0]:
                 kept[group[0]] = kept.pop(there[0])
         return kept
+
+
+class Plan:
+    """What is written, before and after transformers has said what the model's files hold."""
+
+    def __init__(self, planner: Planner, asked: "Future[Description] | None") -> None:
+        """Plans by the names that the config lets expect, or waits for the answer where those are likely others.
+
+        Raises:
+            UserError: the checkpoint doesn't hold the model that the config describes.
+        """
+        self.planner, self._asked = planner, asked
+        self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
+
+    def _is_likely_other(self) -> bool:
+        """Whether to wait before anything is written: for stacked experts, and for merges, which cost more."""
+        stacked = any(len(one.shape) > 2 for one in self.planner.weights.tensors.values())
+        return stacked or self.planner.merge
+
+    def _settled(self) -> Description | None:
+        description, self._asked = self._asked.result() if self._asked else None, None
+        return description
+
+    def look(self) -> None:
+        """Once the answer is there, compares it with what is being written.
+
+        Raises:
+            UserError: the checkpoint isn't of that model.
+            OtherPlan: it has to be written otherwise.
+        """
+        if self._asked is not None and self._asked.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the answer, and compares.
+
+        Raises:
+            UserError, OtherPlan: as `look`.
+        """
+        if (description := self._settled()) is None:
+            return
+        final = self.planner.outputs(description)
+        if not _same(final, self.outputs):
+            self.outputs = final
+            raise OtherPlan(self)
+
+
+class OtherPlan(Exception):
+    """What is to be written is something else than what is being written."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+def _same(one: list[Output], other: list[Output]) -> bool:
+    """Whether the same tensors are written from the same sources: a converted one may keep its name and shape."""
+    first, second = ({(out.name, out.dtype, id(out.source)) for out in each} for each in (one, other))
+    return first == second
 
 
 def equal(reader: Reader, one: Source, other: Source) -> bool:

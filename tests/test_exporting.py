@@ -5,6 +5,8 @@ import shutil
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,18 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    conversion_mapping,
 )
+from transformers.core_model_loading import Transpose, WeightConverter
 
-from accel_fsdp import checkpoint, exporting, papers, sources, stream
+from accel_fsdp import checkpoint, describing, exporting, papers, sources, stream
 from accel_fsdp.describing import Description
 from accel_fsdp.errors import UserError
-from accel_fsdp.planned import Planner
+from accel_fsdp.planned import OtherPlan, Plan, Planner
 from accel_fsdp.stored import Reader, Record
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
@@ -266,6 +271,37 @@ def test_files_without_checksums(tmp_path: Path, tiny_model: Path) -> None:
     same(export(tmp_path / "run", tmp_path / "out"), state)
     report = json.loads((tmp_path / "out" / "export.json").read_text())
     assert not any("checksum" in check for check in report["checks"])
+
+
+@pytest.fixture
+def transposed() -> Iterator[None]:
+    """Llama as if its files had q_proj transposed, which is square here: the same names and shapes."""
+    registered, name = conversion_mapping.register_checkpoint_conversion_mapping, "LlamaForCausalLM"
+    pattern = "self_attn.q_proj.weight"
+    registered(name, [WeightConverter(pattern, pattern, operations=[Transpose(0, 1)])])
+    yield
+    registered(name, [], overwrite=True)
+
+
+def test_files_that_differ_in_the_order_of_elements(transposed: None, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]))
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    model.save_pretrained(tmp_path / "model")
+    theirs = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(theirs[name], model.state_dict()[name].T)
+
+    reader, found, asked = Reader(), checkpoint.find(tmp_path / "model.pth")[0], Future[Description]()
+    planner = Planner(sources.read(found, reader), papers.find(found, str(tmp_path / "model")), reader, None)
+    plan = Plan(planner, asked)
+    plan.look()  # no answer yet
+    asked.set_result(describing.describe(tmp_path / "model"))
+    with pytest.raises(OtherPlan):
+        plan.look()
+    same({one.name: stream.whole(reader, one.source) for one in plan.outputs}, theirs)
+    reader.close()
 
 
 def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
