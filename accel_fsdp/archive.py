@@ -7,6 +7,7 @@ module, so not even an admitted pickle reaches torch.
 
 import io
 import pickle
+import pickletools
 import struct
 import zlib
 from collections import OrderedDict
@@ -39,6 +40,31 @@ ERRORS = (
     *(struct.error, UnicodeDecodeError, OverflowError, MemoryError),
 )
 """How unpickling fails on damaged bytes."""
+
+
+STOP, PUT, LONG_PUT = b".pr"
+PUT_DIGITS = 12
+COUNT_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+def _width(argument: Any) -> int:
+    """Bytes that follow an opcode, those of their count where they are counted; below 0 it is lines."""
+    if argument is None:
+        return 0
+    if argument.name.endswith("pair"):
+        return -2
+    return COUNT_BYTES.get(argument.n, int(argument.n))
+
+
+WIDTHS = {ord(op.code): _width(op.arg) for op in pickletools.opcodes}
+COUNTED = frozenset(ord(op.code) for op in pickletools.opcodes if op.arg and op.arg.n in COUNT_BYTES)
+PLAIN = {code: 1 + width for code, width in WIDTHS.items() if width >= 0 and code not in (STOP, LONG_PUT, *COUNTED)}
+"""Most opcodes, with the bytes to the next."""
 
 
 class Inert:
@@ -85,12 +111,41 @@ class SafePickle(pickle.Unpickler):
         return self.load_storage(pid)
 
 
+def _check_counts(content: bytes, path: Path) -> None:
+    """Refuses a count or a place in the memo that is larger than the pickle: Python would make room for it first."""
+    at, end = 0, len(content)
+    while at < end and content[at] != STOP:
+        at += PLAIN.get(content[at]) or _to_next(content, at)
+    if at > end:
+        raise damaged(path, "is damaged: its pickle counts further than it is long")
+
+
+def _to_next(content: bytes, at: int) -> int:
+    """Bytes from an opcode with a count, a line or a place in the memo to the next; more than there are if it lies."""
+    code, end = content[at], len(content)
+    width = WIDTHS.get(code)
+    if width is None:
+        return end - at  # no opcode: there the unpickling ends too
+    if width < 0:
+        behind = at + 1
+        for _ in range(-width):
+            behind = content.find(b"\n", behind) + 1 or end + 1
+        digits = content[at + 1 : behind - 1][:PUT_DIGITS]
+        lies = code == PUT and not (digits.isdigit() and len(digits) < PUT_DIGITS and int(digits) <= end)
+        return end + 1 if lies else behind - at
+    number = int.from_bytes(content[at + 1 : at + 1 + width], "little")
+    if code == LONG_PUT:
+        return end + 1 if number > end else 1 + width
+    return 1 + width + number
+
+
 def unpickle(content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None = None) -> Any:
     """The object in a pickle of admitted names.
 
     Raises:
         UserError: the pickle names something else, or is damaged.
     """
+    _check_counts(content, path)
     try:
         return SafePickle(content, admitted, path, load).load()
     except ERRORS as error:

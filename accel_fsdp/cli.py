@@ -307,7 +307,9 @@ def _export(command: Export) -> int:
             why="weights are written in one of " + ", ".join(DTYPES),
             fix=f"--dtype {nearest(command.dtype.replace('fp', 'float'), DTYPES) or 'bfloat16'}",
         )
-    signal.signal(signal.SIGTERM, _terminate)
+    for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
+        if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:  # nohup's
+            signal.signal(signal.Signals[name], _terminate)
     asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporting.Options)}
     asked["dtype"] = papers.DTYPES.get(command.dtype or "")
     return exporting.run(exporting.Options(**asked))

@@ -48,11 +48,22 @@ def aside() -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
         try:
+            _start(pool)
             yield pool
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()  # its answer would take seconds and is wanted no longer
             raise
+
+
+def _start(pool: ProcessPoolExecutor) -> None:
+    """Starts the process with Ctrl-C blocked, which it inherits: it is for this process to say that it was heard."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        pool.submit(os.getpid)
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin() -> None:
@@ -87,7 +98,7 @@ def build(folder: Path) -> "nn.Module":
         kind = getattr(transformers, name, None)
         with torch.device("meta"):
             model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
         raise UserError(
             f"transformers can't build the model of {folder / 'config.json'}: {first_line(error)}",
             why="what the files must hold is unknown",
@@ -147,7 +158,7 @@ def loads(folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
         _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True)
-    except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
+    except Exception as error:  # as above
         raise _refused(folder, first_line(error)) from error
     wrong = {key: names for key, names in report.items() if names and key != "error_msgs"}
     if wrong:

@@ -27,8 +27,9 @@ SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 TEMPLATES = "additional_chat_templates"
 WRITTEN = (
     *papers.COPIED,
-    *("*.safetensors", "*.safetensors.index.json", "*.json", "*.pth", "*.bin", "*.jinja", "*.model", "*.txt", "*.md"),
-    ".gitattributes",
+    *("config.json", "adapter_config.json", checkpoint.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
+    *("model*.safetensors", "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", "model.pth"),
+    *("vocab.txt", "*.jinja", "training_args.bin", "run.json", ".gitattributes"),
 )
 """Files of a model: those of exports and of `save_pretrained`."""
 OPTIMIZER = "optimizer"

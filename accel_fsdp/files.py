@@ -106,13 +106,12 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
         UserError: another process is at it.
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target):
+    with _folder(target.parent), _alone(target):
         if old.exists() and not target.exists():  # a process was ended between the two renames
             os.replace(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
         try:
+            temporary.mkdir()
             yield temporary
             if sync:
                 sync_folder(temporary)
@@ -124,7 +123,30 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
             sync_names(target.parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
+
+
+def _remove(folder: Path) -> None:
+    """Also where Ctrl-C comes meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Makes a folder and those above it; on any error those that were made are removed."""
+    made = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # somebody has put something there
+            for one in made:
+                one.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def split(paths: Paths) -> Weights:
     inner = {path: one for path, one in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: one for path, one in paths.items() if len(path) == 1}
     optimizer = {_behind(path): one for path, one in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
-    named = {_plain(path[-1]): one for path, one in model.items()}
+    named = _named(model)
     adapter = {name: one for name, one in named.items() if LORA.search(name)}
     if not adapter:
         return Weights(named, optimizer=optimizer)
@@ -155,6 +155,22 @@ def split(paths: Paths) -> Weights:
     base = {name.replace(".original_module.", "."): one for name, one in named.items() if name not in adapter}
     base = {name.replace(".base_layer.", ".").removeprefix(PEFT_PREFIX): one for name, one in base.items()}
     return Weights(base, {_adapter_name(name): one for name, one in adapter.items()}, optimizer)
+
+
+def _named(paths: Paths) -> dict[str, Stored]:
+    """By the model's own names, each of which stands for one tensor."""
+    named: dict[str, Stored] = {}
+    origins: dict[str, tuple[str, ...]] = {}
+    for path, one in paths.items():
+        name = _plain(path[-1])
+        if named.setdefault(name, one) != one:
+            raise UserError(
+                f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
+                why="which of them is the model's can't be guessed",
+                fix="load it with torch.load(..., weights_only=True), and save the state dict that you want alone",
+            )
+        origins.setdefault(name, path)
+    return named
 
 
 def _behind(path: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.stored import FLOATS, ITEM_BYTES, TORCH_NAMES, Reader, Source, part_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ INFINITY, QUIET = 0x7F800000, 0x40
 """Of float32, and what makes the upper half of a NaN one too."""
 SYNC_SECONDS = 0.2
 NICE = 5
+LARGEST_HALF = 65504
 LENGTH_BYTES = 8
 Progress = Callable[[int], None]
 """Called with the number of bytes written."""
@@ -176,7 +177,24 @@ def _block(output: Output, reader: Reader, buffers: Buffers, start: int, stop: i
     source = output.source
     raw = buffers.take((stop - start) * ITEM_BYTES[source.dtype])
     source.read(reader, start, stop, raw)
-    return raw if source.dtype == output.dtype else cast(raw, source.dtype, output.dtype)
+    if source.dtype == output.dtype:
+        return raw
+    made = cast(raw, source.dtype, output.dtype)
+    if output.dtype == "F16" and _overflows(raw, source.dtype, made):
+        raise UserError(
+            f"{output.name} holds numbers beyond {LARGEST_HALF}, the largest of float16",
+            why="they would be infinite in the export",
+            fix="--dtype bfloat16 or --dtype float32",
+        )
+    return made
+
+
+def _overflows(raw: memoryview, dtype: str, made: memoryview) -> bool:
+    """Whether finite numbers became infinite ones."""
+    import torch
+
+    infinite = torch.frombuffer(made, dtype=torch.float16).isinf()
+    return bool(infinite.any()) and bool(torch.frombuffer(raw, dtype=torch_dtype(dtype))[infinite].isfinite().any())
 
 
 def cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:

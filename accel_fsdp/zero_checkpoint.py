@@ -95,7 +95,10 @@ def _read(
         raise damaged(folder, f"holds *_optim_states.pt of {len(states)} ranks, {ranks} wrote it")
     if stage == 3 and len(loaded) != ranks:
         raise damaged(folder, f"holds *_model_states.pt of {len(loaded)} ranks, {ranks} wrote it")
-    found = {name: first["module"][name].stored(name) for name in first["buffer_names"]}
+    held = (
+        (first["module"] or {}) if stage < 3 else first["buffer_names"]
+    )  # stage 1 notes frozen parameters nowhere else
+    found = {name: first["module"][name].stored(name) for name in held if isinstance(first["module"][name], View)}
     found |= _frozen(loaded if stage == 3 else loaded[:1])
     paddings = states[0].get("param_alignment_paddings")
     place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)

@@ -1,6 +1,7 @@
 """`accel-fsdp export` of what is damaged or evil, on full disks, and killed: OUT is complete or as it was."""
 
 import base64
+import codecs
 import collections
 import contextlib
 import dataclasses
@@ -205,6 +206,36 @@ def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: P
     assert not (tmp_path / "out").exists()
 
 
+LIMIT = 1 << 40
+BOMBS = {
+    "memo": b"\x80\x02Kr" + b"r" + (300_000_000).to_bytes(4, "little") + b".",
+    "memo as text": b"I1\np300000000\n.",
+    "memo as long text": b"I1\np" + b"9" * 5000 + b"\n.",
+    "bytearray": b"\x80\x05\x96" + LIMIT.to_bytes(8, "little") + b".",
+    "bytes": b"\x80\x04\x8e" + LIMIT.to_bytes(8, "little") + b".",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_pickles_cannot_ask_for_memory(name: str, tmp_path: Path) -> None:
+    """Python's unpickler makes room for what a pickle announces before it reads on."""
+    with pytest.raises(UserError, match="counts further than it is long"):
+        archive.unpickle(BOMBS[name], {}, tmp_path)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+)
+
+
+@given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL))
+def test_honest_pickles_are_read(value: Any, protocol: int) -> None:
+    name = "encode"  # how old protocols write bytes
+    admitted = {("_codecs", name): codecs.encode, ("__builtin__", "bytes"): bytes}
+    assert archive.unpickle(pickle.dumps(value, protocol), admitted, Path("x")) == value
+
+
 def test_an_unpickler_cannot_be_led_around_its_list(tmp_path: Path) -> None:
     """Dotted names, names of this package, memo tricks, states for classes."""
     path = tmp_path / "x"
@@ -349,7 +380,13 @@ def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None
             export(run_folder, place, force=True)
 
 
-@pytest.mark.parametrize("entry", ["thesis/ch1.txt", "optimizer.pt", "checkpoint-1/model.safetensors", "train.py"])
+FOREIGN = (
+    *("thesis/ch1.txt", "optimizer.pt", "checkpoint-1/model.safetensors", "train.py", "notes.md", "todo.txt"),
+    *("eval_results.json", "dataset.bin", "other.safetensors", "other.pth"),
+)
+
+
+@pytest.mark.parametrize("entry", FOREIGN)
 def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Path) -> None:
     """Other data beside a model stays; all that an export itself writes may go."""
     out = tmp_path / "out"

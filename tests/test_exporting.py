@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from accel_fsdp import checkpoint, describing, exporting, papers, sources, stream
+from accel_fsdp import checkpoint, describing, exporting, papers, sources, stream, zero_checkpoint
 from accel_fsdp.describing import Description
 from accel_fsdp.errors import UserError
 from accel_fsdp.planned import OtherPlan, Plan, Planner
@@ -359,6 +359,71 @@ def test_another_model_than_the_config_says(
     planner = Planner(sources.read(found, reader), papers.find(found, None), reader, None)
     with pytest.raises(UserError, match=message):
         planner.outputs(Description(memory, memory, ties))
+    reader.close()
+
+
+TWICE = {
+    "keys": lambda one, other: {"model": one, "state_dict": other},
+    "depths": lambda one, other: {"model": {"module": one}, "state": {"model": other}},
+    "prefixes": lambda one, other: {**one, **{f"module.{name}": tensor for name, tensor in other.items()}},
+}
+
+
+@pytest.mark.parametrize("how", TWICE)
+def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
+    one = load_file(tiny_model / "model.safetensors")
+    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(TWICE[how](one, {name: tensor + 1 for name, tensor in one.items()}), tmp_path / "run" / "model.pth")
+    with pytest.raises(UserError, match="holds two tensors named"):
+        export(tmp_path / "run", tmp_path / "out")
+    torch.save(TWICE[how](one, one), tmp_path / "run" / "model.pth")
+    same(export(tmp_path / "run", tmp_path / "out"), one)
+
+
+def test_numbers_that_float16_cannot_hold(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    state = load_file(tiny_model / "model.safetensors")
+    state["model.norm.weight"][0] = torch.inf
+    torch.save(state, tmp_path / "run" / "model.pth")
+    assert export(tmp_path / "run", tmp_path / "out", dtype="F16")["model.norm.weight"][0] == torch.inf
+    state["model.norm.weight"][1] = 1e6
+    torch.save(state, tmp_path / "run" / "model.pth")
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds numbers beyond 65504"):
+        export(tmp_path / "run", tmp_path / "again", dtype="F16")
+
+
+def test_a_merge_of_adapted_embeddings(tiny_model: Path, tmp_path: Path) -> None:
+    """PEFT saves the embedding beside its adapter."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    weights = theirs.merge_and_unload().state_dict()
+    for name, tensor in export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True).items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", 0), ("vocab_size", 1e3), ("pad_token_id", 10**8)])
+def test_a_config_that_cannot_be_built(key: str, value: float, tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match="can't build the model"):
+        describing.build(tmp_path)
+
+
+def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
+    """DeepSpeed lists them from stage 2 on; before they are in the module's state alone."""
+    module = {"trained": torch.zeros(4), "frozen": torch.arange(3.0)}
+    model = {"module": module, "buffer_names": [], "param_shapes": [{"trained": torch.Size([4])}], "shared_params": {}}
+    state = {"zero_stage": 1, "partition_count": 1, "single_partition_of_fp32_groups": [torch.ones(4)]}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    reader = Reader()
+    found = zero_checkpoint.read(tmp_path, reader)
+    same({name: stream.whole(reader, one) for (name,), one in found.items()}, {**module, "trained": torch.ones(4)})
     reader.close()
 
 
