@@ -167,7 +167,7 @@ def _named(paths: Paths) -> dict[str, Stored]:
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
                 why="which of them is the model's can't be guessed",
-                fix="load it with torch.load(..., weights_only=True), and save the state dict that you want alone",
+                fix="save the state dict that you want in a file or folder of its own, and export that",
             )
         origins.setdefault(name, path)
     return named
