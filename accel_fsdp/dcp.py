@@ -134,8 +134,8 @@ class _Chunks:
         view = opened.load(TENSORS)
         if isinstance(view, View) and view.storage.dtype == view.dtype and DATA in opened.slots:
             record = opened.record(DATA)
-            head = self.reader.bytes_of(item.path, item.start, record.start - item.start)
-            if view.storage.record == record and record.crc and len(head) <= archive.HEAD_BYTES:
+            head = opened.head[: record.start - item.start]
+            if view.storage.record == record and record.crc and item.start + len(head) == record.start:
                 self._kinds[item.length, sizes] = head, opened.slots[DATA].entry, view
         return view
 

@@ -227,7 +227,7 @@ class _Export:
 
     def _attempt(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
         """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
-        placed = self._place(folder, plan.outputs, plan.planner.weights)
+        placed = self._place(folder, plan, adapter)
         (named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype))
         loading = None
         if self.pool and self.options.format == "safetensors":
@@ -243,16 +243,16 @@ class _Export:
             report = verifying.same_logits(folder, report, self.pool, self.found, named)
         return report
 
-    def _place(self, folder: Path, outputs: list[Output], weights: Weights) -> list[Placed]:
-        options = self.options
-        state = [Output(name, one.dtype, one) for name, one in sorted(weights.optimizer.items())]
+    def _place(self, folder: Path, plan: Plan, adapter: bool) -> list[Placed]:
+        options, outputs = self.options, plan.outputs
+        state = [Output(name, one.dtype, one) for name, one in sorted(plan.planner.weights.optimizer.items())]
         total = sum(one.size_bytes for one in (*outputs, *state))
         _check_space(self.out, total)
         if options.format == "pth":
             from accel_fsdp import pth
 
             placed = pth.place(outputs, folder / "model.pth")
-        elif weights.adapter and not options.merge_adapter:
+        elif adapter:
             placed = stream.place(outputs, folder, "adapter_model", total + 1)
         else:
             placed = stream.place(outputs, folder, "model", options.max_shard_size)

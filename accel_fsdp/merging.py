@@ -74,9 +74,7 @@ def merged(
     _check(settings)
     found = dict(base)
     for name, one in adapter.items():
-        if not LORA.search(
-            name
-        ):  # modules_to_save, trained whole, and embeddings with an adapter, which PEFT saves too
+        if not LORA.search(name):  # modules_to_save, trained whole, and embeddings that PEFT saves beside their adapter
             plain = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
             found[_in(found, plain)] = one
     modules = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))

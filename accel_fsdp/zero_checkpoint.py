@@ -95,9 +95,8 @@ def _read(
         raise damaged(folder, f"holds *_optim_states.pt of {len(states)} ranks, {ranks} wrote it")
     if stage == 3 and len(loaded) != ranks:
         raise damaged(folder, f"holds *_model_states.pt of {len(loaded)} ranks, {ranks} wrote it")
-    held = (
-        (first["module"] or {}) if stage < 3 else first["buffer_names"]
-    )  # stage 1 notes frozen parameters nowhere else
+    # Before stage 2 frozen parameters are noted nowhere but in the module's state.
+    held = first["buffer_names"] if stage == 3 else first["module"] or {}
     found = {name: first["module"][name].stored(name) for name in held if isinstance(first["module"][name], View)}
     found |= _frozen(loaded if stage == 3 else loaded[:1])
     paddings = states[0].get("param_alignment_paddings")

@@ -58,6 +58,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+def without_weights(model: Path, folder: Path) -> None:
+    """A copy of a model's config and tokenizer."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
 def without_copies(full: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in full.items() if not (tied and name == HEAD)}
 
@@ -262,7 +267,7 @@ def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
 def test_files_without_checksums(tmp_path: Path, tiny_model: Path) -> None:
     """`torch.serialization.set_crc32_options(False)` leaves zeros in their place."""
     state = load_file(tiny_model / "model.safetensors")
-    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    without_weights(tiny_model, tmp_path / "run")
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(state, tmp_path / "run" / "model.pth")
@@ -372,7 +377,7 @@ TWICE = {
 @pytest.mark.parametrize("how", TWICE)
 def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     one = load_file(tiny_model / "model.safetensors")
-    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    without_weights(tiny_model, tmp_path / "run")
     torch.save(TWICE[how](one, {name: tensor + 1 for name, tensor in one.items()}), tmp_path / "run" / "model.pth")
     with pytest.raises(UserError, match="holds two tensors named"):
         export(tmp_path / "run", tmp_path / "out")
@@ -381,7 +386,7 @@ def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path
 
 
 def test_numbers_that_float16_cannot_hold(tmp_path: Path, tiny_model: Path) -> None:
-    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    without_weights(tiny_model, tmp_path / "run")
     state = load_file(tiny_model / "model.safetensors")
     state["model.norm.weight"][0] = torch.inf
     torch.save(state, tmp_path / "run" / "model.pth")
