@@ -5,11 +5,25 @@ Everything else that escapes is a bug in accel-fsdp and keeps its traceback.
 
 import difflib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
+UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters but tab and line feed, marks that turn the direction of text, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """`text` as a terminal may show it: what would move its cursor or colour it is spelt out, such as \\x1b.
+
+    Names of tensors, files and keys come from people whom nobody knows. Everything that this package prints goes
+    through here.
+    """
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
@@ -28,7 +42,7 @@ class UserError(Exception):
         return _again, (type(self), self.what, self.why, self.fix)  # from one process to another
 
     def __str__(self) -> str:
-        return f"error: {self.what}\n  why: {self.why}\n  fix: {self.fix}"
+        return printable(f"error: {self.what}\n  why: {self.why}\n  fix: {self.fix}")
 
 
 def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
@@ -48,7 +62,7 @@ class Stopped(UserError):
     """EX_TEMPFAIL of sysexits.h: the same command will do, later."""
 
     def __str__(self) -> str:
-        return f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}"
+        return printable(f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

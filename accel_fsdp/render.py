@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
+
+from accel_fsdp.errors import printable
 
 talk = Console(stderr=True, highlight=False)
 data = Console(highlight=False)
@@ -16,22 +19,27 @@ data = Console(highlight=False)
 
 def say(text: str, style: str = "", wrap: bool = False) -> None:
     """One line of talk; long lines stay whole so that they can be copied, unless `wrap` breaks them between words."""
-    talk.print(text, style=style, markup=False, soft_wrap=not wrap)
+    talk.print(printable(text), style=style, markup=False, soft_wrap=not wrap)
 
 
 def answered(question: str, answer: str) -> None:
     """What stays on the screen of a question that was answered, broken between words."""
-    talk.print(Text.assemble(("? ", "dim"), (question, "bold"), " ", (answer, "cyan")))
+    talk.print(Text.assemble(("? ", "dim"), (printable(question), "bold"), " ", (printable(answer), "cyan")))
 
 
 def show_yaml(text: str, title: str) -> None:
     """A preview of the file that would be written."""
-    talk.print(Panel(Syntax(text.rstrip(), "yaml", word_wrap=True, background_color="default"), title=title))
+    talk.print(
+        Panel(
+            Syntax(printable(text.rstrip()), "yaml", word_wrap=True, background_color="default"),
+            title=Text(printable(title)),
+        )
+    )
 
 
 def put(text: str, style: str = "", wrap: bool = False) -> None:
-    """Data for a pipe: exactly `text` and a newline, unless `wrap` breaks it; the style shows in terminals only."""
-    data.print(text, style=style, markup=False, soft_wrap=not wrap)
+    """Data for a pipe: `text` and a newline, unless `wrap` breaks it; the style shows in terminals only."""
+    data.print(printable(text), style=style, markup=False, soft_wrap=not wrap)
 
 
 def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:
@@ -50,7 +58,7 @@ def show_table(
     for title in titles:
         table.add_column(title, overflow="fold")
     for row, style in zip(rows, styles, strict=True):
-        table.add_row(*map(Text, row), style=style)
+        table.add_row(*(Text(printable(cell)) for cell in row), style=style)
     (talk if to_stderr else data).print(table)
 
 
@@ -72,7 +80,7 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
         number = isinstance(cell, str) and cell[:1].isdigit()
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     data.print(table)
     shown = (((("█" if data.color_system else letter) + f" {kind}  "), colour) for letter, colour, kind in legend)
     data.print(Text.assemble(*shown))
@@ -81,7 +89,7 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """A spinner while something slow runs; silent when stderr is not a terminal."""
-    with talk.status(text):
+    with talk.status(Text(printable(text))):
         yield
 
 
@@ -92,5 +100,5 @@ def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=talk, transient=True, disable=not talk.is_terminal) as bars:
-        task = bars.add_task(text, total=total_bytes)
+        task = bars.add_task(escape(printable(text)), total=total_bytes)
         yield lambda count: bars.update(task, advance=count)
