@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
-    *("stored", "archive", "dcp", "zero", "zero_checkpoint", "checkpoint"),
+    *("foreign", "stored", "archive", "dcp", "zero", "zero_checkpoint", "checkpoint"),
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
@@ -37,6 +37,7 @@ LAYERS = [
         "states",
         "quirks",
         "drawing",
+        "foreign",
         "stored",
     },
     {"weights", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},

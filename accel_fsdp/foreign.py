@@ -1,0 +1,203 @@
+"""The one way to open a file of a folder that somebody else made: a checkpoint, a model, an export.
+
+    config = foreign.read_json(folder / "config.json")  # None where there is no such file
+    text = foreign.read_text(folder / "templates" / "tool.jinja", within=folder)
+    with foreign.opened(path) as file: ...
+    foreign.copy(folder / "README.md", out / "README.md")
+
+A file may be a link to another place of its folder, but not out of it: what a stranger's folder points to is none of
+his. huggingface_hub's cache alone is laid out so, and the folder itself may be a link, since its user named it. Only
+plain files are opened (a pipe would never end, a device has no end), and none that is larger than its kind ever is.
+Each function ends in one of three ways: the content, None (or FileNotFoundError) where there is no such file, and a
+`UserError` that says whether the file can't be read or is damaged.
+"""
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from accel_fsdp.errors import UserError
+
+LARGEST_JSON = 1 << 27
+LARGEST_COPY = 1 << 30
+"""Bytes of the papers of a model; the largest tokenizers have 50 MB."""
+MOST_VALUES = 3_000_000
+"""In one JSON file: each takes 100 bytes of memory or so, many times what it takes on disk."""
+DEEPEST = 100
+MOST_DIGITS = 40
+"""Of a whole number: `model_max_length` is often 1e30."""
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+def open_file(path: Path, within: Path | None = None) -> int:
+    """The descriptor of a plain file; `within` is the folder that its links may not leave, else the one it lies in.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it is a link out of the folder, no plain file, or can't be read.
+    """
+    try:
+        place = _place(path, within or path.parent)
+        _check_plain(path, os.stat(place).st_mode)
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"{path} is not there") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a RuntimeError is a link to itself, a ValueError an odd name
+        raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
+    try:
+        _check_plain(path, os.fstat(descriptor).st_mode)
+    except UserError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _place(path: Path, within: Path) -> Path:
+    """Where the file really lies."""
+    root, place = within.resolve(), path.resolve(strict=True)
+    if place.is_relative_to(root) or _in_hub_cache(place, root):
+        return place
+    raise UserError(
+        f"{path} is a link to {place}, outside of its folder",
+        why="a checkpoint has no business there; nothing was read",
+        fix="if the link is yours, put the file itself in its place; else don't trust this checkpoint",
+    )
+
+
+def _in_hub_cache(place: Path, root: Path) -> bool:
+    """Whether it is what huggingface_hub's links lead to, from `REPO/snapshots/REVISION/` right into `REPO/blobs/`."""
+    return root.parent.name == "snapshots" and place.parent == root.parent.parent / "blobs"
+
+
+def _check_plain(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise _unreadable(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'a folder')}, not a file")
+
+
+def _unreadable(path: Path, reason: str) -> UserError:
+    return UserError(
+        f"{path} can't be read: {reason}",
+        why="it may change what the files beside it mean",
+        fix="put a file there that you may read, or remove it",
+    )
+
+
+def broken(path: Path, what: str) -> UserError:
+    """The error for a file that was read and can't be what was written."""
+    return UserError(
+        f"{path} {what}",
+        why="what it says can't be relied on",
+        fix="copy that file again from where it was written",
+    )
+
+
+@contextmanager
+def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
+    """A plain file, open for reading.
+
+    Raises:
+        FileNotFoundError, UserError: as `open_file`.
+    """
+    with os.fdopen(open_file(path, within), "rb") as file:
+        yield file
+
+
+def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | None:
+    """All of a file of at most `largest` bytes; None where there is none.
+
+    Raises:
+        UserError: it can't be read, or is larger.
+    """
+    try:
+        with opened(path, within) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > largest:
+                raise broken(path, f"is too large: {size:,} bytes, such files have {largest:,} at most")
+            return file.read(largest)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+
+
+def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = None) -> str | None:
+    """A file of UTF-8 text; None where there is none.
+
+    Raises:
+        UserError: it can't be read, is larger than `largest` bytes, or no text.
+    """
+    content = read_bytes(path, largest, within)
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise broken(path, "is damaged: no text in UTF-8") from error
+
+
+def read_json(path: Path, within: Path | None = None, largest: int = LARGEST_JSON) -> dict[str, Any] | None:
+    """A file with a mapping in JSON; None where there is none.
+
+    Raises:
+        UserError: it can't be read, or is damaged.
+    """
+    content = read_bytes(path, largest, within)
+    return None if content is None else mapping(content, path)
+
+
+def mapping(content: bytes, path: Path) -> dict[str, Any]:
+    """The mapping in some JSON, in bounded memory. Whole numbers are of reasonable length; NaN is a number.
+
+    Raises:
+        UserError: there is none, or it is nested deeper, longer or stranger than any honest one.
+    """
+    if sum(map(content.count, b",:[{")) > MOST_VALUES:
+        raise broken(path, f"is damaged: JSON of more than {MOST_VALUES:,} values")
+    try:
+        found = json.loads(content.decode(), parse_int=_whole_number)
+        if b"\\ud" in content.lower():
+            json.dumps(found, ensure_ascii=False).encode()  # fails on half of a character
+    except RecursionError as error:
+        raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep") from error
+    except ValueError as error:
+        raise broken(path, f"is damaged: no JSON ({str(error)[:100]})") from error
+    if not isinstance(found, dict):
+        raise broken(path, f"is damaged: a mapping is expected, not {type(found).__name__}")
+    _check_depth(found, content, path)
+    return found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(found: dict[str, Any], content: bytes, path: Path) -> None:
+    if content.count(b"[") + content.count(b"{") <= DEEPEST:
+        return
+    inner: list[Any] = [found]
+    for _ in range(DEEPEST):
+        values = (one.values() if isinstance(one, dict) else one for one in inner)
+        inner = [value for each in values for value in each if isinstance(value, (dict, list))]
+        if not inner:
+            return
+    raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep")
+
+
+def copy(path: Path, target: Path, within: Path | None = None, largest: int = LARGEST_COPY) -> None:
+    """Copies a file's bytes, never a link.
+
+    Raises:
+        FileNotFoundError, UserError: as `open_file`; or it is larger than `largest` bytes.
+        OSError: `target` can't be written.
+    """
+    with opened(path, within) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > largest:
+            raise broken(path, f"is too large to be copied: {size:,} bytes, {largest:,} at most")
+        with target.open("wb") as made:
+            shutil.copyfileobj(file, made)

@@ -1,0 +1,127 @@
+"""Files of folders that somebody else made: what is opened, what is refused, and how much memory it may take."""
+
+import json
+import os
+import socket
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_fsdp import foreign
+from accel_fsdp.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "secret.json").write_text('{"secret": 1}')
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "a.json").write_text('{"secret": 1}')
+    return tmp_path / "folder"
+
+
+def test_plain_files_and_links_inside_are_read(folder: Path, tmp_path: Path) -> None:
+    (folder / "a.json").write_text('{"a": 1, "a": 2, "max": 1000000000000000019884624838656, "odd": NaN}')
+    (folder / "inner" / "b.json").symlink_to("../a.json")
+    (tmp_path / "named").symlink_to(folder)
+    for path in (folder / "a.json", tmp_path / "named" / "a.json"):
+        assert (foreign.read_json(path) or {})["a"] == 2
+    assert foreign.read_json(folder / "inner" / "b.json", within=folder)
+    with pytest.raises(UserError, match="outside of its folder"):
+        foreign.read_json(folder / "inner" / "b.json")
+    assert foreign.read_json(folder / "none.json") is None
+    assert foreign.read_json(folder / "a.json" / "none.json") is None
+    foreign.copy(folder / "inner" / "b.json", tmp_path / "copy", within=folder)
+    assert (tmp_path / "copy").read_text() == (folder / "a.json").read_text()
+    assert not (tmp_path / "copy").is_symlink()
+
+
+def test_the_hubs_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "repo" / "snapshots" / "1"
+    (snapshot / "inner").mkdir(parents=True)
+    (tmp_path / "repo" / "blobs").mkdir()
+    (tmp_path / "repo" / "blobs" / "f00").write_text("{}")
+    (tmp_path / "repo" / "config.json").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/f00")
+    (snapshot / "inner" / "config.json").symlink_to("../../../blobs/f00")
+    (snapshot / "other.json").symlink_to("../../config.json")
+    assert foreign.read_json(snapshot / "config.json") == {}
+    assert foreign.read_json(snapshot / "inner" / "config.json", within=snapshot) == {}
+    with pytest.raises(UserError, match="outside of its folder"):
+        foreign.read_json(snapshot / "other.json")
+
+
+def _through_folder(path: Path) -> None:
+    (path.parent / "linked").symlink_to("../secrets")
+    path.symlink_to("linked/a.json")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = Path.cwd()
+        os.chdir(path.parent)  # names of sockets are short
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.symlink_to("../secret.json"), "is a link to .*secret.json, outside"),
+        (lambda path: path.symlink_to("/proc/self/environ"), "is a link to /proc/.*, outside"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a link to /dev/zero, outside"),
+        (_through_folder, "is a link to .*secrets/a.json, outside"),
+        (lambda path: os.mkfifo(path), "can't be read: it is a pipe"),
+        (_socket, "can't be read: it is a socket"),
+        (lambda path: path.mkdir(), "can't be read: it is a folder"),
+        (lambda path: path.symlink_to(path), "can't be read: "),
+        (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40), "is too large: 1,099"),
+        (lambda path: path.write_text("[1]"), "is damaged: a mapping is expected"),
+        (lambda path: path.write_text('{"a": '), "is damaged: no JSON"),
+        (lambda path: path.write_bytes(b'{"a": "\xff"}'), "is damaged: no text|is damaged: no JSON"),
+        (lambda path: path.write_text('{"a": "\\ud800"}'), "is damaged: no JSON"),
+        (lambda path: path.write_text('{"a": ' + "1" * 50 + "}"), "is damaged: no JSON .a number of 50 digits"),
+        (lambda path: path.write_text('{"a": ' + "[" * 200 + "]" * 200 + "}"), "nested more than 100 deep"),
+        (lambda path: path.write_text('{"a": ' + "[" * 200_000), "nested more than 100 deep"),
+    ],
+    ids=range(16),
+)
+def test_other_files_are_refused(make: Callable[[Path], None], message: str, folder: Path, tmp_path: Path) -> None:
+    make(folder / "a.json")
+    with pytest.raises(UserError, match=message):
+        foreign.read_json(folder / "a.json")
+    if "damaged" not in message and "nested" not in message:
+        with pytest.raises(UserError, match=message.replace("too large", "too large to be copied")):
+            foreign.copy(folder / "a.json", tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_of_others(folder: Path) -> None:
+    (folder / "a.json").write_text("{}")
+    (folder / "a.json").chmod(0)
+    with pytest.raises(UserError, match="can't be read: Permission denied"):
+        foreign.read_json(folder / "a.json")
+
+
+@pytest.mark.parametrize("part", ["{},", "[],", '{"":{}},', "1,", '"ab",'])
+def test_memory_is_bounded(part: str, folder: Path) -> None:
+    """4 MB each, which would take hundreds in Python."""
+    count = (1 << 22) // len(part)
+    counted = count * sum(map(part.count, ",:[{"))
+    (folder / "a.json").write_text('{"a": [' + part * count + "0]}")
+    tracemalloc.start()
+    try:
+        assert counted < foreign.MOST_VALUES
+        assert (foreign.read_json(folder / "a.json") or {})["a"][-1] == 0
+        each = tracemalloc.get_traced_memory()[1] / counted
+    finally:
+        tracemalloc.stop()
+    assert each * foreign.MOST_VALUES < 700_000_000
+    (folder / "a.json").write_text(json.dumps({"a": [0] * foreign.MOST_VALUES}))
+    with pytest.raises(UserError, match="is damaged: JSON of more than"):
+        foreign.read_json(folder / "a.json")
