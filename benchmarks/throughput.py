@@ -1,279 +1,199 @@
-"""Training and data preparation against TRL's `SFTTrainer`: `python benchmarks/throughput.py [--write]`.
+"""`train/sft.py` against TRL's own script, each launched as a user does: `python benchmarks/throughput.py [--write]`.
 
-Needs `trl` beside this project (`pip install --no-deps trl`). Both sides get the same model, rows, batch, precision and
-attention, with gradient checkpointing off; they take turns in one process, and each number is the median of the
-repetitions. Tokens are those of documents, so that padding earns nothing.
+Needs `trl` beside this project (`pip install --no-deps trl`) and the demo's model (`make demo`). Both sides get the
+same Accelerate YAML, model, rows, batch, precision and attention, with gradient checkpointing off; they take turns, and
+each number is the median of the repetitions. The time is Trainer's own `train_runtime`, all of `trainer.train()`.
+Tokens are those of documents, so that padding earns nothing.
 """
 
 import argparse
-import gc
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import datasets
 import results
 import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-from trl import SFTConfig, SFTTrainer
+from preparation import rows_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from accel_fsdp import batching, tokenizing
-from accel_fsdp.data_arguments import DataArguments
-
-CHATS = Path(__file__).parent.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
-MAX_LENGTH = 256
-PREPARED_LENGTH = 512
-BATCH = 4
-WARM_UP = 2
-"""Steps before the clock starts."""
+ROOT = Path(__file__).parent.parent
+SMOLLM2, NARROW = "SmolLM2-135M", "256 wide"
+BATCH, MAX_LENGTH = 4, 256
+ROWS = {NARROW: 96, SMOLLM2: 24}
+"""Of the one epoch: about half a minute of training on two cores."""
+SIDES = {"ours": [str(ROOT / "train" / "sft.py")], "TRL": ["--module", "trl.scripts.sft"]}
+LAUNCH_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Case:
     """One row of the table."""
 
+    model: str
+    processes: int
     lora: bool
     packing: bool
 
     @property
     def name(self) -> str:
         """As the table has it."""
-        return f"{'LoRA' if self.lora else 'full'}, {'packed' if self.packing else 'not packed'}"
+        ranks = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        kind = f"{'LoRA' if self.lora else 'full'}, {'packed' if self.packing else 'not packed'}"
+        return f"{self.model}, {ranks}, {kind}"
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """Seconds of the steps after the warm-up."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts after the warm-up, and reads at every later step."""
-        if state.global_step == WARM_UP:
-            self.started = time.perf_counter()
-        elif state.global_step > WARM_UP:
-            self.seconds = time.perf_counter() - self.started
-
-
-def rows_of(count: int, shortest: int = 1) -> Dataset:
-    """The shipped chats, again and again, each cut to another length so that no two are alike."""
-    chats = [json.loads(line)["messages"] for line in CHATS.read_text().splitlines()]
-
-    def cut(number: int) -> list[dict[str, str]]:
-        turns = chats[number % len(chats)]
-        share = shortest + number % 7
-        return [
-            {**turn, "content": f"{number}: {turn['content'][: len(turn['content']) * share // 7]}"} for turn in turns
-        ]
-
-    return Dataset.from_dict({"messages": [cut(number) for number in range(count)]})
-
-
-def model_of(name: str | None, tokenizer: PreTrainedTokenizerBase, lora: bool) -> Any:
-    """The model of a folder, or a small Llama with the tokenizer's vocabulary, the same each time."""
+def narrow_model(tokenizer_of: Path, folder: Path) -> Path:
+    """A small Llama with the tokenizer of another model, and its vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     torch.manual_seed(0)
-    if name:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    else:
-        sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), **sizes))
-    if not lora:
-        return model
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-def settings(output: str, steps: int) -> dict[str, Any]:
-    """What both trainers are given."""
-    return {
-        "output_dir": output,
-        "max_steps": steps,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": 1e-5,
-        "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": not torch.cuda.is_available(),
-        "logging_steps": 10_000,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 1,
+def write_rows(case: Case, tokenizer_of: Path, folder: Path) -> int:
+    """Chats that fit into `MAX_LENGTH` tokens, so that neither side cuts any; returns their tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    chats = rows_of(ROWS[case.model] * 3)["messages"]
+    sizes = [len(tokenizer.apply_chat_template(chat, tokenize=True)["input_ids"]) for chat in chats]
+    kept = [(chat, size) for chat, size in zip(chats, sizes, strict=True) if size < MAX_LENGTH][: ROWS[case.model]]
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat, _ in kept))
+    return sum(size for _, size in kept)
+
+
+def yaml_of(case: Case, path: Path) -> Path:
+    """The Accelerate YAML of both: one process, or plain DDP, which is what both can run on GPUs and on a CPU."""
+    kind = "'NO'" if case.processes == 1 else "MULTI_GPU"
+    path.write_text(
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\nmixed_precision: 'no'\n"
+        f"num_machines: 1\nnum_processes: {case.processes}\n"
+    )
+    return path
+
+
+def arguments(case: Case, model: Path, data: Path, output: Path) -> list[str]:
+    """What both scripts are given."""
+    flags = {
+        **{"model_name_or_path": model, "dataset_name": data, "output_dir": output, "dtype": "float32"},
+        **{"max_length": MAX_LENGTH, "per_device_train_batch_size": BATCH, "num_train_epochs": 1},
+        **{"learning_rate": 1e-5, "lr_scheduler_type": "constant", "gradient_checkpointing": "false"},
+        **{"bf16": "false", "use_cpu": str(not torch.cuda.is_available()).lower(), "seed": 1},
+        **{"logging_steps": 10, "save_strategy": "no", "report_to": "tensorboard", "disable_tqdm": "true"},
+        **({"use_peft": "true", "lora_r": 16, "lora_alpha": 32} if case.lora else {}),
+        **({"lora_target_modules": "all-linear"} if case.lora else {}),
+        **({"packing": "true"} if case.packing else {}),
     }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def counted(collate: Callable[[Any], Any], sizes: list[int]) -> Callable[[Any], Any]:
-    """A collator that also notes how many tokens of documents each batch holds."""
+def train(case: Case, side: str, model: Path, data: Path, folder: Path) -> float:
+    """Launches one script; returns the seconds of its `trainer.train()`.
 
-    def collated(rows: Any) -> Any:
-        sizes.append(sum(len(row["input_ids"]) for row in rows))
-        return collate(rows)
-
-    return collated
-
-
-def ours(case: Case, rows: Dataset, name: str | None, tokenizer: PreTrainedTokenizerBase, steps: int) -> float:
-    """Tokens per second of what `train/sft.py` does."""
-    options = DataArguments("chats", max_length=MAX_LENGTH, packing=case.packing)
-    tokens, _ = tokenizing.tokenize(rows, tokenizer, options, BATCH)
-    model = model_of(name, tokenizer, case.lora)
-    collate = batching.collator(tokenizer, model, case.packing)
-    with tempfile.TemporaryDirectory() as output:
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(**settings(output, steps)),
-            train_dataset=tokens,
-            processing_class=tokenizer,
-            data_collator=collate,
-            callbacks=[batching.IsolationCheck(collate)] if case.packing else None,
-        )
-        return timed(trainer)
+    Raises:
+        RuntimeError: it failed.
+    """
+    output = folder / "run"
+    shutil.rmtree(output, ignore_errors=True)
+    threads = max(1, len(os.sched_getaffinity(0)) // case.processes)
+    on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    env = {**os.environ, **on_cpu, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": _path()}
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(yaml_of(case, folder / "y.yaml")),
+    ]
+    words = [*launch, "--main_process_port", "0", *SIDES[side], *arguments(case, model, data, output)]
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
+    if ended.returncode:
+        raise RuntimeError(f"{side}: {case.name}\n{ended.stderr[-3000:]}")
+    return runtime(output)
 
 
-def theirs(case: Case, rows: Dataset, name: str | None, tokenizer: PreTrainedTokenizerBase, steps: int) -> float:
-    """Tokens per second of TRL."""
-    with tempfile.TemporaryDirectory() as output:
-        config = SFTConfig(max_length=MAX_LENGTH, packing=case.packing, **settings(output, steps))
-        model = model_of(name, tokenizer, case.lora)
-        return timed(SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer))
+def _path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
-def timed(trainer: Trainer) -> float:
-    """Trains, and returns the tokens per second after the warm-up."""
-    clock, sizes = Clock(), list[int]()
-    trainer.add_callback(clock)
-    trainer.data_collator = counted(trainer.data_collator, sizes)
-    trainer.train()
-    gc.collect()
-    return sum(sizes[WARM_UP : trainer.state.global_step]) / clock.seconds
+def runtime(output: Path) -> float:
+    """Trainer's `train_runtime`, from the one log that both write."""
+    for events in output.rglob("events.out.tfevents.*"):
+        log = EventAccumulator(str(events))
+        log.Reload()
+        if "train/train_runtime" in log.Tags()["scalars"]:
+            return float(log.Scalars("train/train_runtime")[-1].value)
+    raise RuntimeError(f"no train_runtime below {output}")
 
 
-def prepared_by_us(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes: int | None, packing: bool) -> float:
-    """Seconds from rows to what the trainer reads."""
-    options = DataArguments("chats", max_length=PREPARED_LENGTH, packing=packing, dataset_num_proc=processes)
-    started = time.perf_counter()
-    tokenizing.tokenize(rows, tokenizer, options, BATCH)
-    return time.perf_counter() - started
+def cases(models: list[str]) -> Iterator[Case]:
+    """All rows of the table."""
+    for model, processes, (lora, packing) in product(models, (1, 2), ((False, False), (False, True), (True, False))):
+        yield Case(model, processes, lora, packing)
 
 
-def prepared_by_trl(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes: int | None, packing: bool) -> float:
-    """The same by TRL's own preparation, without the rest of its trainer's start."""
-    with tempfile.TemporaryDirectory() as output:
-        config = SFTConfig(
-            max_length=PREPARED_LENGTH, packing=packing, dataset_num_proc=processes, **settings(output, WARM_UP)
-        )
-        model = model_of(None, tokenizer, lora=False)
-        trainer = SFTTrainer(model=model, args=config, train_dataset=rows.select(range(8)), processing_class=tokenizer)
-        started = time.perf_counter()
-        trainer._prepare_dataset(rows, tokenizer, config, packing, None, "train")
-        return time.perf_counter() - started
-
-
-def compared(one: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
-    """The medians of two measurements that take turns, each first every other time."""
-    found: tuple[list[float], list[float]] = ([], [])
-    for turn in range(times):
-        for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            found[which].append((one, other)[which]())
-    return median(found[0]), median(found[1])
-
-
-def training_lines(name: str | None, tokenizer: PreTrainedTokenizerBase, steps: int, times: int) -> list[str]:
-    """One line per case: tokens/s of both, and their ratio."""
-    rows = rows_of(4 * BATCH * (steps + 4), shortest=1)
-    lines = ["| training | tokens/s | TRL | ratio |", "|---|---|---|---|"]
-    for case in (Case(lora, packing) for lora in (False, True) for packing in (False, True)):
-
-        def one(case: Case = case) -> float:
-            return ours(case, rows, name, tokenizer, steps)
-
-        def other(case: Case = case) -> float:
-            return theirs(case, rows, name, tokenizer, steps)
-
-        mine, trl = compared(one, other, times)
-        lines.append(f"| {case.name} | {mine:,.0f} | {trl:,.0f} | {mine / trl:.2f} |")
-        print(lines[-1], flush=True)
-    return lines
-
-
-def preparation_lines(tokenizer: PreTrainedTokenizerBase, count: int, times: int) -> list[str]:
-    """Rows per second of both with their defaults (all cores against one), and with the same number of processes."""
-    rows = rows_of(count)
-    lines = [f"| {count:,} rows prepared | rows/s | TRL | ratio |", "|---|---|---|---|"]
-    cores = len(os.sched_getaffinity(0))
-    for label, processes, packing in (
-        ("the defaults of each", None, False),
-        (f"{cores} processes each, packed", cores, True),
-    ):
-
-        def one(processes: int | None = processes, packing: bool = packing) -> float:
-            return prepared_by_us(rows, tokenizer, processes, packing)
-
-        def other(processes: int | None = processes, packing: bool = packing) -> float:
-            return prepared_by_trl(rows, tokenizer, processes, packing)
-
-        mine, trl = compared(one, other, times)
-        lines.append(f"| {label} | {count / mine:,.0f} | {count / trl:,.0f} | {trl / mine:.2f} |")
-        print(lines[-1], flush=True)
-    return lines
+def measured(case: Case, model: Path, times: int) -> str:
+    """One row of the table: tokens/s of both, the ratio of their medians, and the range of the ratios of each turn."""
+    with tempfile.TemporaryDirectory() as place:
+        tokens = write_rows(case, model, Path(place) / "data")
+        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        for turn in range(times):
+            for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+                seconds[side].append(train(case, side, model, Path(place) / "data", Path(place)))
+    ours, trl = (tokens / median(seconds[side]) for side in SIDES)
+    ratios = sorted(other / one for one, other in zip(*seconds.values(), strict=True))
+    return f"| {case.name} | {ours:,.0f} | {trl:,.0f} | {ours / trl:.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |"
 
 
 def main() -> None:
-    """Prints the tables; with --write keeps them in RESULTS.md."""
+    """Prints the table; with --write keeps it in RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="folder of a model; default: a small Llama with --tokenizer's vocabulary")
-    parser.add_argument("--tokenizer", default="demo/model", help="folder of a tokenizer with a chat template")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--model", type=Path, default=ROOT / "demo" / "model", help="folder of SmolLM2-135M")
+    parser.add_argument("--only", choices=[NARROW, SMOLLM2])
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--only", choices=["training", "preparation"])
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(options.model or options.tokenizer)
-    if options.only != "preparation":
-        lines = training_lines(options.model, tokenizer, options.steps, options.times)
-        what = f"`{Path(options.model).name}`" if options.model else "Llama, 256 wide, 6 layers, SmolLM2's vocabulary"
-        text = f"{what}, fp32, batches of {BATCH} rows of at most {MAX_LENGTH} tokens, {device()}."
-        if options.write:
-            write("training", f"{text} Tokens are those of documents, not of padding.", lines)
-    if options.only != "training":
-        lines = preparation_lines(tokenizer, options.rows, options.times)
-        if options.write:
-            cores = len(os.sched_getaffinity(0))
-            text = f"Chats through SmolLM2's template, at most {PREPARED_LENGTH} tokens, {cores} CPU cores."
-            write("preparation", text, lines)
+    lines = ["| training | tokens/s | TRL | ratio | of each turn |", "|---|---|---|---|---|"]
+    print(*lines, sep="\n")
+    with tempfile.TemporaryDirectory() as place:
+        models = {SMOLLM2: options.model, NARROW: narrow_model(options.model, Path(place) / "narrow")}
+        for case in cases([options.only] if options.only else [NARROW, SMOLLM2]):
+            lines.append(measured(case, models[case.model], options.times))
+            print(lines[-1], flush=True)
+    if options.write:
+        results.keep("training", [*preface(options.times), "", *lines])
 
 
-def device() -> str:
-    """What the numbers were measured on."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-
-
-def write(section: str, text: str, lines: list[str]) -> None:
-    """Replaces a part of RESULTS.md."""
-    versions = f"TRL {version('trl')}, transformers {version('transformers')}"
-    command = f"`python benchmarks/throughput.py --only {section} --write`"
-    part = [f"## {section.capitalize()} against TRL", "", command, "", f"{text} {versions}.", "", *lines]
-    results.keep(section, part)
+def preface(times: int) -> list[str]:
+    """What was measured, and what each side computes besides."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {len(os.sched_getaffinity(0))} cores"
+    return [
+        "## Training against TRL",
+        "",
+        "`python benchmarks/throughput.py --write`",
+        "",
+        f"`accelerate launch` of `train/sft.py` and of `trl.scripts.sft` with the same YAML (one process, or DDP of "
+        f"two), one epoch of chats of less than {MAX_LENGTH} tokens, {BATCH} rows a rank, fp32, {device}, in turns, "
+        f"median of {times}. TRL {version('trl')}, transformers {version('transformers')}.",
+        "",
+        "Seconds are Trainer's `train_runtime`; tokens are those of documents. Both compute loss, gradient norm and "
+        "the accuracy of the predicted tokens; TRL also the entropy of the predictions, ours also rate and memory "
+        "beside each logged loss.",
+    ]
 
 
 if __name__ == "__main__":
