@@ -22,19 +22,15 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def canonical(name: str) -> str | None:
-    """A hub id as the catalogue has it, or None; the hub's oldest models also go by a name without owner."""
+    """A hub id as the catalogue has it, or None. In any case, and its last part alone will do: `llama-3.1-8b`."""
+    lower = name.lower()
     by_name = {known.lower(): known for known in entries()}
-    return by_name.get(name.lower()) or by_name.get(f"openai-community/{name.lower()}")
-
-
-def short(name: str) -> str | None:
-    """The hub id whose last part is `name`, in any case, if there is exactly one."""
-    alike = [known for known in entries() if known.rpartition("/")[2].lower() == name.lower()]
-    return alike[0] if len(alike) == 1 else None
+    alike = [known for known in entries() if known.rpartition("/")[2].lower() == lower]
+    return by_name.get(lower) or (alike[0] if len(alike) == 1 else None)
 
 
 def find(name: str) -> ModelFacts | None:
-    """The facts of a hub id, in any case, or None."""
+    """The facts of a hub id or its last part, in any case, or None."""
     known = canonical(name)
     return None if known is None else _facts(known, entries()[known]["facts"])
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from accel_fsdp import gpus, layouts, planning, render, speed
+from accel_fsdp import gpus, layouts, render, speed, tracing
 from accel_fsdp.errors import UsageError
 from accel_fsdp.gpus import Gpu
 from accel_fsdp.memory import predict
@@ -84,7 +84,7 @@ def read(job: Job) -> Forecast:
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), render.waiting("Reading the model for the plan"):
-        return Forecast(job, *planning.read_shape(job.model, job.recipe))
+        return Forecast(job, *tracing.read_shape(job.model, job.recipe))
 
 
 def gpu_here() -> tuple[Gpu | None, str]:

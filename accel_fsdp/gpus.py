@@ -15,12 +15,45 @@ ASSUMED_EFFICIENCY = 0.5
 """Share of the peak that matrix products reach where no public run tells: the lowest measured one, H100's, rounded."""
 
 INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
-"""Data-centre cards with GDDR memory, sold with error correction on."""
+"""Data-centre cards with GDDR memory, sold with error correction on, which takes a sixteenth of it."""
+
+REPORTED_SHARE = 0.985
+"""Share of the memory sold (less error correction) that CUDA reports as a card's total, where `REPORTED_GIB` has none:
+the reports below are 0.98 to 0.992 of it."""
+REPORTED_GIB: dict[tuple[str, float], float] = {
+    ("H100", 80): 79.1,
+    ("H100 PCIe", 80): 79.1,
+    ("A100", 80): 79.25,
+    ("A100 PCIe", 80): 79.25,
+    ("A100", 40): 39.39,
+    ("A100 PCIe", 40): 39.39,
+    ("H200", 141): 139.8,
+    ("B200", 180): 178.3,
+    ("T4", 16): 14.75,
+    ("L4", 24): 22.03,
+    ("A10", 24): 22.02,
+    ("A10G", 24): 21.99,
+    ("L40", 48): 44.40,
+    ("L40S", 48): 44.40,
+    ("A40", 48): 44.34,
+    ("A30", 24): 23.5,
+    ("RTX 3090", 24): 23.68,
+    ("RTX 4090", 24): 23.64,
+    ("RTX 5090", 32): 31.36,
+    ("A6000", 48): 47.5,
+    ("RTX 6000 Ada", 48): 47.4,
+    ("V100", 16): 15.77,
+    ("V100", 32): 31.73,
+}
+"""Total memory in GiB as CUDA reports it (`torch.cuda.mem_get_info`, "GPU 0 has a total capacity of ..." of an
+out-of-memory error), the lowest of those seen in public reports: such as Open-Sora issue 697 (T4), DenseCLIP 52
+(A100-40), OOTDiffusion 235 (A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards),
+NVlabs/Eagle 68 (L40), Step-Video-T2V 8 (L40S). It differs by some 0.1 GiB between drivers."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Memory is the caller's where `find` was told it, else what the vendor sells.
+    """One GPU. `memory_gib` is what the vendor sells, or the caller told `find`; `usable_gib` what CUDA reports of it.
 
     `half_flops` are bf16 or fp16 with float32 sums, `fp32_flops` plain float32: torch leaves TF32 off by default.
     `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads
@@ -40,14 +73,7 @@ class Gpu:
     efficiency: float
     calibrated: bool
     source: str
-
-    @property
-    def usable_gib(self) -> float:
-        """What the driver shows of it: error correction takes a sixteenth where it has no chips of its own.
-
-        (`nvidia-smi` shows 15,360 MiB of T4's 16 GiB, 23,034 of L4's 24 and 46,068 of L40S's 48.)
-        """
-        return self.memory_gib * (15 / 16 if self.name in INLINE_ECC else 1)
+    usable_gib: float
 
     @property
     def has_bf16(self) -> bool:
@@ -69,7 +95,15 @@ def _gpu(
     source: str,
 ) -> Gpu:
     rates = (half * 1e12, fp32 * 1e12, hbm * 1e9, link * 1e9, pcie * 1e9, network * 1e9)
-    return Gpu(name, memory, *rates, efficiency or ASSUMED_EFFICIENCY, calibrated, source)
+    return Gpu(
+        name, memory, *rates, efficiency or ASSUMED_EFFICIENCY, calibrated, source, usable_gib=_usable(name, memory)
+    )
+
+
+def _usable(name: str, memory_gib: float) -> float:
+    """What CUDA reports of a card sold with so much memory."""
+    after_ecc = memory_gib * (15 / 16 if name in INLINE_ECC else 1)
+    return REPORTED_GIB.get((name, memory_gib), after_ecc * REPORTED_SHARE)
 
 
 # In the units of datasheets: GiB, TFLOP/s in half and float32, GB/s of memory, of the link to its neighbours, of PCIe
@@ -140,7 +174,16 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
     told = memory_gib or next(in_name, rows[0].memory_gib)
     nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - told))
-    return nearest if memory_gib is None else dataclasses.replace(nearest, memory_gib=memory_gib)
+    if memory_gib is None or memory_gib == nearest.memory_gib:
+        return nearest
+    reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # a driver said it, no vendor
+    usable = memory_gib if reported else _usable(nearest.name, memory_gib)
+    return dataclasses.replace(nearest, memory_gib=memory_gib, usable_gib=usable)
+
+
+def is_known(name: str) -> bool:
+    """Whether `find` knows a GPU of that name."""
+    return _plain(name) in {_plain(gpu.name) for gpu in GPUS}
 
 
 def _plain(name: str) -> str:

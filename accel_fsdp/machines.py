@@ -9,29 +9,32 @@ CPU = MachineFacts(accelerator=None, count=0)
 WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX", "QUADRO", "RTX 20", "RTX20")
 """GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
 
-_SHAPE = re.compile(
-    r"(?:(?P<machines>\d+)x)?(?P<count>\d+)x\s*(?P<name>[A-Za-z][\w .-]*?)(?:-(?P<memory>\d+)Gi?B)?", re.I
-)
+_MEMORY = r"(?:[ -](?P<memory>\d+)Gi?B)?"
+_SHAPE = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<count>\d+)x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I)
+_ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})(?:[ -][A-Za-z]+)?){_MEMORY}", re.I)
+"""One GPU by its name alone, which has a number in it: `h100`, `RTX 4090`."""
 
 
 def parse(text: str) -> tuple[MachineFacts, int]:
     """Returns one machine and how many of them: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
+
+    A name alone, such as `h100`, is one GPU.
 
     Raises:
         UsageError: the text has another shape.
     """
     if text.strip().lower() == "cpu":
         return CPU, 1
-    found = _SHAPE.fullmatch(text.strip())
-    numbers = [] if found is None else [found["count"], found["machines"] or "1", found["memory"] or "1"]
-    if found is None or any(int(number) < 1 for number in numbers):
+    found = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip())
+    parts = found.groupdict() if found else {}
+    count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
+    if not parts or min(count, machines, memory) < 1:
         raise UsageError(
             f"--gpus {text} can't be read",
-            why="the number of processes, their memory and the precision follow from it",
+            why="it has to say how many GPUs of which kind train",
             fix="--gpus 8xH100-80GB, --gpus 2x8xA100-40GB for two machines, or --gpus cpu",
         )
-    memory = float(found["memory"]) if found["memory"] else None
-    return MachineFacts(found["name"].strip(), int(found["count"]), memory), int(found["machines"] or 1)
+    return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
 
 
 def describe(machine: MachineFacts) -> str:

@@ -41,6 +41,12 @@ class Device:
     reserved: tuple[int, int]
     used: tuple[int, int]
     verdict: Verdict
+    outside: int
+
+    @property
+    def needed(self) -> int:
+        """What must be there: the allocated bytes, and what CUDA and NCCL hold outside of the allocator."""
+        return self.allocated + self.outside
 
 
 def device(prediction: Prediction, layout: Layout, capacity_bytes: int) -> Device:
@@ -57,7 +63,7 @@ def device(prediction: Prediction, layout: Layout, capacity_bytes: int) -> Devic
     verdict: Verdict = (
         "no" if needed > capacity_bytes else "yes" if needed * (1 + MARGIN) <= capacity_bytes else "tight"
     )
-    return Device(allocated, reserved, (reserved[0] + outside, reserved[1] + outside), verdict)
+    return Device(allocated, reserved, (reserved[0] + outside, reserved[1] + outside), verdict, outside)
 
 
 @dataclass(frozen=True)

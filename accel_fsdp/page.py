@@ -284,7 +284,7 @@ def _key(kinds: Iterable[str]) -> str:
 
 
 def _capacity(job: Job) -> Capacity:
-    return Capacity(f"one {job.gpu.name}", job.gpu.memory_gib)
+    return Capacity(f"one {job.gpu.name}", job.gpu.usable_gib)
 
 
 def _how(recipe: Recipe) -> str:

@@ -186,7 +186,7 @@ def _best(job: Job, recipe: Recipe, layout: Layout) -> Iterator[Candidate]:
 def _reason(job: Job, choice: Candidate) -> str:
     used = choice.device.allocated / GIB
     return (
-        f"{_contest(choice.layout)}: {used:.1f} of {job.gpu.usable_gib:.0f} GiB at its peak, "
+        f"{_contest(choice.layout)}: {used:.1f} of {job.gpu.usable_gib:.1f} GiB at its peak, "
         f"about {choice.tokens_per_s:,.0f} tokens/s per GPU, bound by {choice.step.bound}."
     )
 

@@ -1,20 +1,19 @@
 """The command `accel-fsdp plan`: read the model and the machine, search, show."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import catalogue, files, gpus, layouts, machines, overheads, page, plan, recorded, render
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp import files, gpus, layouts, machines, overheads, page, plan, render, tracing
+from accel_fsdp.errors import UsageError
 from accel_fsdp.inputs import read_subject
 from accel_fsdp.meter import KINDS, LETTERS
 from accel_fsdp.overheads import GIB
 from accel_fsdp.plan import Candidate, Job, Plan, checkpointing_in, name_of, rows_in
-from accel_fsdp.tapes import VARIANTS, Tapes
 from accel_fsdp.traffic import step_traffic
-from accel_fsdp.types import Layout, ModelShape, Recipe
+from accel_fsdp.types import Layout, Recipe
 
 BAR_CELLS = 20
 DEFAULT_LENGTH = 2048
@@ -43,26 +42,6 @@ class Options:
     config: Path | None = None
     html: Path | None = None
     force: bool = False
-
-
-@dataclass(frozen=True)
-class Recorded(Mapping[str, Tapes]):
-    """The tapes of a model, each variant that isn't bundled recorded when it is asked for, and then kept."""
-
-    name: str
-    config: Mapping[str, Any]
-    kept: dict[str, Tapes]
-
-    def __getitem__(self, variant: str) -> Tapes:
-        if variant not in self.kept:
-            self.kept[variant] = _record(self.name, self.config, variant)[1]
-        return self.kept[variant]
-
-    def __iter__(self) -> Iterator[str]:
-        return (variant.name for variant in VARIANTS)
-
-    def __len__(self) -> int:
-        return len(VARIANTS)
 
 
 def show_plan(options: Options) -> int:
@@ -113,7 +92,7 @@ def make_job(options: Options, layout: Layout | None = None, machines_there: int
     numbers = {"--nodes": nodes, "--batch": rows, "--accumulation": given.accumulation, "--lora-rank": given.lora_rank}
     for flag, value in {**numbers, "--seq-len": 1 if options.length is None else options.length}.items():
         _positive(flag, value)
-    shape, tapes = read_shape(options.model, options.recipe)
+    shape, tapes = tracing.read_shape(options.model, options.recipe)
     length = options.length or min(DEFAULT_LENGTH, shape.positions or DEFAULT_LENGTH)
     if shape.positions and length > shape.positions:
         raise UsageError(
@@ -152,53 +131,6 @@ def _nodes(asked: int | None, described: int) -> int:
 def _positive(flag: str, value: int) -> None:
     if value < 1:
         raise UsageError(f"{flag} {value} is less than 1", why="there would be nothing to train", fix=f"{flag} 1")
-
-
-def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tapes]]:
-    """The shape and tapes: bundled, else from the cache, else recorded from the model's config.
-
-    Raises:
-        UserError: there is no such model, or no language model can be built from its config.
-    """
-    folder = Path(name)
-    if not folder.exists() and (found := recorded.find(catalogue.short(name) or name)):
-        known = found[0].name
-        return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
-    if folder.is_dir() and (folder / "config.json").is_file():
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder / 'config.json'} can't be read: {error}",
-                why="the layers' sizes are in it",
-                fix="copy the model's config.json again",
-            ) from error
-    else:
-        from accel_fsdp.facts import read_config
-
-        config = read_config(name).to_dict()
-    first = f"{'bf16' if recipe.precision != 'no' else 'fp32'}-full-sdpa"
-    shape, tapes = _record(name, config, first)
-    return shape, Recorded(name, config, {first: tapes})
-
-
-def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
-    def anew() -> recorded.Record:
-        with render.waiting(f"Tracing {name} ({variant})"):
-            from accel_fsdp.facts import read_config
-            from accel_fsdp.fitting import record_model
-
-            known = name in catalogue.entries() and not Path(name).exists()
-            return record_model(name, _configured(config) if known else read_config(name), (variant,))
-
-    shape, tapes = recorded.remembered(config, variant, anew)
-    return replace(shape, name=name), tapes
-
-
-def _configured(settings: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**settings)
 
 
 def as_json(job: Job, found: Plan) -> dict[str, Any]:
@@ -261,7 +193,7 @@ def _headline(job: Job) -> str:
     millions = overheads.model_numel(job.shape) / 1e6
     return (
         f"{job.shape.name}: {millions:,.1f} M parameters, {recipe.method} training on "
-        f"{job.ranks} x {job.gpu.name} with {job.gpu.memory_gib:.0f} GiB, "
+        f"{job.ranks} x {job.gpu.name} with {job.gpu.usable_gib:.1f} GiB, "
         f"{recipe.rows} x {recipe.length:,} tokens per GPU; all of it predicted."
     )
 
@@ -299,7 +231,7 @@ def _legend() -> list[tuple[str, str, str]]:
 def _recommendation(job: Job, found: Plan) -> Iterator[str]:
     choice, second = found.choice, found.runner_up
     if choice is None:
-        yield f"Nothing fits into {job.gpu.memory_gib:.0f} GiB per GPU. What would:"
+        yield f"Nothing fits into {job.gpu.usable_gib:.1f} GiB per GPU. What would:"
         yield from (f"  {change}" for change in found.changes or ("a smaller model, or more machines",))
         return
     how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"

@@ -28,7 +28,7 @@ Record: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
 def find(name: str) -> Record | None:
-    """The bundled shape and tapes of a hub id by variant, in any case, or None."""
+    """The bundled shape and tapes by variant, of a model as `catalogue.canonical` knows it, or None."""
     known = catalogue.canonical(name)
     if known is None:
         return None

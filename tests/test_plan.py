@@ -296,8 +296,3 @@ def test_zero_has_the_optimizer_s_state() -> None:
 def test_the_default_length_is_the_model_s_where_it_has_fewer_positions() -> None:
     assert planned("--model", "gpt2", "--gpus", "8xH100")["sequence_length"] == 1024
     assert planned("--model", "llama-3.1-8b", "--gpus", "8xH100")["sequence_length"] == 2048
-
-
-def test_error_correction_takes_its_share_of_the_memory() -> None:
-    assert gpus.find("T4").usable_gib == 15
-    assert gpus.find("H100").usable_gib == 80

@@ -6,7 +6,7 @@ from pathlib import Path
 import memory_accuracy
 import pytest
 
-from accel_fsdp import planning, recorded
+from accel_fsdp import recorded, tracing
 from accel_fsdp.playing import fused_head
 from accel_fsdp.tapes import At, Tape, Variant, levels
 from accel_fsdp.traces import Recorder
@@ -92,7 +92,7 @@ def _peak(tape: Tape, at: At) -> int:
 
 def test_a_variant_that_is_not_bundled_is_recorded_when_it_is_asked_for() -> None:
     recipe = Recipe(precision="no", dtype="bfloat16", kernels="liger")
-    shape, tapes = planning.read_shape("HuggingFaceTB/SmolLM2-135M", recipe)
+    shape, tapes = tracing.read_shape("HuggingFaceTB/SmolLM2-135M", recipe)
     fused, plain = (tapes[f"bf16-full-sdpa{ending}"] for ending in ("-liger", ""))
     assert shape.name == "HuggingFaceTB/SmolLM2-135M"
     assert _peak(fused.blocks[0], At(2, 512)) < _peak(plain.blocks[0], At(2, 512))

@@ -1,0 +1,79 @@
+"""The shape and tapes of a model by name: bundled, else kept from before, else recorded now from its config."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import catalogue, recorded, render
+from accel_fsdp.errors import UserError
+from accel_fsdp.tapes import VARIANTS, Tapes
+from accel_fsdp.types import ModelShape, Recipe
+
+
+@dataclass(frozen=True)
+class Recorded(Mapping[str, Tapes]):
+    """The tapes of a model, each variant that isn't bundled recorded when it is asked for, and then kept."""
+
+    name: str
+    config: Mapping[str, Any]
+    kept: dict[str, Tapes]
+
+    def __getitem__(self, variant: str) -> Tapes:
+        if variant not in self.kept:
+            self.kept[variant] = _record(self.name, self.config, variant)[1]
+        return self.kept[variant]
+
+    def __iter__(self) -> Iterator[str]:
+        return (variant.name for variant in VARIANTS)
+
+    def __len__(self) -> int:
+        return len(VARIANTS)
+
+
+def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tapes]]:
+    """The shape and tapes: bundled, else from the cache, else recorded from the model's config.
+
+    Raises:
+        UserError: there is no such model, or no language model can be built from its config.
+    """
+    folder = Path(name)
+    if not folder.exists() and (found := recorded.find(name)):
+        known = found[0].name
+        return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
+    if folder.is_dir() and (folder / "config.json").is_file():
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder / 'config.json'} can't be read: {error}",
+                why="the layers' sizes are in it",
+                fix="copy the model's config.json again",
+            ) from error
+    else:
+        from accel_fsdp.facts import read_config
+
+        config = read_config(name).to_dict()
+    first = f"{'bf16' if recipe.precision != 'no' else 'fp32'}-full-sdpa"
+    shape, tapes = _record(name, config, first)
+    return shape, Recorded(name, config, {first: tapes})
+
+
+def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
+    def anew() -> recorded.Record:
+        with render.waiting(f"Tracing {name} ({variant})"):
+            from accel_fsdp.facts import read_config
+            from accel_fsdp.fitting import record_model
+
+            known = name in catalogue.entries() and not Path(name).exists()
+            return record_model(name, _configured(config) if known else read_config(name), (variant,))
+
+    shape, tapes = recorded.remembered(config, variant, anew)
+    return replace(shape, name=name), tapes
+
+
+def _configured(settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**settings)
