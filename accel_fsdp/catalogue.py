@@ -8,6 +8,7 @@ models again.
 import json
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from accel_fsdp.types import LayerClass, ModelFacts
@@ -27,6 +28,11 @@ def canonical(name: str) -> str | None:
     by_name = {known.lower(): known for known in entries()}
     alike = [known for known in entries() if known.rpartition("/")[2].lower() == lower]
     return by_name.get(lower) or (alike[0] if len(alike) == 1 else None)
+
+
+def hub_id(name: str) -> str:
+    """What to give a program that knows hub ids and folders alone: a folder as it is, a catalogue's name in full."""
+    return name if Path(name).exists() else canonical(name) or name
 
 
 def find(name: str) -> ModelFacts | None:

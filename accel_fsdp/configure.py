@@ -102,6 +102,7 @@ def _review(talk: wizard.Interview, options: Options, original: Original | None)
         chosen = prompts.pick(
             f"Write {place}?",
             [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
+            "(Enter on a line; Escape goes back)" if talk.asked else "(Enter on a line)",
         )
         if chosen == WRITE and _may_write(output, options, original, text):
             return _write(answers, options, original)
@@ -111,7 +112,9 @@ def _review(talk: wizard.Interview, options: Options, original: Original | None)
         elif chosen == QUIT:
             render.say("nothing written")
             return 1
-        elif chosen not in (WRITE, prompts.BACK):
+        elif chosen is prompts.BACK:
+            wizard.go_back(talk)
+        elif chosen != WRITE:
             wizard.change(talk, chosen)
 
 

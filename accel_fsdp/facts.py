@@ -51,7 +51,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
     found = wrap_classes(model)
     reason = "found in the built model"
     if not found:
-        reason = "no repeated layer found: name the class with --layer-class"
+        reason = "no repeated layer found: name the class"
     return ModelFacts(
         name=name,
         model_type=str(config.model_type),
@@ -212,8 +212,7 @@ def read_config(name: str, revision: str = "main") -> Any:
         raise UserError(
             f"cannot read the config of {name}: {first_line(error)}{did_you_mean(name, catalogue.entries())}",
             why="the layer classes and sizes come from it",
-            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model, "
-            "or --layer-class NAME",
+            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Machines in words: `8xH100-80GB`, `2x8xA100-40GB`, `cpu`. Pure."""
 
+import ipaddress
 import re
 
 from accel_fsdp.errors import UsageError
@@ -53,6 +54,24 @@ def _plain_name(name: str) -> str:
         if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w*|SXM\d*|PCIE", word, re.I)
     ]
     return re.sub(r"[^\w. ]", "", " ".join(words)) or "GPU"
+
+
+def address_problem(text: str) -> str:
+    """Why machines can't meet at this address; empty where they can, as far as its form tells."""
+    if "://" in text:
+        return "it is a URL, and the launcher takes a host name or an IP address alone"
+    if re.search(r"[^\w.:-]", text, re.ASCII) or not re.search(r"[A-Za-z0-9]", text):
+        return "a host name or an IP address has letters, digits, dots and dashes alone"
+    if text.count(":") == 1:
+        return "the port has a question and a key of its own, main_process_port"
+    if ":" in text or not re.search(r"[A-Za-z]", text):
+        try:
+            ipaddress.ip_address(text)
+        except ValueError:
+            return "it is no IP address"
+    if text.lower() in ("localhost", "::1", "::", "0.0.0.0") or text.startswith("127."):
+        return "every machine calls itself by that, so the others would not find it"
+    return ""
 
 
 def has_bf16(machine: MachineFacts) -> bool:

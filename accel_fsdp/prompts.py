@@ -1,4 +1,7 @@
-"""Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary."""
+"""Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
+
+Options are chosen with the arrow keys, or with the digit or letter that they begin with.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ import questionary
 from prompt_toolkit.application import get_app_session
 from prompt_toolkit.filters import Always
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
+from questionary.prompts.common import InquirerControl
 
 from accel_fsdp import render
 from accel_fsdp.asking import Context, Option, Question
@@ -54,14 +58,14 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
     prompt, instruction = _fitted(question.prompt, reason)
-    answer = _run(questionary.select(prompt, choices, default=default, instruction=instruction))
+    answer = _run(questionary.select(prompt, choices, default=default, instruction=instruction, use_jk_keys=False))
     return answer, next((option.label for option in options if option.value == answer), "")
 
 
-def pick(text: str, rows: Sequence[tuple[str, str]]) -> Any:
+def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
     """One of several rows, given as (value, label); Escape returns BACK. Leaves nothing on the screen."""
     choices = [_choice(Option(value, label)) for value, label in rows]
-    return _run(questionary.select(text, choices, instruction="(Enter on a line)"))
+    return _run(questionary.select(text, choices, instruction=instruction, use_jk_keys=False))
 
 
 def confirm(text: str, default: bool) -> bool:
@@ -115,8 +119,25 @@ def _run(question: questionary.Question) -> Any:
     def back(event: KeyPressEvent) -> None:
         event.app.exit(result=BACK)
 
-    application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])
-    application.ttimeoutlen = ESCAPE_SECONDS
     for window in application.layout.find_all_windows():
         window.wrap_lines = Always()
+        if isinstance(window.content, InquirerControl):
+            _point_by_first_letter(window.content, bindings)
+    application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])
+    application.ttimeoutlen = ESCAPE_SECONDS
     return question.unsafe_ask()
+
+
+def _point_by_first_letter(options: InquirerControl, bindings: KeyBindings) -> None:
+    """A digit or letter points at the next option that begins with it and can be taken."""
+    places: dict[str, list[int]] = {}
+    for place, choice in enumerate(options.choices):
+        if not choice.disabled:
+            places.setdefault(str(choice.title)[0].lower(), []).append(place)
+
+    def point(found: list[int]) -> None:
+        options.pointed_at = next((place for place in found if place > options.pointed_at), found[0])
+
+    for letter, found in places.items():
+        for key in {letter, letter.upper()}:
+            bindings.add(key)(lambda event, found=found: point(found))

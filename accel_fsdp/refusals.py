@@ -3,9 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp import machines
+from accel_fsdp import catalogue, gpus, machines
 from accel_fsdp.asking import Context, is_ddp
-from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean
+
+LOOKALIKES = str.maketrans("OoIl", "0011")
+"""Letters that are typed for digits."""
+MOST_RANKS = 1_000_000
+"""More machines or processes than any cluster has: a slip of the key."""
 
 
 def reason(question: str, value: Any, context: Context) -> str:
@@ -52,17 +57,46 @@ _OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
 
 
 def check_model(context: Context, value: Any) -> str:
-    """Refuses an empty name."""
-    if not value:
+    """Refuses no name, and one that no line of a YAML can hold; a short name becomes the catalogue's hub id."""
+    name = str(value).strip()
+    if not name:
         raise UsageError("--model is missing", why="the layer class is read from it", fix="--model HUB_ID_OR_FOLDER")
-    return str(value)
+    if UNPRINTABLE.search(name) or "\n" in name or "\t" in name:
+        raise UsageError(
+            f"--model {name} has control characters",
+            why="the name stands in the YAML's first lines, which they would break",
+            fix="--model HUB_ID_OR_FOLDER, typed by hand",
+        )
+    return catalogue.hub_id(name)
 
 
 def check_gpus(context: Context, value: Any) -> str:
-    """Refuses text that doesn't describe a machine."""
+    """Refuses text that doesn't describe a machine, and a GPU whose memory can't be known."""
     text = str(value).strip() or "cpu"
-    machines.parse(text)
+    machine, _ = machines.parse(text)
+    name = machine.accelerator
+    if name is None or text == machines.describe(context.found):
+        return text
+    try:
+        gpus.find(name, machine.memory_gib)
+    except UsageError as error:
+        meant = _lookalike(name)
+        if machine.memory_gib and not meant:
+            return text  # newer or rarer than our table
+        raise UsageError(
+            f"--gpus {text}: " + (f"{name} is no GPU. Did you mean {meant}?" if meant else error.what),
+            why="what fits follows from a GPU's memory",
+            fix=f"--gpus {text.replace(name, meant)}" if meant else f"--gpus with its memory, such as {text}-80GB",
+        ) from error
     return text
+
+
+def _lookalike(name: str) -> str:
+    """The GPU that is meant where letters stand for digits: H1OO."""
+    try:
+        return "" if name == name.translate(LOOKALIKES) else gpus.find(name.translate(LOOKALIKES)).name
+    except UsageError:
+        return ""
 
 
 def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
@@ -73,7 +107,7 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
         raise UserError(
             "no transformer layer class is known",
             why="without it FSDP makes one unit of the whole model and saves no memory",
-            fix="--layer-class NAME, or --wrap-policy SIZE_BASED_WRAP with --fsdp-version 1",
+            fix="--layer-class NAME, the class of the model's repeated layers",
         )
     if context.model is not None:
         check_layer_classes(names, context.model.classes)
@@ -95,29 +129,29 @@ def check_layer_classes(names: tuple[str, ...], classes: frozenset[str]) -> None
             )
 
 
-def _number(flag: str, value: Any, why: str, most: int | None = None) -> int:
-    text = str(value)
-    number = int(text) if text.isascii() and text.isdigit() else -1
-    if number < 1 or (most is not None and number > most):
-        limits = "from 1 up" if most is None else f"from 1 to {most}"
-        raise UserError(f"{flag} {value} is not a whole number {limits}", why=why, fix=f"{flag} 1")
+def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
+    text = str(value).strip()
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+    if not 1 <= number <= most:
+        raise UserError(f"{flag} {value} is not a whole number from 1 to {most}", why=why, fix=f"{flag} {fix}")
     return number
 
 
 def check_size(context: Context, value: Any) -> int:
     """Refuses 0, which wraps nothing."""
-    return _number("--min-num-params", value, "0 wraps nothing, without a word from Accelerate")
+    why = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
+    return _number("--min-num-params", value, why, fix=100_000_000, most=10**15)
 
 
 def check_port(context: Context, value: Any) -> int:
     """Refuses what is no TCP port."""
-    return _number("--main-process-port", value, "it must be a free TCP port", most=65535)
+    return _number("--main-process-port", value, "it must be a free TCP port", fix=29500, most=65535)
 
 
 def check_machines(context: Context, value: Any) -> int:
     """Refuses less than one machine."""
-    count = _number("--num-machines", value, "at least this machine takes part")
     described = machines.parse(context["gpus"])[1]
+    count = _number("--num-machines", value, "it counts machines, this one too", fix=described, most=MOST_RANKS)
     if described not in (1, count):
         raise UserError(
             f"--num-machines {count} contradicts --gpus {context['gpus']}",
@@ -129,8 +163,9 @@ def check_machines(context: Context, value: Any) -> int:
 
 def check_processes(context: Context, value: Any) -> int:
     """Refuses numbers that Accelerate would round, refuse, or shard over a single rank."""
-    total = _number("--num-processes", value, "each process drives one GPU")
     machines_in_all = context["num_machines"]
+    one_each = max(context.machine.count, 1) * machines_in_all
+    total = _number("--num-processes", value, "each process drives one GPU", fix=one_each, most=MOST_RANKS)
     if total % machines_in_all:
         raise UserError(
             f"--num-processes {total} is not a multiple of --num-machines {machines_in_all}",
@@ -168,5 +203,11 @@ def check_ip(context: Context, value: Any) -> str:
             "--main-process-ip is missing",
             why=f"{context['num_machines']} machines have to meet at one address; Accelerate would wait at None:29500",
             fix="--main-process-ip ADDRESS_OF_THE_FIRST_MACHINE",
+        )
+    if problem := machines.address_problem(text):
+        raise UserError(
+            f"--main-process-ip {text} is no address to meet at",
+            why=problem,
+            fix="--main-process-ip with the first machine's host name or IP address, such as 10.0.0.1",
         )
     return text

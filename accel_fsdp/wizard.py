@@ -1,7 +1,8 @@
 """Settles the questions of `questions.py`: by flags, by defaults, or by asking in a terminal."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -13,15 +14,25 @@ from accel_fsdp.questions import QUESTIONS, to_answers
 from accel_fsdp.types import Answers, MachineFacts, ModelFacts
 
 Mode = Literal["ask", "defaults", "flags"]
+FIELDS = [question.field for question in QUESTIONS]
+GREETING = (
+    "Enter answers; arrow keys, or an option's first digit or letter, choose. Escape goes back one question, "
+    "Ctrl-C stops and writes nothing."
+)
 
 
 @dataclass
 class Interview:
-    """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file."""
+    """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file.
+
+    `fixed` are the fields that nobody asks about, `asked` those that were answered in the terminal, the latest last.
+    """
 
     flags: Mapping[str, str]
     given: dict[str, Any]
     quiet: bool = False
+    fixed: frozenset[str] = frozenset()
+    asked: list[str] = field(default_factory=list)
 
     def settled(self, until: str | None = None) -> Context:
         """All answers, or those before the question `until`; what is not given gets its default.
@@ -71,7 +82,7 @@ class Interview:
             return replace(context, model=model)
         except UserError as error:
             if "layer_class" not in self.given:
-                raise
+                raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
             render.say(
                 f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked",
                 style="yellow",
@@ -90,7 +101,9 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) ->
     """
     talk = Interview(flags, {**given, **flags})
     if mode == "ask":
-        _ask_each(talk)
+        talk.fixed = frozenset(talk.given)
+        render.say(GREETING, style="dim", wrap=True)
+        _ask_from(talk, 0)
     if mode == "flags" and (unanswered := talk.unanswered()):
         raise UsageError(
             "this is not a terminal, so nothing can be asked",
@@ -113,24 +126,26 @@ def change(talk: Interview, field: str) -> None:
         talk.flags, talk.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
 
 
-def _ask_each(talk: Interview) -> None:
+def go_back(talk: Interview) -> None:
+    """Asks the latest question once more, and what follows from its answer; nothing where none was asked."""
+    if talk.asked:
+        _ask_from(talk, FIELDS.index(talk.asked.pop()))
+
+
+def _ask_from(talk: Interview, position: int) -> None:
     """Asks what nobody has answered, in order; Escape goes back to the question before."""
-    render.say("Enter answers, Escape goes back one question, Ctrl-C stops and writes nothing.", style="dim", wrap=True)
-    asked: list[int] = []
-    position = 0
-    fixed = set(talk.given)
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
         context = talk.settled(until=question.field)
-        if question.field in fixed or not question.applies(context):
+        if question.field in talk.fixed or not question.applies(context):
             position += 1
             continue
         answer = _ask(question, context, talk.given.get(question.field))
         if answer is prompts.BACK:
-            position = asked.pop() if asked else position
+            position = FIELDS.index(talk.asked.pop()) if talk.asked else position
             continue
         talk.given[question.field] = answer
-        asked.append(position)
+        talk.asked.append(question.field)
         position += 1
 
 
@@ -146,7 +161,18 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
                 _model(answer)
             return answer
         except UserError as error:
-            render.say(str(error), style="red", wrap=True)
+            render.say(_at_prompt(error, question), style="red", wrap=True)
+
+
+def _at_prompt(error: UserError, question: Question) -> str:
+    """The error for someone who types answers, not flags: `--num-machines 2` is `num machines 2`, its own flag goes."""
+    fix = error.fix
+    if fix.startswith(f"{question.flag} "):
+        fix = f"type {fix.replace(f'{question.flag} ', '')}"
+    texts = [error.what, error.why, fix]
+    for other in QUESTIONS:
+        texts = [re.sub(rf"{other.flag}(?![\w-])", other.field.replace("_", " "), text) for text in texts]
+    return str(UserError(texts[0], why=texts[1], fix=texts[2]))
 
 
 @cache

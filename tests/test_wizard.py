@@ -93,6 +93,9 @@ def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
     terminal = Terminal("-o", str(tmp_path / "made.yaml"), "--preset", "fsdp2")
     terminal.answer(ASKED[0], "/no/such/model")
     terminal.wait_for("does not exist")
+    terminal.answer(ASKED[0], " ")
+    terminal.wait_for("error: model is missing")
+    terminal.wait_for("fix: type HUB_ID_OR_FOLDER")
     terminal.answer(ASKED[0], str(tiny_model))
     terminal.answer("How are FSDP units made?")
     terminal.answer("Which transformer layer class?", ",Llama")
@@ -139,12 +142,15 @@ def test_escape_goes_back_one_question(rows: int, columns: int, tiny_model: Path
     last = ["--activation-checkpointing", "false", "--state-dict-type", "FULL_STATE_DICT"]
     words = [*given, *rest, *more, *last, "--ram-efficient-loading", "true", "-o", str(path)]
     terminal = Terminal(*words, rows=rows, columns=columns)
-    terminal.answer("What do you train?", DOWN)  # lora
+    terminal.answer("What do you train?", "l")  # lora, by its first letter
     terminal.wait_for("Which FSDP?")
     terminal.wait_for("FullyShardedDataParallel")
     terminal.child.send(ESCAPE)
     terminal.answer("What do you train?", UP)  # back to full
-    terminal.answer("Which FSDP?", DOWN)  # 1, which LoRA would refuse
+    terminal.answer("Which FSDP?", "21")  # by its digit; LoRA would refuse 1
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ESCAPE)  # from the review to the last question
+    terminal.answer("Which FSDP?")
     terminal.wait_for("Quit, write nothing")
     terminal.child.send(ENTER)
     assert terminal.exit_code() == 0
