@@ -21,6 +21,10 @@ class ModelArguments:
 
     model_name_or_path: str = field(metadata={"help": "Hub id or local folder."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Run the Python code that comes with the model. Read it first: it can do whatever you can."},
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={

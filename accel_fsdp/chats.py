@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.columns import BadRow, Chat
 from accel_fsdp.errors import UserError
-from accel_fsdp.facts import first_line
+from accel_fsdp.facts import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,12 +63,10 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> No
     if Path(source).is_file():
         tokenizer.chat_template = Path(source).read_text(encoding="utf-8")
         return
-    from transformers import AutoTokenizer
-
     try:
-        found = AutoTokenizer.from_pretrained(source).chat_template
-    except (OSError, ValueError) as error:
-        raise _no_template(source, first_line(error)) from error
+        found = read_tokenizer(source).chat_template
+    except UserError as error:
+        raise _no_template(source, error.what) from error
     if found is None:
         raise _no_template(source, "its tokenizer has none")
     tokenizer.chat_template = found

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import trust
 from accel_fsdp.errors import UserError
-from accel_fsdp.facts import first_line
+from accel_fsdp.facts import first_line, model_class, read_config, read_tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,14 +91,16 @@ def build(folder: Path) -> "nn.Module":
         UserError: transformers has no such class, or can't build it.
     """
     import torch
-    import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        name = (config.architectures or [""])[0]
-        kind = getattr(transformers, name, None)
+        config = read_config(str(folder))
         with torch.device("meta"):
-            model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+            kind = model_class(config)
+            model = (
+                kind.from_config(config, trust_remote_code=False) if kind.__name__.startswith("Auto") else kind(config)
+            )
+    except trust.NeedsCode:
+        raise
     except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
         raise UserError(
             f"transformers can't build the model of {folder / 'config.json'}: {first_line(error)}",
@@ -152,12 +155,11 @@ def loads(folder: Path) -> None:
     Raises:
         UserError: from_pretrained refuses it, or would leave a weight random.
     """
-    import transformers
-
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-        _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        kind = model_class(read_config(str(folder)))
+        _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True, trust_remote_code=False)
+    except trust.NeedsCode:
+        raise
     except Exception as error:  # as above
         raise _refused(folder, first_line(error)) from error
     wrong = {key: names for key, names in report.items() if names and key != "error_msgs"}
@@ -168,8 +170,10 @@ def loads(folder: Path) -> None:
         raise _refused(folder, shown)
     if (folder / "tokenizer_config.json").is_file():
         try:
-            transformers.AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            read_tokenizer(str(folder))
+        except trust.NeedsCode:
+            raise
+        except (UserError, KeyError, ImportError) as error:
             raise _refused(folder, f"tokenizer: {first_line(error)}") from error
 
 

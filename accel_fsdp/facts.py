@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import catalogue, weights
+from accel_fsdp import catalogue, trust, weights
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
 
@@ -85,13 +85,13 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     }
 
 
-def stored_dtype(name: str, revision: str = "main") -> str:
+def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> str:
     """The dtype in which a model's files hold it, such as bfloat16; empty if nothing says so.
 
     Raises:
         UserError: its config can't be read.
     """
-    return _dtype(read_config(name, revision), weights.weights_in(_local_folder(name)))
+    return _dtype(read_config(name, revision, run_code), weights.weights_in(_local_folder(name)))
 
 
 def _dtype(config: Any, stored: Mapping[str, weights.Tensor]) -> str:
@@ -191,13 +191,13 @@ def _parameters_of_one(model: "nn.Module", name: str) -> int:
     return max(sum(parameter.numel() for parameter in module.parameters()) for module in instances)
 
 
-def read_config(name: str, revision: str = "main") -> Any:
-    """Reads a model's config from a hub id or a local folder.
+def read_config(name: str, revision: str = "main", run_code: bool = False) -> Any:
+    """Reads a model's config from a hub id or a local folder. Its own Python runs with `run_code` alone.
 
     Raises:
-        UserError: there is none, or it can't be read.
+        UserError: there is none, it can't be read, or not without its own Python.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     check_local_path(name, "model")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -207,13 +207,47 @@ def read_config(name: str, revision: str = "main") -> Any:
             fix="give the folder that save_pretrained wrote, or a hub id",
         )
     try:
-        return AutoConfig.from_pretrained(name, revision=revision)
+        if not run_code:
+            trust.check_kernels(name, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
     except (OSError, ValueError) as error:
+        if trust.is_refusal(error):
+            raise trust.refusal(name, "its config") from error
         raise UserError(
             f"cannot read the config of {name}: {first_line(error)}{did_you_mean(name, catalogue.entries())}",
             why="the layer classes and sizes come from it",
             fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
         ) from error
+
+
+def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) -> Any:
+    """Reads a model's tokenizer from a hub id or a local folder. Its own Python runs with `run_code` alone.
+
+    Raises:
+        UserError: there is none, it can't be read, or not without its own Python.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+    except (OSError, ValueError) as error:
+        if trust.is_refusal(error):
+            raise trust.refusal(name, "its tokenizer") from error
+        raise UserError(
+            f"cannot load a tokenizer from {name}: {first_line(error)}",
+            why="the data can't be turned into tokens",
+            fix="copy the tokenizer files of the base model into that folder",
+        ) from error
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that a config's `architectures` names, else the one for causal language models."""
+    import transformers
+
+    names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
+    named = getattr(transformers, names[0], None) if names else None
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model else transformers.AutoModelForCausalLM
 
 
 def build(name: str, config: Any, **options: Any) -> "nn.Module":
@@ -238,7 +272,7 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
             fix="choose a model that AutoModelForCausalLM can build",
         )
     with torch.device("meta"):
-        model: nn.Module = kind.from_config(config, **options)
+        model: nn.Module = kind.from_config(config, trust_remote_code=False, **options)
     return model
 
 

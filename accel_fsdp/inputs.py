@@ -74,12 +74,7 @@ def _read_model(name: str) -> ModelFacts:
     try:
         return read_model(name)
     except UserError as error:
-        raise UsageError(
-            error.what,
-            why="nothing can be held against the model",
-            fix="a folder with a config.json, or a hub id; for a gated model: hf auth login; offline only widely used "
-            "models are known",
-        ) from error
+        raise UsageError(error.what, why=error.why, fix=error.fix) from error
 
 
 def read_subject(path: Path, sources: Sources | None = None, given: Given | None = None) -> tuple[Subject, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.adapters import clean_name
 from accel_fsdp.checkpoint import Found
+from accel_fsdp.facts import model_class, read_config
 from accel_fsdp.papers import Papers
 from accel_fsdp.sources import MODEL_KEYS
 
@@ -22,11 +23,10 @@ TOKENS = 16
 def difference(folder: Path, found: Found, papers: Papers) -> tuple[float, float]:
     """The largest difference of logits, and the largest logit."""
     import torch
-    import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    exported = kind.from_pretrained(folder)
+    config = read_config(str(folder))
+    kind = model_class(config)
+    exported = kind.from_pretrained(folder, trust_remote_code=False)
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()
@@ -44,7 +44,7 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
 
 def _original(found: Found, papers: Papers, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
     if found.kind == "safetensors":
-        return kind.from_pretrained(found.folder, config=config)  # type: ignore[no-any-return]
+        return kind.from_pretrained(found.folder, config=config, trust_remote_code=False)  # type: ignore[no-any-return]
     if papers.adapter is not None:
         return _with_adapter(found, papers, kind, dtype)
     model = kind(config)
@@ -73,7 +73,8 @@ def _with_adapter(found: Found, papers: Papers, kind: Any, dtype: "torch.dtype")
     import torch
     from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 
-    base = kind.from_pretrained(papers.folder, dtype=dtype if dtype is torch.float32 else "auto")
+    wide = dtype if dtype is torch.float32 else "auto"
+    base = kind.from_pretrained(papers.folder, dtype=wide, trust_remote_code=False)
     if found.kind == "adapter":
         return PeftModel.from_pretrained(base, str(found.folder)).merge_and_unload()  # type: ignore[no-any-return]
     model = get_peft_model(base, PeftConfig.from_pretrained(str(papers.adapter)))

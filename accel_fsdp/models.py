@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import adapters, cpu, facts, render
@@ -27,15 +27,9 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the model or its tokenizer can't be read.
     """
-    facts.read_config(options.model_name_or_path, options.model_revision)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path, revision=options.model_revision)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot load a tokenizer from {options.model_name_or_path}: {facts.first_line(error)}",
-            why="the data can't be turned into tokens",
-            fix="copy the tokenizer files of the base model into that folder",
-        ) from error
+    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    facts.read_config(*asked)
+    tokenizer: PreTrainedTokenizerBase = facts.read_tokenizer(*asked)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -86,10 +80,15 @@ def _without_weights(options: ModelArguments) -> Any:
     Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
     some weights in another dtype, or is quantised, is known only once it is loaded.
     """
-    config = facts.read_config(options.model_name_or_path, options.model_revision)
+    config = facts.read_config(options.model_name_or_path, options.model_revision, options.trust_remote_code)
     dtype, _ = weight_dtype(options)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=options.attn_implementation)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )
     mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
     if getattr(config, "quantization_config", None) or (mixed and dtype != torch.float32):
         return _with_weights(options)
@@ -101,6 +100,7 @@ def _with_weights(options: ModelArguments) -> Any:
     model, loading = AutoModelForCausalLM.from_pretrained(
         options.model_name_or_path,
         revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
         dtype=weight_dtype(options)[0],
         attn_implementation=options.attn_implementation,
         quantization_config=_quantization(options),
@@ -136,7 +136,8 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
         return chosen, "--dtype; no float32 master weights: small updates are lost"
     if not options.use_peft:
         return torch.float32, "master weights of full training"
-    stored = facts.read_config(options.model_name_or_path, options.model_revision).dtype
+    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    stored = facts.read_config(*asked).dtype
     return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
 
 

@@ -102,7 +102,8 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
         if part is not None:
             part.save_pretrained(folder)
     with contextlib.suppress(UserError):  # then it is the dtype that was loaded
-        config, filed = weights.read_json(folder / CONFIG), facts.read_config(str(inner.config._name_or_path))
+        name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
+        config, filed = weights.read_json(folder / CONFIG), facts.read_config(name, run_code=code_runs)
         if filed.dtype is not None:
             config["dtype"] = str(filed.dtype).removeprefix("torch.")
             files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")

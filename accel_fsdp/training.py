@@ -74,7 +74,7 @@ class SftTrainer(SurvivingTrainer):
             return str(self.args.export_dtype)
         if hasattr(model, "peft_config"):
             return ""
-        return facts.stored_dtype(model.config._name_or_path, self.revision)
+        return facts.stored_dtype(model.config._name_or_path, self.revision, model.config.is_remote_code())
 
     def _trained_as(self) -> torch.dtype | None:
         """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""

@@ -209,7 +209,10 @@ def built(case: dict[str, Any], device: str) -> Any:
     config.use_cache = False
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=PRECISIONS[case["dtype"]], attn_implementation=case["attention"]
+            config,
+            dtype=PRECISIONS[case["dtype"]],
+            attn_implementation=case["attention"],
+            trust_remote_code=False,
         )
 
 

@@ -72,7 +72,7 @@ def write_model(one: Case, folder: Path) -> None:
     config["num_hidden_layers"] = one.layers or config["num_hidden_layers"]
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         wanted = AutoConfig.for_model(config.pop("model_type"), **config)
-        model = AutoModelForCausalLM.from_config(wanted, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(wanted, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(folder)
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

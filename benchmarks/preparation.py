@@ -49,7 +49,7 @@ def rows_of(count: int, shortest: int = 1) -> Dataset:
 def model_of(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The smallest model that TRL's trainer takes."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), **sizes), trust_remote_code=False)
 
 
 def prepared_by_us(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes: int | None, packing: bool) -> float:
@@ -119,7 +119,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     datasets.disable_progress_bars()
-    lines = preparation_lines(AutoTokenizer.from_pretrained(options.tokenizer), options.rows, options.times)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, trust_remote_code=False)
+    lines = preparation_lines(tokenizer, options.rows, options.times)
     if options.write:
         cores = len(os.sched_getaffinity(0))
         text = f"Chats through SmolLM2's template, at most {MAX_LENGTH} tokens, {cores} CPU cores."

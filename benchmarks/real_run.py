@@ -149,8 +149,8 @@ def answers(folder: Path) -> list[str]:
 
     import demo
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     return [demo.answer(model, tokenizer, question(term)) for term in ASKED]
 
 

@@ -43,7 +43,8 @@ def make(run: Path, config: LlamaConfig, ranks: int) -> Path:
     config.save_pretrained(run / "model")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     _save(inner, shapes, ranks)
     return folder
 

@@ -56,7 +56,7 @@ class Case:
 
 def narrow_model(tokenizer_of: Path, folder: Path) -> Path:
     """A small Llama with the tokenizer of another model, and its vocabulary."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of, trust_remote_code=False)
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
@@ -67,7 +67,7 @@ def narrow_model(tokenizer_of: Path, folder: Path) -> Path:
 
 def write_rows(case: Case, tokenizer_of: Path, folder: Path) -> int:
     """Chats that fit into `MAX_LENGTH` tokens, so that neither side cuts any; returns their tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of, trust_remote_code=False)
     chats = rows_of(ROWS[case.model] * 3)["messages"]
     sizes = [len(tokenizer.apply_chat_template(chat, tokenize=True)["input_ids"]) for chat in chats]
     kept = [(chat, size) for chat, size in zip(chats, sizes, strict=True) if size < MAX_LENGTH][: ROWS[case.model]]

