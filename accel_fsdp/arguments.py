@@ -80,6 +80,13 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             "--eval_strategy and the same --save_strategy."
         },
     )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although model, data, their order or the schedule differ from the checkpoint's. Each "
+            "change is said; run.json and the card keep what was trained with what."
+        },
+    )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},

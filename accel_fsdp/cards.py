@@ -1,6 +1,6 @@
 """The model card of an export: what was trained, from what, how, and how far it got."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def _body(
     yield f"- method: supervised fine-tuning of {method}"
     if run["plan"]:
         yield f"- trained with {run['plan']['strategy']} on {run['machine']['ranks']} ranks, {run['machine']['device']}"
+    yield from _segments(run.get("segments", []))
     yield "\n## Results\n"
     yield "| | first | best | last |\n|---|---|---|---|"
     for name, values in found.items():
@@ -67,3 +68,21 @@ def _body(
     yield "\n## Versions\n"
     yield "| package | version |\n|---|---|"
     yield from (f"| {name} | {version} |" for name, version in run["versions"].items())
+
+
+def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a resumed run changed, by steps; nothing where all of them were trained alike."""
+    if len(segments) < 2:
+        return
+    tables = [
+        {f"{group}: {name}": value for group, values in one["settings"].items() for name, value in values.items()}
+        for one in segments
+    ]
+    names = {name: None for table in reversed(tables) for name in table}  # in the order of this session's
+    differing = [name for name in names if len({str(table.get(name)) for table in tables}) > 1]
+    yield "\n## Stretches\n"
+    yield "The run was resumed with other settings. Those under Arguments are of its last stretch.\n"
+    yield "| steps | " + " | ".join(differing) + " |\n|---|" + "---|" * len(differing)
+    for one, table in zip(segments, tables, strict=True):
+        cells = " | ".join(str(table.get(name, "")).replace("|", "\\|") for name in differing)
+        yield f"| {one['first_step']} to {one['last_step']} | {cells} |"

@@ -8,6 +8,7 @@ plain Trainer and is judged by what Trainer and torch write last.
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ class Origin:
     engine: str
     ranks: int = 0
     rows_per_step: int = 0
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What it was trained with, as `lineage.settings` names it; empty: unknown."""
+    before: Sequence[Mapping[str, Any]] = ()
+    """Earlier stretches of the run that had other settings: the last step of each, and its settings."""
 
 
 @dataclass(frozen=True)

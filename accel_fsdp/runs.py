@@ -54,6 +54,10 @@ class Record:
         now = time.perf_counter()
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 
+    def trained(self, segments: list[dict[str, Any]]) -> None:
+        """Which steps were trained with which settings; more than one stretch where a resumed run changed some."""
+        self.content["segments"] = segments
+
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any]) -> None:
         """The run is over: all that was logged, its losses, what was counted, and the loss curve where there is one."""
         self.content.update(status="finished", results={**results(log_history), **totals}, log=log_history)

@@ -20,6 +20,7 @@ from transformers import Trainer, set_seed
 from accel_fsdp import adapters, complete, facts, files, render, resuming, weights
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import Stopped, UserError
+from accel_fsdp.lineage import History
 from accel_fsdp.stopping import Stop
 
 STATELESS = ("sgd", "adafactor")
@@ -32,8 +33,9 @@ GROUPING = ("group_by_length", "batch_rebalance")
 class SurvivingTrainer(Trainer):  # type: ignore[misc]
     """`Trainer` that loses nothing but the steps since its last complete checkpoint."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, history: History | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.history = history or History({})
         self.stop = Stop()
         self.add_callback(self.stop)
         self.checkpoint_bytes, self.export_bytes = self._predicted_bytes()
@@ -42,7 +44,8 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         args = self.args
         zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
         engine = "FSDP" if self.is_fsdp_enabled else f"ZeRO-{zero.zero_stage}" if zero is not None else "DDP"
-        return Origin(engine, args.world_size, self.get_total_train_batch_size(args))
+        rows = self.get_total_train_batch_size(args)
+        return Origin(engine, args.world_size, rows, self.history.settings, self.history.before)
 
     @property
     def _on_tpu(self) -> bool:

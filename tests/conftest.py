@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,3 +131,26 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+@pytest.fixture
+def sft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Runs `train/sft.py` as the only rank of a job in this process: as a launch of one process would, in a second."""
+    import runpy
+
+    from accelerate.state import AcceleratorState, GradientState
+
+    from accel_fsdp.errors import guard
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # which sft.py sets, and which must not stay
+
+    def start(*args: str | Path) -> Finished:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        monkeypatch.setattr("sys.argv", [str(SFT), *map(str, args)])
+        code = guard(runpy.run_path(str(SFT), run_name="sft")["main"])
+        out, err = capfd.readouterr()
+        return Finished(code, out + err)
+
+    return start

@@ -57,7 +57,7 @@ LAYERS = [
     {"archive", "complete", "dcp", "stream", "zero_checkpoint", "pth", "hub"},
     {"checkpoint"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"resuming", "stopping"},
+    {"resuming", "stopping", "lineage"},
     {
         *(
             "defaults",

@@ -12,7 +12,20 @@ from typing import Any
 
 from accelerate.utils import set_seed
 
-from accel_fsdp import arguments, batching, cards, chats, data, files, models, render, runs, tokenizing, training
+from accel_fsdp import (
+    arguments,
+    batching,
+    cards,
+    chats,
+    data,
+    files,
+    lineage,
+    models,
+    render,
+    runs,
+    tokenizing,
+    training,
+)
 from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import guard
 
@@ -32,6 +45,7 @@ def main() -> None:
     tokenizer = models.load_tokenizer(model_args)
     chats.use_template(tokenizer, data_args.chat_template_path)
     tokens, longest = tokenize(tokenizer, data_args, training_args)
+    history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
     record.lap("data")
 
     # Model and Trainer
@@ -45,6 +59,7 @@ def main() -> None:
         eval_dataset=tokens.get("test"),
         processing_class=tokenizer,
         data_collator=collator,
+        history=history,
     )
     if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
         trainer.add_callback(batching.IsolationCheck(collator))
@@ -55,6 +70,7 @@ def main() -> None:
     with data.reading(data_args.dataset_name):  # a stream may break only now
         trainer.train(resume_from_checkpoint=checkpoint)
     record.lap("training")
+    record.trained(history.segments(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
     tensors = trainer.export(output / "final", cards.text(record.content, trainer.state.log_history))

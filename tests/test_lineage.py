@@ -1,0 +1,95 @@
+"""A run that goes on from a checkpoint with other settings: refused, or allowed and told for good."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Finished
+
+Sft = Callable[..., Finished]
+
+
+def words(model: Path, data: Path, output: Path, **more: object) -> list[str]:
+    fixed = {
+        "model_name_or_path": model,
+        "dataset_name": data,
+        "output_dir": output,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "disable_tqdm": "true",
+    }
+    return [str(word) for name, value in {**fixed, **more}.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture
+def stopped(sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path) -> Path:
+    """A run of four steps of which the last two are gone."""
+    finished = sft(*words(tiny_model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    return tmp_path / "run"
+
+
+def test_other_settings_are_refused_and_named(
+    stopped: Path, sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(text_data.read_text().splitlines(keepends=True))))
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text(text_data.read_text())
+    changed = {
+        "learning_rate 0.001 → 0.01": {"learning_rate": 1e-2},
+        "lr_scheduler_type linear → cosine": {"lr_scheduler_type": "cosine"},
+        "warmup_steps 0 → 1": {"warmup_steps": 1},
+        "weight_decay 0 → 0.1": {"weight_decay": 0.1},
+        "optim adamw_torch → sgd": {"optim": "sgd"},
+        "seed 42 → 7": {"seed": 7},
+        "train_sampling_strategy random → sequential": {"train_sampling_strategy": "sequential"},
+        "packing none → 64": {"packing": "true", "max_length": 64},
+        "content of the rows (other tokens)": {"dataset_name": other},
+        "max_length 1024 → 12": {"max_length": 12},
+        "--max_steps 1, but": {"max_steps": 1},
+    }
+    for said, flags in changed.items():
+        refused = sft(*words(tiny_model, text_data, stopped, resume_from_checkpoint="true", **flags))
+        assert refused.code == 1, said
+        assert said in refused.output, refused.output
+        assert "Traceback" not in refused.output
+    same = sft(*words(tiny_model, moved, stopped, resume_from_checkpoint="true"))
+    assert same.code == 0, same.output
+    assert f"resumed: {stopped / 'checkpoint-2'}, 2 steps behind it" in same.output
+    assert "changed from here on" not in same.output
+    assert len(json.loads((stopped / "run.json").read_text())["segments"]) == 1
+
+
+def test_training_on_for_longer_needs_no_permission(stopped: Path, sft: Sft, tiny_model: Path, text_data: Path) -> None:
+    longer = sft(*words(tiny_model, text_data, stopped, resume_from_checkpoint="true", max_steps=6))
+    assert longer.code == 0, longer.output
+    assert "changed from here on: max_steps 4 → 6" in longer.output
+
+
+def test_what_was_allowed_is_told_by_card_and_account_for_good(
+    stopped: Path, sft: Sft, tiny_model: Path, text_data: Path
+) -> None:
+    """The account goes with the checkpoints: a third session knows of the first two."""
+    more = {"resume_from_checkpoint": "true", "resume_with_changes": "true", "learning_rate": 1e-2, "seed": 7}
+    second = sft(*words(tiny_model, text_data, stopped, **more))
+    assert second.code == 0, second.output
+    assert "changed from here on: learning_rate 0.001 → 0.01" in second.output
+    shutil.rmtree(stopped / "final")
+    third = sft(*words(tiny_model, text_data, stopped, **{**more, "max_steps": 5, "learning_rate": 1e-4}))
+    assert third.code == 0, third.output
+    segments = json.loads((stopped / "run.json").read_text())["segments"]
+    assert [(one["first_step"], one["last_step"]) for one in segments] == [(1, 2), (3, 4), (5, 5)]
+    assert [one["settings"]["schedule"]["learning_rate"] for one in segments] == [1e-3, 1e-2, 1e-4]
+    assert [one["settings"]["order"]["seed"] for one in segments] == [42, 7, 7]
+    card = (stopped / "final" / "README.md").read_text()
+    assert "| steps | order: seed | schedule: learning_rate | length: max_steps |" in card
+    assert "| 1 to 2 | 42 | 0.001 | 4 |" in card
+    assert "| 5 to 5 | 7 | 0.0001 | 5 |" in card
