@@ -57,7 +57,7 @@ LAYERS = [
     {"archive", "complete", "dcp", "stream", "zero_checkpoint", "pth", "hub"},
     {"checkpoint"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"resuming", "stopping", "lineage"},
+    {"resuming", "stopping"},
     {
         *(
             "defaults",
@@ -83,7 +83,7 @@ LAYERS = [
     {"exporting"},
     {"encoding"},
     {"packing"},
-    {"tokenizing", "batching"},
+    {"tokenizing", "batching", "lineage"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
     {"models", "prepare", "surviving", "forecast", "cards"},
