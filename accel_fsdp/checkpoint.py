@@ -9,7 +9,7 @@ from typing import Literal
 
 from accel_fsdp import complete, weights, zero_checkpoint
 from accel_fsdp.dcp import METADATA
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UsageError, UserError
 
 Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
 ACCELERATE_MODEL = "pytorch_model_fsdp"
@@ -205,6 +205,28 @@ def find(path: Path) -> tuple[Found, list[Found]]:
             fix="export an older checkpoint; on several machines train to a shared disk",
         )
     return whole[-1], found[found.index(whole[-1]) + 1 :]
+
+
+def of_adapter(found: Found, name: str) -> Found:
+    """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    inner = _adapter(found.folder / name)
+    if inner is None and name != "default":
+        held = ["default", *others(found)]
+        raise UsageError(
+            f"--adapter {name}: {found.folder} holds {', '.join(held)}",
+            why="there is no adapter of that name to export",
+            fix=f"--adapter {held[-1]}",
+        )
+    return inner or found
+
+
+def others(found: Found) -> list[str]:
+    """The adapters in folders of an adapter's folder."""
+    return [path.name for path in _folders(found.folder) if found.kind == "adapter" and _adapter(path)]
 
 
 def _meant(path: Path) -> Path:

@@ -194,6 +194,10 @@ class Export:
     ] = None
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help="Largest file, such as 5GB.")] = "50GB"
     merge_adapter: Annotated[bool, tyro.conf.arg(help="Merge LoRA or DoRA into the base model.")] = False
+    adapter: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="NAME", help="Which adapter, where SRC holds several, as PEFT calls them: default, ..."),
+    ] = None
     format: Annotated[
         Literal["safetensors", "pth"], tyro.conf.arg(help="pth: a single file for torch.load, model.pth.")
     ] = "safetensors"

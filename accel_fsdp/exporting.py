@@ -48,6 +48,7 @@ class Options:
     dtype: str | None = None
     max_shard_size: str = "50GB"
     merge_adapter: bool = False
+    adapter: str | None = None
     format: Literal["safetensors", "pth"] = "safetensors"
     with_optimizer: bool = False
     verify: Verify = "load"
@@ -108,6 +109,8 @@ def export(options: Options, out: Path) -> Report:
     found, newer = checkpoint.find(options.src)
     for one in newer:
         render.say(f"passed over: {one}", style="yellow")
+    if found.kind == "adapter":
+        found = _one_adapter(found, options.adapter)
     render.say(str(found), style="cyan")
     _check_place(out, found, options.force)
     reader = Reader()
@@ -116,6 +119,14 @@ def export(options: Options, out: Path) -> Report:
             return _Export(options, out, found, reader, pool).run()
     finally:
         reader.close()
+
+
+def _one_adapter(found: Found, name: str | None) -> Found:
+    if name is not None:
+        return checkpoint.of_adapter(found, name)
+    for other in checkpoint.others(found):
+        render.say(f"passed over: the adapter {other}; it is exported with --adapter {other}", style="yellow")
+    return found
 
 
 def _aside(verify: Verify) -> AbstractContextManager[Executor | None]:
@@ -203,10 +214,10 @@ class _Export:
     def run(self) -> Report:
         """From the checkpoint to the folder in its place."""
         started, options = time.monotonic(), self.options
-        named = papers.find(self.found, options.model, with_weights=options.merge_adapter)
+        named = papers.find(self.found, options.model, options.merge_adapter, options.adapter)
         _check_model(self.out, named, self.found)
         asked = self.pool.submit(describing.describe, named.folder) if self.pool else None
-        weights = sources.read(self.found, self.reader, options.with_optimizer)
+        weights = sources.read(self.found, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
         _refuse(options, weights, named)
         dtype = options.dtype or (None if adapter else named.dtype)
@@ -282,11 +293,18 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
             why="an adapter alone has no logits",
             fix="--verify load, or --merge-adapter",
         )
+    if options.adapter and not weights.adapter:
+        raise UsageError(
+            f"--adapter {options.adapter}, and the checkpoint has no adapter",
+            why="the whole model would be exported",
+            fix="leave it out",
+        )
     if weights.adapter and named.adapter is None:
+        settings = f"{options.adapter}/{papers.ADAPTER_CONFIG}" if options.adapter else papers.ADAPTER_CONFIG
         raise UserError(
-            f"no {papers.ADAPTER_CONFIG} beside the checkpoint or in its run's folder",
+            f"no {settings} beside the checkpoint or in its run's folder",
             why="rank, scaling and kind of the adapter are in no other file",
-            fix=f"put the {papers.ADAPTER_CONFIG} of the run into the checkpoint's folder",
+            fix=f"put the {settings} of the run into the checkpoint's folder",
         )
     if options.with_optimizer and not weights.optimizer:
         raise UserError(

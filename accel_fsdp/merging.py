@@ -5,25 +5,40 @@ The formulas are those of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/lay
 
 import math
 import re
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.sources import LORA, PEFT_PREFIX
+from accel_fsdp.lora_names import LORA, TOKENS, plain
 from accel_fsdp.stored import Reader, Source, Stored, part_of
-from accel_fsdp.stream import torch_dtype, whole
+from accel_fsdp.stream import BLOCK_ELEMENTS, torch_dtype, whole
 
-UNKNOWN = ("use_qalora", "velora_config", "arrow_config", "layer_replication", "lora_bias", "trainable_token_indices")
-"""Settings of LoRA whose merge is another one."""
+if TYPE_CHECKING:
+    import torch
+
+KNOWN = frozenset(
+    {
+        *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+        *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
+        *("target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
+        *("ensure_weight_tying", "runtime_config", "megatron_core", "qalora_group_size"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # of initialisations, which are judged below
+    }
+)
+"""The settings of LoRA that are heeded here or don't matter to a merge. Any other one that is on makes another one."""
+HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that leave the base as it was."""
 
 
 @dataclass(frozen=True)
 class Merged:
     """One weight with its adapter, rounded to `dtype` once.
 
-    `turned`: the adapter's product is the transposed weight's, as in Conv1D.
+    `turned`: the adapter's product is the transposed weight's, as in Conv1D and embeddings.
     """
 
     dtype: str
@@ -33,6 +48,7 @@ class Merged:
     scale: float
     magnitude: Stored | None = None
     turned: bool = False
+    norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,11 +57,25 @@ class Merged:
 
     @property
     def unit(self) -> int:
-        """A row; the whole weight where DoRA's norms run across rows."""
-        return prod(self.shape) if self.turned and self.magnitude else math.lcm(self.shape[1], self.base.unit)
+        """A row."""
+        return math.lcm(self.shape[1], self.base.unit)
 
     def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with merged rows."""
+        import torch
+
+        made = self.sum(reader, start, stop)
+        if self.magnitude is not None:
+            magnitude = whole(reader, self.magnitude).float().view(-1)
+            if self.turned:
+                made *= magnitude / self.norms.across_rows(self, reader)
+            else:
+                rows = slice(start // self.shape[1], stop // self.shape[1])
+                made *= (magnitude[rows] / torch.linalg.norm(made, dim=1))[:, None]
+        torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made).copy_(made)
+
+    def sum(self, reader: Reader, start: int, stop: int) -> "torch.Tensor":
+        """Rows of base and adapter together, in float32."""
         import torch
 
         content = part_of(reader, self.base, start, stop)
@@ -53,61 +83,154 @@ class Merged:
         first, last = start // self.shape[1], stop // self.shape[1]
         down, up = whole(reader, self.down).float(), whole(reader, self.up).float()
         change = (down.T[first:last] @ up.T if self.turned else up[first:last] @ down) * self.scale
-        made = rows.float() + change
-        if self.magnitude is not None:
-            magnitude = whole(reader, self.magnitude).float().view(-1)
-            norm = torch.linalg.norm(made, dim=0 if self.turned else 1)
-            made *= (magnitude / norm) if self.turned else (magnitude[first:last] / norm)[:, None]
-        torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made).copy_(made)
+        return rows.float() + change
+
+
+@dataclass
+class Norms:
+    """The lengths of a weight's columns, to which all of its rows belong: found once, rows at a time."""
+
+    lock: Any = field(default_factory=threading.Lock)
+    found: "torch.Tensor | None" = None
+
+    def across_rows(self, weight: Merged, reader: Reader) -> "torch.Tensor":
+        """One length per column."""
+        import torch
+
+        with self.lock:
+            if self.found is None:
+                squares = torch.zeros(weight.shape[1], dtype=torch.float64)
+                count, step = prod(weight.shape), max(1, BLOCK_ELEMENTS // weight.unit) * weight.unit
+                for at in range(0, count, step):
+                    squares += weight.sum(reader, at, min(at + step, count)).double().square().sum(dim=0)
+                self.found = squares.sqrt().float()
+            return self.found
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """An embedding, some rows of which were trained: those of `tokens`, in this order in `rows`."""
+
+    dtype: str
+    base: Source
+    rows: Stored
+    tokens: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the base."""
+        return self.base.shape
+
+    @property
+    def unit(self) -> int:
+        """A row."""
+        return math.lcm(self.shape[1], self.base.unit)
+
+    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with rows of the base, and those that were trained."""
+        import torch
+
+        content = part_of(reader, self.base, start, stop)
+        made = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
+        made.copy_(torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view_as(made))
+        first, last = start // self.shape[1], stop // self.shape[1]
+        trained = whole(reader, self.rows)
+        for number, token in enumerate(self.tokens):
+            if first <= token < last:
+                made[token - first] = trained[number]
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` says."""
+
+    tensors: dict[str, Source]
+    adapter: Mapping[str, Stored]
+    settings: Mapping[str, Any]
+    wanted: str | None
+
+    def lora(self, module: str) -> None:
+        """Puts a merged weight in the place of the one of `module`."""
+        down, up = (self.adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
+        embedding = f"{module}.lora_embedding_A" in self.adapter
+        if embedding:
+            down, up = (self.adapter.get(f"{module}.lora_embedding_{each}") for each in "AB")
+        if down is None or up is None:
+            raise _other(f"one of the two matrices of {module} is missing")
+        target = self._target(module)
+        base, name = self.tensors[target], target.removesuffix(".weight")
+        turned = embedding or bool(self.settings.get("fan_in_fan_out"))
+        shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
+        if len(base.shape) != 2 or base.shape != shape:
+            raise _other(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
+        rank = _of(name, self.settings.get("rank_pattern"), self.settings.get("r", 8))
+        if down.shape[0] != rank or not rank:
+            raise _other(f"{module} has rank {down.shape[0]}, its settings say {rank}")
+        alpha = _of(name, self.settings.get("alpha_pattern"), self.settings.get("lora_alpha", 8))
+        if not isinstance(alpha, int | float):
+            raise _other(f"lora_alpha of {module} is {alpha}")
+        scale = alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+        magnitude = self.adapter.get(f"{module}.lora_magnitude_vector")
+        if (magnitude is not None) != bool(self.settings.get("use_dora")):
+            raise _other(f"{module} has {'no' if magnitude is None else 'a'} magnitude, its settings say otherwise")
+        self.tensors[target] = Merged(self._dtype(base), base, down, up, scale, magnitude, turned)
+
+    def tokens(self, name: str) -> None:
+        """Puts the rows that were trained alone into the embedding that they are of."""
+        target = self._target(name.removesuffix(TOKENS))
+        base, rows, listed = self.tensors[target], self.adapter[name], self.settings.get("trainable_token_indices")
+        if isinstance(listed, dict):
+            module = target.removesuffix(".weight")
+            listed = next((one for key, one in listed.items() if f".{module}".endswith(f".{key}")), None)
+        tokens = tuple(listed) if isinstance(listed, list) else ()
+        right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
+        if not right or rows.shape != (len(tokens), *base.shape[1:]):
+            raise _other(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
+        self.tensors[target] = Replaced(self._dtype(base), base, rows, tokens)
+
+    def _target(self, module: str) -> str:
+        name = f"{plain(f'{module}.')}weight"
+        if name not in self.tensors and self.settings.get("target_parameters"):
+            raise _unmergeable("with target_parameters")
+        return _in(self.tensors, name)
+
+    def _dtype(self, base: Source) -> str:
+        """In float32 unless the base's own dtype is wanted: it is rounded to another one later, once."""
+        return base.dtype if self.wanted in (None, base.dtype) else "F32"
 
 
 def merged(
-    base: Mapping[str, Source], adapter: Mapping[str, Stored], settings: Mapping[str, Any], wanted: str | None = None
+    base: Mapping[str, Source],
+    adapter: Mapping[str, Stored],
+    settings: Mapping[str, Any],
+    wanted: str | None = None,
+    trained_base: bool = False,
 ) -> dict[str, Source]:
     """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
 
-    Without `wanted` they have the base's dtype.
+    Without `wanted` they have the base's dtype. `trained_base`: it was saved with the adapter, so that it is what the
+    adapter's initialisation has made of it.
 
     Raises:
         UserError: the adapter is of another kind or of another base.
     """
-    _check(settings)
-    found = dict(base)
+    _check(settings, trained_base)
+    merger = Merger(dict(base), adapter, settings, wanted)
     for name, one in adapter.items():
-        if not LORA.search(name):  # modules_to_save, trained whole, and embeddings that PEFT saves beside their adapter
-            plain = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
-            found[_in(found, plain)] = one
-    modules = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
-    for module in modules:
-        target = _in(found, f"{module.removeprefix(PEFT_PREFIX)}.weight")
-        found[target] = _merge(found[target], module, adapter, settings, wanted)
-    return found
+        if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
+            merger.tensors[_in(merger.tensors, plain(name))] = one
+    for module in dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)):
+        merger.lora(module)
+    for name in adapter:
+        if TOKENS in name:
+            merger.tokens(name)
+    return merger.tensors
 
 
-def _merge(
-    base: Source, module: str, adapter: Mapping[str, Stored], settings: Mapping[str, Any], wanted: str | None
-) -> Merged:
-    embedding = f"{module}.lora_embedding_A" in adapter
-    names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
-    lacking = [name for name in names if f"{module}.{name}" not in adapter]
-    if lacking:
-        raise _other(f"{module}.{lacking[0]} is missing")
-    down, up = (adapter[f"{module}.{name}"] for name in names)
-    rank = down.shape[0]
-    turned = embedding or bool(settings.get("fan_in_fan_out"))
-    shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
-    if len(base.shape) != 2 or base.shape != shape:
-        raise _other(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
-    plain = module.removeprefix(PEFT_PREFIX)
-    alpha = _of(plain, settings.get("alpha_pattern") or {}, settings.get("lora_alpha", 8))
-    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    dtype = base.dtype if wanted in (None, base.dtype) else "F32"
-    return Merged(dtype, base, down, up, scale, adapter.get(f"{module}.lora_magnitude_vector"), turned)
-
-
-def _of(module: str, patterns: Mapping[str, float], default: float) -> float:
+def _of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    given = patterns if isinstance(patterns, dict) else {}
+    return next((value for key, value in given.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _in(base: Mapping[str, Source], name: str) -> str:
@@ -116,16 +239,31 @@ def _in(base: Mapping[str, Source], name: str) -> str:
     return name
 
 
-def _check(settings: Mapping[str, Any]) -> None:
-    kind = settings.get("peft_type")
-    asked = [key for key in UNKNOWN if settings.get(key)]
-    if kind != "LORA" or asked or settings.get("bias", "none") != "none":
-        what = asked[0] if asked else f"bias={settings.get('bias')}" if kind == "LORA" else str(kind)
+def _check(settings: Mapping[str, Any], trained_base: bool) -> None:
+    """Refuses all settings but those whose merge is the one above."""
+    if settings.get("peft_type") != "LORA":
+        raise _unmergeable(f"of kind {settings.get('peft_type')}")
+    others = {key: value for key, value in settings.items() if key not in KNOWN and value}
+    unknown = [key for key, value in others.items() if (key, value) != ("bias", "none")]
+    if unknown:
+        raise _unmergeable(f"with {unknown[0]}")
+    start = settings.get("init_lora_weights", True)
+    if start not in HARMLESS and not trained_base:
         raise UserError(
-            f"an adapter of kind {what} can't be merged here",
-            why="only LoRA and DoRA are merged in bounded memory",
-            fix="export the adapter without --merge-adapter and merge it with PEFT: merge_and_unload()",
+            f"the adapter began with init_lora_weights: {start}, which changes the base",
+            why="its numbers are for the changed base, which is not in the checkpoint; in the model's own files they "
+            "would be wrong",
+            fix="in the training script: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=START), "
+            "and export that; START is the adapter as it was saved before the first step",
         )
+
+
+def _unmergeable(what: str) -> UserError:
+    return UserError(
+        f"an adapter {what} can't be merged here",
+        why="only LoRA and DoRA as such are merged in bounded memory; this one is computed in another way",
+        fix="export the adapter without --merge-adapter; where PEFT can merge it: merge_and_unload()",
+    )
 
 
 def _other(what: str) -> UserError:

@@ -98,9 +98,11 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     """
     adapters = getattr(model, "peft_config", {})
     inner = model.get_base_model() if adapters else model
-    for part in (inner.config, getattr(inner, "generation_config", None), tokenizer, *adapters.values()):
+    for part in (inner.config, getattr(inner, "generation_config", None), tokenizer):
         if part is not None:
             part.save_pretrained(folder)
+    for name, settings in adapters.items():  # as PEFT divides them into folders
+        settings.save_pretrained(folder if name == "default" or len(adapters) == 1 else folder / name)
     with contextlib.suppress(UserError):  # then it is the dtype that was loaded
         name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
         config, filed = weights.read_json(folder / CONFIG), facts.read_config(name, run_code=code_runs)
@@ -109,14 +111,18 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
             files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def find(found: Found, model: str | None, with_weights: bool = False) -> Papers:
+def find(found: Found, model: str | None, with_weights: bool = False, adapter_name: str | None = None) -> Papers:
     """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
+
+    The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
 
     Raises:
         UserError: there is no config anywhere.
     """
     near = tuple(dict.fromkeys(_near(found)))
-    adapter = next((folder for folder in near if (folder / ADAPTER_CONFIG).is_file()), None)
+    named = [folder / adapter_name for folder in near] if adapter_name else []
+    places = [*named, *(near if adapter_name in (None, "default", found.folder.name) else ())]
+    adapter = next((folder for folder in places if (folder / ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / CONFIG).is_file()]
     name = model or _base(near, adapter)
     if name is not None and (model or with_weights or not described or Path(name).is_dir()):

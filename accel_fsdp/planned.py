@@ -54,7 +54,9 @@ class Planner:
         from accel_fsdp import merging
 
         base = self.weights.tensors or sources.of_folder(self.papers.folder)
-        return merging.merged(base, self.weights.adapter, self.papers.settings, self.dtype)
+        return merging.merged(
+            base, self.weights.adapter, self.papers.settings, self.dtype, trained_base=bool(self.weights.tensors)
+        )
 
     def _named(self, tensors: Mapping[str, Source]) -> list[Output]:
         return [Output(name, cast_to(one.dtype, self.dtype), one) for name, one in tensors.items()]

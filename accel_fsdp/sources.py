@@ -1,23 +1,20 @@
 """Opens a checkpoint of any kind as one thing: tensors by the names that the model's own code gives them."""
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import archive, dcp, weights, zero_checkpoint
+from accel_fsdp import archive, dcp, lora_names, weights, zero_checkpoint
 from accel_fsdp.adapters import clean_name
 from accel_fsdp.archive import View
 from accel_fsdp.checkpoint import Found
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
-LORA = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.|$)")
 INDEX = "model.safetensors.index.json"
-PEFT_PREFIX = "base_model.model."
 Paths = Mapping[tuple[str, ...], Stored]
 
 
@@ -35,13 +32,15 @@ class Weights:
     filed: bool = False
 
 
-def read(found: Found, reader: Reader, optimizer: bool = False) -> Weights:
-    """Finds all tensors of a checkpoint; none is read.
+def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | None = None) -> Weights:
+    """Finds all tensors of a checkpoint; none is read. Of several adapters it takes the one named `adapter`.
 
     Raises:
+        UsageError: there are several adapters, and `adapter` names none of them.
         UserError: a file is missing, damaged or not to be trusted, or there is no tensor.
     """
-    made = _read(found, reader, optimizer)
+    made = _read(found, reader, optimizer, adapter)
+    made = made if optimizer else replace(made, optimizer={})  # it may lie in the same files as the model
     if not made.tensors and not made.adapter:
         raise UserError(
             f"{found.weights} holds no tensor of a model",
@@ -51,24 +50,24 @@ def read(found: Found, reader: Reader, optimizer: bool = False) -> Weights:
     return made
 
 
-def _read(found: Found, reader: Reader, optimizer: bool) -> Weights:
+def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) -> Weights:
     if found.kind == "safetensors":
         state = _full_optimizer(found.folder, reader) if optimizer else {}
         return Weights(dict(_filed(found.folder)), optimizer=split(state).optimizer, filed=True)
     if found.kind == "adapter":
         return Weights({}, of_file(found.weights))
     if found.kind == "ZeRO":
-        return split(zero_checkpoint.read(found.weights, reader, optimizer))
+        return split(zero_checkpoint.read(found.weights, reader, optimizer), adapter)
     if found.kind == "sharded (DCP)":
         paths = dcp.read(found.weights, reader)
         if optimizer and found.optimizer:
             paths |= dcp.read(found.optimizer, reader)
-        return split(paths)
+        return split(paths, adapter)
     content = archive.load(reader, found.weights)
     paths = {path: view.stored(".".join(path)) for path, view in _flat(content, ())}
     if optimizer:
         paths |= _full_optimizer(found.folder, reader)
-    return split(paths)
+    return split(paths, adapter)
 
 
 def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
@@ -137,24 +136,44 @@ def _flat(content: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _flat(value, (*path, str(number)))
 
 
-def split(paths: Paths) -> Weights:
+def split(paths: Paths, adapter: str | None = None) -> Weights:
     """Divides a nested state dict into model, adapter and optimizer; other tensors are a training loop's own."""
     inner = {path: one for path, one in paths.items() if len(path) > 1 and not OPTIMIZER_KEYS & set(path[:-1])}
     inner = {path: one for path, one in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: one for path, one in paths.items() if len(path) == 1}
     optimizer = {_behind(path): one for path, one in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
     named = _named(model)
-    adapter = {name: one for name, one in named.items() if LORA.search(name)}
-    if not adapter:
+    if not lora_names.is_adapted(named):
+        _check_unadapted(named)
         return Weights(named, optimizer=optimizer)
-    whole = any(".base_layer." in name for name in named)
-    if not whole:
-        return Weights({}, {_adapter_name(name): one for name, one in named.items()}, optimizer)
-    replaced = {name for name in named if ".modules_to_save." in name}
-    adapter |= {name: named[name] for name in replaced}
-    base = {name.replace(".original_module.", "."): one for name, one in named.items() if name not in adapter}
-    base = {name.replace(".base_layer.", ".").removeprefix(PEFT_PREFIX): one for name, one in base.items()}
-    return Weights(base, {_adapter_name(name): one for name, one in adapter.items()}, optimizer)
+    parts = lora_names.divided(named)
+    return Weights(parts.base, _chosen(parts.adapters, adapter), optimizer)
+
+
+def _chosen(adapters: Mapping[str, dict[str, Stored]], wanted: str | None) -> dict[str, Stored]:
+    names = ", ".join(sorted(adapters))
+    if wanted is not None and wanted not in adapters and any(adapters):
+        raise UsageError(
+            f"--adapter {wanted}: the checkpoint holds {names}",
+            why="there is no adapter of that name to export",
+            fix=f"--adapter {min(adapters)}",
+        )
+    if wanted is None and len(adapters) > 1:
+        raise UsageError(
+            f"the checkpoint holds {len(adapters)} adapters: {names}",
+            why="an export holds one of them, and which is meant can't be guessed",
+            fix=f"--adapter {min(adapters)}",
+        )
+    return adapters.get(wanted or "") or next(iter(adapters.values()))
+
+
+def _check_unadapted(names: Mapping[str, Stored]) -> None:
+    if lora_names.is_wrapped(names):
+        raise UserError(
+            f"the checkpoint is of a PEFT model, and its adapter is not LoRA: {next(iter(names))}",
+            why="only LoRA and DoRA adapters are told from their base here",
+            fix="load it with PEFT, and save_pretrained it",
+        )
 
 
 def _named(paths: Paths) -> dict[str, Stored]:
@@ -181,11 +200,3 @@ def _behind(path: tuple[str, ...]) -> str:
 def _plain(name: str) -> str:
     """Without what FSDP, torch.compile and DDP put into names."""
     return clean_name(name).removeprefix("module.")
-
-
-def _adapter_name(name: str) -> str:
-    """As in PEFT's files, which leave out the adapter's name: `...lora_A.default.weight` is `...lora_A.weight`."""
-    name = re.sub(r"\.(lora_magnitude_vector)\.[^.]+(?:\.weight)?$", r".\1", name)
-    name = re.sub(r"\.(lora_embedding_[AB])\.[^.]+$", r".\1", name)
-    name = re.sub(r"\.(lora_[AB])\.[^.]+\.(weight|bias)$", r".\1.\2", name)
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)

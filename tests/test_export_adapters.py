@@ -1,0 +1,188 @@
+"""Adapters as PEFT saves and merges them: every kind is exported as PEFT would have it, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import save as save_dcp
+from transformers import AutoModelForCausalLM
+
+from accel_fsdp import exporting, papers, stream
+from accel_fsdp.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODULES = ["q_proj", "up_proj"]
+
+
+def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    assert exporting.run(exporting.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+
+
+def trained(base: Path, name: str = "default", **settings: Any) -> PeftModel:
+    """An adapter that has moved from where it began."""
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": MODULES, "task_type": "CAUSAL_LM", **settings}
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings), adapter_name=name)
+    moved(adapted)
+    return adapted
+
+
+def moved(adapted: PeftModel) -> None:
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def checkpoint_of(adapted: PeftModel, run_folder: Path, whole: bool = True) -> Path:
+    """A sharded checkpoint of base and adapters, or of what PEFT would save, and what a run notes about both."""
+    inner = run_folder / "checkpoint-1" / "pytorch_model_fsdp_0"
+    inner.mkdir(parents=True)
+    (inner.parent / "trainer_state.json").write_text("{}")
+    state = dict(adapted.state_dict())
+    if not whole:
+        adapted.save_pretrained(run_folder / "saved")
+        state = load_file(run_folder / "saved" / "adapter_model.safetensors")
+    save_dcp({"model": state}, checkpoint_id=inner, no_dist=True)
+    papers.describe(adapted, None, run_folder / "model")
+    return run_folder
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+REFUSED = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa_niter_4": {"init_lora_weights": "pissa_niter_4"},
+    "olora": {"init_lora_weights": "olora"},
+    "lora_ga": {"init_lora_weights": "lora_ga"},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
+    "bias": {"bias": "lora_only"},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_merges_that_need_more_than_two_matrices_are_refused(what: str, tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model, **REFUSED[what]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=what):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    assert not (tmp_path / "out").exists()
+    assert export(tmp_path / "adapter", tmp_path / "alone").keys()
+
+
+@pytest.mark.parametrize("key", ["kasa_config", "some_later_variant", "velora_config"])
+def test_settings_that_are_not_known_are_refused(key: str, tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: {"on": 1}}))
+    with pytest.raises(UserError, match=key):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"r": 3}, {"rank_pattern": {"q_proj": 3}}, {"use_dora": True}, {"lora_alpha": "x"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_settings_of_another_adapter_are_refused(settings: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(UserError, match="doesn't fit its base"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gaussian": {"init_lora_weights": "gaussian", "use_rslora": True},
+    "orthogonal": {"init_lora_weights": "orthogonal", "alpha_pattern": {"q_proj": 32}},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "embeddings alone": {"target_modules": ["embed_tokens"]},
+    "dora on embeddings": {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+    "tokens": {"trainable_token_indices": [7, 3]},
+    "tokens by name": {"trainable_token_indices": {"embed_tokens": [3, 500]}},
+    "saved modules": {"modules_to_save": ["lm_head", "norm"]},
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_makes_of_it(
+    kind: str, whole: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a sharded checkpoint: the file that PEFT saves, and the weights that it merges."""
+    monkeypatch.setattr(stream, "BLOCK_ELEMENTS", 1000)
+    adapted = trained(tiny_model, **KINDS[kind])
+    run_folder = checkpoint_of(adapted, tmp_path / "run", whole)
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    ours = export(run_folder, tmp_path / "adapter")
+    same({name: one for name, one in ours.items() if ".base_layer." not in name}, theirs)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    merged = export(run_folder, tmp_path / "merged", merge_adapter=True)
+    same(merged, adapted.merge_and_unload().state_dict())
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_changed_base_is_merged_where_the_checkpoint_holds_it(start: str, tiny_model: Path, tmp_path: Path) -> None:
+    adapted = trained(tiny_model, init_lora_weights=start)
+    run_folder = checkpoint_of(adapted, tmp_path / "run")
+    merged = export(run_folder, tmp_path / "out", merge_adapter=True)
+    same(merged, adapted.merge_and_unload().state_dict())
+
+
+@pytest.fixture(scope="module")
+def several(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PeftModel, Path]:
+    """A checkpoint with two adapters, of other ranks and scales, as DPO leaves it."""
+    adapted = trained(tiny_model, modules_to_save=["norm"])
+    adapted.add_adapter("ref", LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj"], modules_to_save=["norm"]))
+    moved(adapted)
+    folder = tmp_path_factory.mktemp("several")
+    checkpoint_of(adapted, folder / "run")
+    adapted.save_pretrained(folder / "saved")
+    return adapted, folder
+
+
+@pytest.mark.parametrize("name", ["default", "ref"])
+def test_one_of_several_adapters(name: str, several: tuple[PeftModel, Path], tiny_model: Path, tmp_path: Path) -> None:
+    adapted, folder = several
+    ours = export(folder / "run", tmp_path / "out", adapter=name)
+    place = folder / "saved" / ("" if name == "default" else name)
+    theirs = load_file(place / "adapter_model.safetensors")
+    same(ours, {key: one for key, one in theirs.items() if key in ours})
+    assert {key for key in theirs if "lora" in key} <= ours.keys()
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["r"] == adapted.peft_config[name].r
+    same(export(folder / "saved", tmp_path / "again", adapter=name, model=str(tiny_model)), theirs)
+    merged = export(folder / "run", tmp_path / "merged", adapter=name, merge_adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    same(merged, PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload().state_dict())
+
+
+def test_several_adapters_are_named(several: tuple[PeftModel, Path], tmp_path: Path) -> None:
+    _, folder = several
+    with pytest.raises(UserError, match="holds 2 adapters: default, ref"):
+        export(folder / "run", tmp_path / "out")
+    with pytest.raises(UserError, match="--adapter reff: the checkpoint holds default, ref"):
+        export(folder / "run", tmp_path / "out", adapter="reff")
+    with pytest.raises(UserError, match=r"--adapter reff: .* holds default, ref"):
+        export(folder / "saved", tmp_path / "out", adapter="reff")
+
+
+def test_adapters_of_other_kinds_are_not_a_model(tiny_model: Path, tmp_path: Path) -> None:
+    """IA3's factors lie beside the base's weights, under names of their own."""
+    from peft import IA3Config
+
+    settings = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), settings)
+    run_folder = checkpoint_of(adapted, tmp_path / "run")
+    with pytest.raises(UserError, match="its adapter is not LoRA"):
+        export(run_folder, tmp_path / "out")
