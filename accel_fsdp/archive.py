@@ -5,20 +5,16 @@ pickle is read by an unpickler that admits what tensors are made of and nothing 
 module, so not even an admitted pickle reaches torch.
 """
 
-import io
-import pickle
-import pickletools
 import struct
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_fsdp.errors import UserError
+from accel_fsdp.opcodes import Admitted
 from accel_fsdp.stored import ITEM_BYTES, TORCH_NAMES, Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.unpickling import unpickle
 
 TENSOR, PARAMETER = "Tensor", "Parameter"
 DTYPES = {name: short for short, name in TORCH_NAMES.items()}
@@ -35,121 +31,8 @@ CRC_AT = 16
 LOCAL_FIELDS = struct.Struct("<4s22xHH")
 HEAD_BYTES, TAIL_BYTES = 4096, 1024
 LARGEST_DIRECTORY = 1 << 28
-ERRORS = (
-    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError),
-    *(struct.error, UnicodeDecodeError, OverflowError, MemoryError),
-)
-"""How unpickling fails on damaged bytes."""
-
-
-STOP, PUT, LONG_PUT = b".pr"
-PUT_DIGITS = 12
-COUNT_BYTES = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
-
-
-def _width(argument: Any) -> int:
-    """Bytes that follow an opcode, those of their count where they are counted; below 0 it is lines."""
-    if argument is None:
-        return 0
-    if argument.name.endswith("pair"):
-        return -2
-    return COUNT_BYTES.get(argument.n, int(argument.n))
-
-
-WIDTHS = {ord(op.code): _width(op.arg) for op in pickletools.opcodes}
-COUNTED = frozenset(ord(op.code) for op in pickletools.opcodes if op.arg and op.arg.n in COUNT_BYTES)
-PLAIN = {code: 1 + width for code, width in WIDTHS.items() if width >= 0 and code not in (STOP, LONG_PUT, *COUNTED)}
-"""Most opcodes, with the bytes to the next."""
-
-
-class Inert:
-    """Stands for a class of another library: takes any arguments and any state, and does nothing with them."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.args, self.state = args, options
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-Admitted = Mapping[tuple[str, str], Any]
-
-
-class SafePickle(pickle.Unpickler):
-    """An unpickler that knows no name but the admitted ones."""
-
-    def __init__(
-        self, content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None = None
-    ) -> None:
-        super().__init__(io.BytesIO(content))
-        self.admitted, self.path, self.load_storage = admitted, path, load
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What an admitted name stands for.
-
-        Raises:
-            UserError: it isn't admitted.
-        """
-        try:
-            return self.admitted[module, name]
-        except KeyError:
-            raise UserError(
-                f"{self.path} names {module}.{name}, which no checkpoint needs",
-                why="reading it the usual way could run code of whoever wrote the file; nothing was executed",
-                fix="don't load it; get the checkpoint again from where it was written",
-            ) from None
-
-    def persistent_load(self, pid: Any) -> Any:
-        """A storage, as torch.save refers to it."""
-        if self.load_storage is None:
-            raise pickle.UnpicklingError("a storage where none belongs")
-        return self.load_storage(pid)
-
-
-def _check_counts(content: bytes, path: Path) -> None:
-    """Refuses a count or a place in the memo that is larger than the pickle: Python would make room for it first."""
-    at, end = 0, len(content)
-    while at < end and content[at] != STOP:
-        at += PLAIN.get(content[at]) or _to_next(content, at)
-    if at > end:
-        raise damaged(path, "is damaged: its pickle counts further than it is long")
-
-
-def _to_next(content: bytes, at: int) -> int:
-    """Bytes from an opcode with a count, a line or a place in the memo to the next; more than there are if it lies."""
-    code, end = content[at], len(content)
-    width = WIDTHS.get(code)
-    if width is None:
-        return end - at  # no opcode: there the unpickling ends too
-    if width < 0:
-        behind = at + 1
-        for _ in range(-width):
-            behind = content.find(b"\n", behind) + 1 or end + 1
-        digits = content[at + 1 : behind - 1][:PUT_DIGITS]
-        lies = code == PUT and not (digits.isdigit() and len(digits) < PUT_DIGITS and int(digits) <= end)
-        return end + 1 if lies else behind - at
-    number = int.from_bytes(content[at + 1 : at + 1 + width], "little")
-    if code == LONG_PUT:
-        return end + 1 if number > end else 1 + width
-    return 1 + width + number
-
-
-def unpickle(content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None = None) -> Any:
-    """The object in a pickle of admitted names.
-
-    Raises:
-        UserError: the pickle names something else, or is damaged.
-    """
-    _check_counts(content, path)
-    try:
-        return SafePickle(content, admitted, path, load).load()
-    except ERRORS as error:
-        raise damaged(path, f"is damaged: {type(error).__name__} in its pickle") from error
+MOST_DIMENSIONS, LARGEST_SIZE = 64, 1 << 62
+"""torch's own limits."""
 
 
 class Slot(NamedTuple):
@@ -206,24 +89,39 @@ def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     return tuple(reversed(expected))
 
 
-def _view(storage: Storage, offset: int, shape: Any, strides: Any, *rest: Any, dtype: str = "") -> View:
-    sizes, steps = tuple(map(int, shape)), tuple(map(int, strides))
-    if min((offset, *sizes, *steps)) < 0 or len(sizes) != len(steps):
+def size(numbers: Any) -> tuple[int, ...]:
+    """Sizes of a tensor, or its strides.
+
+    Raises:
+        ValueError: none could have them.
+    """
+    found = tuple(numbers)
+    if len(found) > MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in found):
         raise ValueError("a tensor of impossible shape")
-    return View(storage, dtype or storage.dtype, offset, sizes, steps)
+    return found
+
+
+def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: Any = None) -> View:
+    sizes, steps, (first,) = size(shape), size(strides), size((offset,))
+    kind = storage.dtype if dtype is None else dtype
+    if not isinstance(storage, Storage) or kind not in ITEM_BYTES or len(sizes) != len(steps):
+        raise ValueError("no tensor")
+    return View(storage, kind, first, sizes, steps)
 
 
 def _typed_view(
-    storage: Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: str, *rest: Any
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> View:
     return _view(storage, offset, shape, strides, dtype=dtype)
 
 
-def _parameter(data: View, *rest: Any) -> View:
+def _parameter(data: Any, *rest: Any) -> View:
+    if not isinstance(data, View):
+        raise TypeError("a parameter of no tensor")
     return data
 
 
-def _with_attributes(rebuild: Any, kind: str, args: tuple[Any, ...], attributes: Any) -> View:
+def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> View:
     """A tensor to which somebody gave attributes, as FSDP1 does in full state dicts (`_has_been_cloned`)."""
     if rebuild not in (_view, _typed_view, _parameter) or kind not in (TENSOR, PARAMETER):
         raise ValueError("no plain tensor")
@@ -238,8 +136,7 @@ TENSORS: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
     ("torch", "Tensor"): TENSOR,
     ("torch.nn.parameter", "Parameter"): PARAMETER,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): size,
     **{("torch", name): short for name, short in DTYPES.items()},
     **{("torch", name): name for name in STORAGES},
     ("torch.storage", "UntypedStorage"): "UntypedStorage",
@@ -327,9 +224,11 @@ class Archive:
 
     def _storage(self, pid: Any) -> Storage:
         kind, storage, key, _, count = pid
+        if kind != "storage" or not all(isinstance(one, str) for one in (storage, key)) or type(count) is not int:
+            raise ValueError("no storage")
         dtype = STORAGES[storage]
         place = self.record(f"data/{key}")
-        if kind != "storage" or place.length != count * ITEM_BYTES[dtype]:
+        if place.length != count * ITEM_BYTES[dtype]:
             raise damaged(self.path, f"is damaged: storage {key} has another size than its tensors")
         return Storage(dtype, place)
 
@@ -346,7 +245,9 @@ def _directory(tail: bytes) -> tuple[int, int]:
 
 
 def _entries(content: bytes, start: int) -> dict[str, Slot]:
-    found, at = {}, 0
+    found: dict[str, Slot] = {}
+    seen: set[str] = set()
+    at = 0
     while at < len(content):
         mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, at)
         if mark != ENTRY:
@@ -356,6 +257,9 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
         if method != 0 or packed != size:
             raise ValueError("a packed record")
         key = content[named : named + name].decode().partition("/")[2]
+        if key.lower() in seen:  # torch finds records whatever their case
+            raise ValueError("two records of one name")
+        seen.add(key.lower())
         found[key] = Slot(crc, size, header, start + at)
         at = named + name + extra + comment
     return found

@@ -4,15 +4,16 @@
 the types of DCP's metadata and turns them into inert values.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from accel_fsdp import archive
-from accel_fsdp.archive import DTYPES, ERRORS, TENSORS, Archive, Inert, Storage, View
+from accel_fsdp.archive import DTYPES, TENSORS, Archive, Storage, View
 from accel_fsdp.errors import UserError
+from accel_fsdp.opcodes import Inert
 from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.unpickling import ERRORS, unpickle
 
 METADATA = ".metadata"
 DATA = "data/0"
@@ -45,17 +46,21 @@ class _Place(Inert):
 
 
 class _Index(Inert):
-    def __hash__(self) -> int:
-        return id(self)
+    pass
 
 
-def _member(kind: Any, name: str) -> str:
+class _Format(Inert):
+    pass
+
+
+def _member(kind: Any, name: Any) -> str:
     """An enumeration's member, which some Python versions pickle through getattr."""
-    if kind is not Inert:
+    if kind is not _Format:
         raise ValueError("getattr of something else")
     return str(name)
 
 
+PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 ADMITTED: dict[tuple[str, str], Any] = {
     (DCP, "Metadata"): _Metadata,
@@ -65,15 +70,12 @@ ADMITTED: dict[tuple[str, str], Any] = {
     (DCP, "ChunkStorageMetadata"): _Chunk,
     (DCP, "MetadataIndex"): _Index,
     (DCP, "StorageMeta"): Inert,
-    (DCP, "_MEM_FORMAT_ENCODING"): Inert,
+    (DCP, "_MEM_FORMAT_ENCODING"): _Format,
     (FILES, "_StorageInfo"): _Place,
     ("builtins", "getattr"): _member,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): archive.size,
     ("torch.serialization", "_get_layout"): Inert,
-    ("collections", "OrderedDict"): OrderedDict,
-    **{("pathlib", name): PurePath for name in ("Path", "PosixPath", "PurePosixPath")},
-    **{("pathlib", name): Inert for name in ("WindowsPath", "PureWindowsPath")},
-    **{("pathlib._local", name): PurePath for name in ("Path", "PosixPath", "PurePosixPath")},
+    **{(module, name): Inert for module in ("pathlib", "pathlib._local") for name in PATHS},
     **{("torch", name): short for name, short in DTYPES.items()},
 }
 """The names in a `.metadata` file, and what each becomes."""
@@ -96,7 +98,7 @@ def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
     """
     path = folder / METADATA
     content = reader.bytes_of(path, 0, reader.size_of(path))
-    metadata = archive.unpickle(content, ADMITTED, path)
+    metadata = unpickle(content, ADMITTED, path)
     try:
         return _tensors(folder, reader, metadata.state)
     except ERRORS as error:

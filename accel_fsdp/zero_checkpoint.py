@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import archive
-from accel_fsdp.archive import ERRORS, TENSORS, Inert, View
+from accel_fsdp.archive import TENSORS, View
 from accel_fsdp.errors import UserError
+from accel_fsdp.opcodes import Inert
 from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Stored, damaged
+from accel_fsdp.unpickling import ERRORS
 
 Span = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
@@ -31,13 +33,17 @@ def _from_type(build: Any, kind: Any, arguments: tuple[Any, ...], state: Any) ->
     return build(*arguments)
 
 
+def _stage(number: Any) -> int:
+    return int(number)
+
+
 ADMITTED: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     ("torch", "Tensor"): Inert,
     ("torch.nn.parameter", "Parameter"): Inert,
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Inert,
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): Inert,
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): int,
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,
     ("deepspeed.utils.tensor_fragment", "fragment_address"): Inert,
 }
 """What DeepSpeed's files hold besides tensors; all of it becomes inert."""

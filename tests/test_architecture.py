@@ -11,7 +11,18 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
 PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
-    *("foreign", "stored", "archive", "dcp", "lora_names", "zero", "zero_checkpoint", "checkpoint"),
+    *(
+        "foreign",
+        "stored",
+        "archive",
+        "dcp",
+        "lora_names",
+        "zero",
+        "zero_checkpoint",
+        "checkpoint",
+        "opcodes",
+        "unpickling",
+    ),
     *("check", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
@@ -54,7 +65,7 @@ LAYERS = [
         "stored",
     },
     {"weights", "trust", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
-    {"archive", "complete", "dcp", "lora_names", "stream", "zero_checkpoint", "pth", "hub"},
+    {"archive", "complete", "dcp", "lora_names", "stream", "zero_checkpoint", "pth", "hub", "opcodes", "unpickling"},
     {"checkpoint"},
     {"asking", "facts", "check", "memory", "speed", "overheads"},
     {"resuming", "stopping"},
