@@ -87,6 +87,13 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             "change is said; run.json and the card keep what was trained with what."
         },
     )
+    ignore_nan_inf: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out the update of a step whose loss or gradient norm is NaN or infinite, and go on. Without "
+            "it, training stops there: later steps would be NaN too."
+        },
+    )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},

@@ -29,11 +29,15 @@ experts are computed in groups that depend on the other tokens."""
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a batch of rows: padded on the right, or `flat`, all in one row, which FlashAttention needs if packed."""
+    """Makes a batch of rows: padded on the right, or `flat`, all in one row, which FlashAttention needs if packed.
+
+    `may_lack_labels` is for rows that are not trained on: then a batch without any label just counts nothing.
+    """
 
     pad_token_id: int
     packed: bool = False
     flat: bool = False
+    may_lack_labels: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, "Tensor"]:
         """Returns `input_ids`, `labels`, and `attention_mask` or, packed, `position_ids`; int64, [rows, longest].
@@ -42,7 +46,7 @@ class Collator:
             UserError: no token of the batch is trained; its loss would be 0/0.
         """
         parts = {name: [np.asarray(row[name]) for row in rows] for name in ("input_ids", "labels")}
-        if not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
+        if not self.may_lack_labels and not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
             raise _nothing_trained()
         if self.packed:
             parts["position_ids"] = [np.asarray(row["position_ids"]) for row in rows]

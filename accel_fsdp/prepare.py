@@ -1,6 +1,7 @@
 """Between loading and `Accelerator.prepare`: what an engine gets wrong for a model, refused or put right."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,11 +169,17 @@ def _say(args: TrainingArguments, line: str) -> None:
         render.say(line, style="yellow")
 
 
-def keep_buffers(plugin: Any) -> None:
-    """FSDP1 under mixed precision would round the angles of rotary embeddings to 16 bits; FSDP2 keeps buffers as well.
+def keep_precision(plugin: Any) -> None:
+    """Spares what mixed precision would round to 16 bits: FSDP1's buffers, and the loss that FSDP2 hands out.
 
-    accelerate 1.15 gives `MixedPrecision` the parameters' dtype for buffers, and no YAML key leads there.
+    accelerate 1.15 gives FSDP1's policy the parameters' dtype for buffers, the angles of rotary embeddings among them,
+    and FSDP2's policy for outputs: near 6, a loss in bfloat16 has steps of 1/32. No YAML key leads to either. It takes
+    no memory: Accelerate makes the logits float32 before FSDP2 would cast them back, and the plan counts that copy.
     """
     policy = getattr(plugin, "mixed_precision_policy", None)
-    if policy is not None and plugin.fsdp_version == 1:
+    if policy is None:
+        return
+    if plugin.fsdp_version == 1:
         policy.buffer_dtype = None
+    else:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)

@@ -1,6 +1,7 @@
 """The account of a run in its own folder: `run.json` from its first moment on, and `loss.svg` at its end."""
 
 import json
+import math
 import os
 import platform
 import sys
@@ -58,9 +59,9 @@ class Record:
         """Which steps were trained with which settings; more than one stretch where a resumed run changed some."""
         self.content["segments"] = segments
 
-    def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any]) -> None:
+    def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
         """The run is over: all that was logged, its losses, what was counted, and the loss curve where there is one."""
-        self.content.update(status="finished", results={**results(log_history), **totals}, log=log_history)
+        self.content.update(status=status, results={**results(log_history), **totals}, log=log_history)
         self._write()
         curves = loss_curves(log_history)
         if self._writes and curves:
@@ -111,7 +112,11 @@ def results(log_history: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     found = {}
     for name, points in loss_curves(log_history):
         values = [loss for _, loss in points]
-        found[f"{name} loss"] = {"first": values[0], "best": min(values), "last": values[-1]}
+        found[f"{name} loss"] = {
+            "first": values[0],
+            "best": min(filter(math.isfinite, values), default=math.nan),
+            "last": values[-1],
+        }
     return found
 
 

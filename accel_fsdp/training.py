@@ -30,10 +30,10 @@ from accel_fsdp import (
 )
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
-from accel_fsdp.surviving import SurvivingTrainer
+from accel_fsdp.losses import LossTrainer
 
 
-class SftTrainer(SurvivingTrainer):
+class SftTrainer(LossTrainer):
     """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class SftTrainer(SurvivingTrainer):
         self.add_callback(prepare.HostMemory())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
-            prepare.keep_buffers(plugin)
+            prepare.keep_precision(plugin)
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value

@@ -30,9 +30,12 @@ def export_and_note(self: training.SftTrainer, target: Path, *rest: str) -> int:
     parameters = list(self.model.parameters())
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     kinds = sorted({type(p).__name__ for p in parameters})
-    losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+    keys = {"losses": "loss", "norms": "grad_norm", "held_out": "eval_loss"}
+    logged = {name: [row[key] for row in self.state.log_history if key in row] for name, key in keys.items()}
+    accuracies = [row.get(f"{of}mean_token_accuracy") for row in self.state.log_history for of in ("", "eval_")]
+    logged["accuracies"] = [one for one in accuracies if one is not None]
     stage = getattr(self.model_wrapped, "zero_optimization_stage", int)()
-    noted = {"held": held, "kinds": kinds, "losses": losses, "stage": stage}
+    noted = {"held": held, "kinds": kinds, "stage": stage, **logged}
     (OUT / f"{run}-rank{rank}.json").write_text(json.dumps(noted))
     self.model_wrapped.eval()
     with torch.no_grad():

@@ -4,6 +4,7 @@ No Trainer, no Accelerate, no FSDP, no code of accel_fsdp.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +23,19 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean loss per token of each step, and the weights and AdamW's moments after the last one."""
+    """Of each step the mean loss per token, the gradient's norm and the share of tokens that the model got right.
+
+    The weights and AdamW's moments are those after the last step; `held_out` and `held_out_accuracy` are theirs, over
+    all rows of the data, without smoothing.
+    """
 
     losses: list[float]
+    norms: list[float]
+    accuracies: list[float]
     weights: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
+    held_out: float
+    held_out_accuracy: float
 
 
 def train(
@@ -38,6 +47,7 @@ def train(
     sgd: bool = False,
     lora: bool = False,
     quantized: bool = False,
+    smoothing: float = 0.0,
 ) -> Reference:
     """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
 
@@ -63,16 +73,19 @@ def train(
     )
     if sgd:
         optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
-    losses = []
+    losses, norms, accuracies = [], [], []
     for step in range(steps):
         batch = rows[step * global_batch : (step + 1) * global_batch]
-        total = sum(_summed_loss(model, row) for row in batch) / sum(len(row) - 1 for row in batch)
+        found = [_loss_and_right(model, row, smoothing) for row in batch]
+        tokens = sum(len(row) - 1 for row in batch)
+        total = sum(loss for loss, _ in found) / tokens
         optimizer.zero_grad()
         total.backward()
-        if not sgd:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        limit = math.inf if sgd else GRADIENT_NORM
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
         losses.append(total.item())
+        accuracies.append(sum(right for _, right in found) / tokens)
     moments = {
         f"state.{name}.{key}": optimizer.state[parameter][key]
         for name, parameter in model.named_parameters()
@@ -80,10 +93,18 @@ def train(
         if key in optimizer.state[parameter]
     }
     model = model.merge_and_unload() if lora and not quantized else model
-    return Reference(losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, moments)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        found = [_loss_and_right(model.eval(), row) for row in rows]
+    tokens = sum(len(row) - 1 for row in rows)
+    held_out, right = (sum(one[place] for one in found) / tokens for place in (0, 1))
+    return Reference(losses, norms, accuracies, weights, moments, float(held_out), float(right))
 
 
-def _summed_loss(model: torch.nn.Module, row: list[int]) -> torch.Tensor:
+def _loss_and_right(model: torch.nn.Module, row: list[int], smoothing: float = 0.0) -> tuple[torch.Tensor, int]:
+    """Summed over a row's tokens; smoothing gives every token of the vocabulary an equal part of the target."""
     ids = torch.tensor([row])
-    logits = model(input_ids=ids).logits[0, :-1]
-    return functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    logs = functional.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1)
+    own = logs.gather(1, ids[0, 1:, None])[:, 0]
+    loss = -(1 - smoothing) * own.sum() - smoothing * logs.mean(dim=1).sum()
+    return loss, int((logs.argmax(dim=1) == ids[0, 1:]).sum())

@@ -1,6 +1,7 @@
-"""Runs `train/sft.py` unchanged on a machine that is said to have less memory, as SCARCE names it.
+"""Runs `train/sft.py` unchanged where something is said to run out, as SCARCE names it.
 
 gpu: the second rank's device is full at its second step. host: next to nothing is free when the model is gathered.
+number: the second rank's loss is infinite at its second step, its gradients aren't.
 """
 
 import os
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 
 from accel_fsdp import here, training
+from accel_fsdp.surviving import SurvivingTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 trained = training.SftTrainer.training_step
+stepped = SurvivingTrainer.training_step
 
 
 def out_of_memory(self: training.SftTrainer, *args: Any) -> torch.Tensor:
@@ -23,8 +26,15 @@ def out_of_memory(self: training.SftTrainer, *args: Any) -> torch.Tensor:
     return loss
 
 
+def infinite(self: SurvivingTrainer, *args: Any) -> torch.Tensor:
+    loss = stepped(self, *args)
+    return loss * (float("inf") if self.state.global_step == 1 and os.environ["RANK"] == "1" else 1)
+
+
 if os.environ["SCARCE"] == "gpu":
     training.SftTrainer.training_step = out_of_memory
+elif os.environ["SCARCE"] == "number":
+    SurvivingTrainer.training_step = infinite
 else:
     here.free_memory = lambda: 1000
 runpy.run_path(str(SFT), run_name="__main__")

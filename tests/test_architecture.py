@@ -98,7 +98,7 @@ LAYERS = [
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
     {"models", "prepare", "surviving", "forecast", "cards"},
-    {"reporting"},
+    {"reporting", "losses"},
     {"training"},
     {"cli", "reference"},
     {"__main__"},

@@ -27,6 +27,9 @@ GLOBAL_BATCH = 4
 RANKS = 2
 TOLERANCE = 1e-4
 LORA = ["--use_peft", "--lora_dropout", "0.0", "--learning_rate", str(LORA_LEARNING_RATE)]
+SMOOTH = ["--label_smoothing_factor", "0.5", "--eval_strategy", "steps", "--eval_steps", str(STEPS)]
+SMOOTH += ["--dataset_test_split", "train", "--per_device_eval_batch_size", "5"]
+"""48 rows: the last batches have 3 rows on one process, 5 and 3 on two, 5, 3, none and none on four."""
 MESH = ["--num_machines", "1", "--parallelism_config_dp_replicate_size", "2"]
 SHIPPED = {
     "fsdp1_full_shard": 2,
@@ -43,6 +46,7 @@ SHIPPED = {
     "zero3": 1,
 }
 """Ranks that share one copy of the parameters. DeepSpeed keeps tensors as small as these whole under ZeRO-3 too."""
+SMOOTHED = ("fsdp1_full_shard", "fsdp2", "fsdp2_hybrid_2x8", "ddp", "zero3")
 
 
 def sft_args(model: Path, data: Path, output: Path, per_rank: int = GLOBAL_BATCH // RANKS) -> list[str]:
@@ -81,9 +85,18 @@ def lora_reference(tiny_model: Path, text_data: Path) -> Reference:
     return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True)
 
 
+@pytest.fixture(scope="module")
+def smooth_reference(tiny_model: Path, text_data: Path) -> Reference:
+    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, smoothing=0.5)
+
+
 def assert_like(folder: Path, name: str, base: Path, reference: Reference) -> None:
-    """Losses, exported weights and the logits before the export are the reference's; the folder loads."""
-    assert noted(folder, name)["losses"] == pytest.approx(reference.losses, abs=TOLERANCE)
+    """What was logged, exported weights and the logits before the export are the reference's; the folder loads."""
+    seen = noted(folder, name)
+    assert seen["losses"] == pytest.approx(reference.losses, abs=TOLERANCE)
+    assert seen["norms"] == pytest.approx(reference.norms, rel=20 * TOLERANCE)
+    if seen["held_out"]:
+        assert seen["held_out"] == pytest.approx([reference.held_out], abs=TOLERANCE / 10)
     model = loaded(folder / name / "final", base)
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, reference.weights[key], atol=5 * TOLERANCE, rtol=0)
@@ -106,6 +119,7 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     text_data: Path,
     reference: Reference,
     lora_reference: Reference,
+    smooth_reference: Reference,
     tmp_path: Path,
 ) -> None:
     """As shipped, but in float32 and with 2 CPU processes, or 4 where the YAML makes a mesh."""
@@ -114,12 +128,17 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     flags = ["--mixed_precision", "no", "--num_processes", str(ranks), *mesh]
     args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH // ranks)
     args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
-    env = probed(tmp_path, {"lora": LORA})
+    smooth = {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
+    env = probed(tmp_path, {"lora": LORA, **smooth})
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
     assert finished.code == 0, finished.output
 
     assert_like(tmp_path, "full", tiny_model, reference)
     assert_like(tmp_path, "lora", tiny_model, lora_reference)
+    if smooth:
+        assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
+        adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
+        assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
     total = sum(tensor.numel() for tensor in reference.weights.values())
     for rank in range(ranks):
         seen = noted(tmp_path, "full", rank)
@@ -152,16 +171,22 @@ def reported_share(finished: Finished) -> float:
 
 
 def test_one_process(
-    tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
+    tiny_model: Path,
+    text_data: Path,
+    reference: Reference,
+    lora_reference: Reference,
+    smooth_reference: Reference,
+    tmp_path: Path,
 ) -> None:
     config = tmp_path / "one.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
     args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH)
-    one = {"RANK": "0", **probed(tmp_path, {"lora": LORA})}
+    one = {"RANK": "0", **probed(tmp_path, {"lora": LORA, "smooth": SMOOTH})}
     finished = accelerate_launch(config, PROBE, *args, launcher=["--num_processes", "1"], **one)
     assert finished.code == 0, finished.output
     assert_like(tmp_path, "full", tiny_model, reference)
     assert_like(tmp_path, "lora", tiny_model, lora_reference)
+    assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
 
 
 def torchrun(*words: str | Path) -> list[str]:

@@ -183,6 +183,15 @@ def test_fsdp1_keeps_buffers_in_their_dtype() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.buffer_dtype == torch.bfloat16  # what it would be
-    prepare.keep_buffers(plugin)
+    prepare.keep_precision(plugin)
     assert plugin.mixed_precision_policy.buffer_dtype is None
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+
+
+def test_fsdp2_hands_out_what_the_model_computes() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16  # what it would be
+    prepare.keep_precision(plugin)
+    assert plugin.mixed_precision_policy.output_dtype is None
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16

@@ -28,6 +28,7 @@ from accel_fsdp import (
 )
 from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import guard
+from accel_fsdp.losses import Diverged
 
 
 def main() -> None:
@@ -67,8 +68,12 @@ def main() -> None:
     record.lap("model")
 
     # Train
-    with data.reading(data_args.dataset_name):  # a stream may break only now
-        trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        with data.reading(data_args.dataset_name):  # a stream may break only now
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except Diverged:
+        record.finish(trainer.state.log_history, trainer.report.totals(), status="diverged")
+        raise
     record.lap("training")
     record.trained(history.segments(trainer.state.global_step))
 

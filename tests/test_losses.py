@@ -1,0 +1,206 @@
+"""The losses of a run on one process, held against plain loops; and what ends a run whose loss is no number.
+
+`test_engines.py` has the same of several processes. Here the script runs in the test's own process.
+"""
+
+import json
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from conftest import ROOT, SFT, accelerate_launch
+from reference import SGD_LEARNING_RATE, train
+from safetensors.torch import load_file
+from test_training import logged_losses, make_config, sft_args
+from torch.nn import functional
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+from accel_fsdp import losses, runs
+from accel_fsdp.encoding import IGNORED
+from accel_fsdp.errors import guard
+
+STEPS = 6
+PER_RANK, ACCUMULATED = 2, 2
+Sft = Callable[..., int]
+
+
+@pytest.fixture
+def sft(monkeypatch: pytest.MonkeyPatch) -> Sft:
+    """Runs the script on one process, as `accelerate launch` would start it; returns its exit code."""
+    for name, value in {"MIXED_PRECISION": "no", "TORCH_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+
+    def run(*words: str) -> int:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        monkeypatch.setattr("sys.argv", [str(SFT), *words])
+        return guard(runpy.run_path(str(SFT), run_name="sft")["main"])
+
+    return run
+
+
+def saved(model: torch.nn.Module, folder: Path, tokenizer_of: Path) -> Path:
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
+    return folder
+
+
+def accumulating(model: Path, data: Path, out: Path) -> list[str]:
+    sgd = ("--optim", "sgd", "--max_grad_norm", "0", "--learning_rate", str(SGD_LEARNING_RATE))
+    return sft_args(model, data, out, "--gradient_accumulation_steps", str(ACCUMULATED), *sgd)
+
+
+def test_every_predicted_token_counts_once_whatever_the_class_is_called(
+    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Trainer counts the first token of each row too, which nothing predicts, where no class says ForCausalLM."""
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=509, n_embd=32, n_layer=2, n_head=2, n_positions=256, **dropout)
+    model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2", tiny_model)
+    assert sft(*accumulating(model, text_data, tmp_path / "run")) == 0
+    expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
+
+
+def test_a_routers_loss_weighs_the_same_however_many_micro_batches_there_are(
+    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Trainer adds one for each micro-batch of each rank."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 509, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256}
+    config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
+    model = saved(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
+    assert sft(*accumulating(model, text_data, tmp_path / "run")) == 0
+    assert logged_losses(tmp_path / "run") == pytest.approx(losses_with_a_router(model, text_data), abs=1e-5)
+
+
+def losses_with_a_router(folder: Path, data: Path) -> list[float]:
+    """Plain SGD: the mean over a step's tokens, and the mean over its micro-batches of what the router loses."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    rows = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
+    found = []
+    for step in range(STEPS):
+        batches = [rows[start : start + PER_RANK] for start in range(step * 4, step * 4 + 4, PER_RANK)]
+        tokens = sum(len(row) - 1 for batch in batches for row in batch)
+        lost, routed = torch.tensor(0.0), torch.tensor(0.0)
+        for batch in batches:
+            ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
+            out = model(input_ids=ids, attention_mask=mask)
+            routed = routed + 0.5 * out.aux_loss / ACCUMULATED
+            for logits, row in zip(out.logits, batch, strict=True):
+                lost = lost + functional.cross_entropy(logits[: len(row) - 1], row[1:], reduction="sum")
+        optimizer.zero_grad()
+        (lost / tokens + routed).backward()
+        optimizer.step()
+        found.append((lost / tokens + routed).item())
+    return found
+
+
+EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--save_steps", "1", "--save_total_limit", "1")
+
+
+def test_a_run_that_diverges_ends_there(
+    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights of 1e28 after the first step; the second step's loss is NaN and nothing of it is kept."""
+    out = tmp_path / "run"
+    assert sft(*sft_args(tiny_model, text_data, out, *EXPLODES, "--learning_rate", "1e30")) == 1
+    said = capsys.readouterr().err
+    assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in said
+    assert f"the last finite weights are in {out / 'checkpoint-1'}" in said
+    assert "a lower --learning_rate than 1e+30" in said
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not (out / "final").exists()
+    account = runs.read(out)
+    assert account["status"] == "diverged"
+    assert math.isnan([row["loss"] for row in account["log"] if "loss" in row][-1])
+    assert math.isnan(account["results"]["training loss"]["last"])
+    assert (out / "loss.svg").is_file()
+
+
+def test_infinite_weights_are_never_saved(
+    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that one step makes infinite: no later loss has shown it when they would be saved, or exported."""
+    for name, steps in (("saved", "6"), ("exported", "1")):
+        more = (*EXPLODES, "--learning_rate", "1e38", "--weight_decay", "1e6", "--max_steps", steps)
+        more += ("--save_strategy", "no") if name == "exported" else ()
+        assert sft(*sft_args(tiny_model, text_data, tmp_path / name, *more)) == 1
+        assert "after step 1 the weights hold NaN or infinite values" in capsys.readouterr().err
+        assert not list((tmp_path / name).glob("checkpoint-*/*.safetensors"))
+        assert not (tmp_path / name / "final").exists()
+
+
+def test_a_step_that_is_no_number_can_be_left_out(
+    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step after the first is; none of them changes a weight, and nobody reads a zero."""
+    out = tmp_path / "run"
+    more = (*EXPLODES, "--learning_rate", "1e30", "--ignore_nan_inf", "true", "--max_steps", "3")
+    assert sft(*sft_args(tiny_model, text_data, out, *more)) == 0
+    said = capsys.readouterr().err
+    assert "in step 3 the loss is nan, the gradient norm nan; its update is left out" in said
+    assert "training loss: 6.2" in said
+    assert "-> nan" in said
+    weights = load_file(out / "final" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert "| nan |" in (out / "final" / "README.md").read_text()
+
+
+def test_a_held_out_loss_that_is_no_number_is_never_the_best(
+    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = ("--early_stopping_patience", "1", "--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1")
+    more = (*EXPLODES, *best, "--learning_rate", "1e30", "--dataset_test_split", "train")
+    assert sft(*sft_args(tiny_model, text_data, tmp_path / "run", *more)) == 1
+    assert "after step 1 the held-out loss is nan" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize(("precision", "left_out"), [("fp16", losses.SKIPPED_IN_A_ROW - 1), ("bf16", 0)])
+def test_what_a_scaler_leaves_out_is_no_divergence(precision: str, left_out: int) -> None:
+    """fp16 begins with gradients that are too large, and looks for the scale; unless it never finds one."""
+    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
+    trainer.args = SimpleNamespace(
+        device="cpu", ignore_nan_inf=False, output_dir="none", learning_rate=1e-3, max_grad_norm=1.0
+    )
+    trainer.accelerator = SimpleNamespace(mixed_precision=precision, gather=lambda one: one)
+    trainer.state, trainer._skipped, trainer._step_loss = SimpleNamespace(global_step=0), 0, 0.0
+    trainer.log, trainer._get_learning_rate = lambda logs: None, lambda: 1e-3
+    for _ in range(left_out):
+        trainer._check_step(torch.tensor(math.inf))
+    with pytest.raises(losses.Diverged, match="gradient norm inf"):
+        trainer._check_step(torch.tensor(math.inf))
+    trainer._skipped = 0
+    trainer._step_loss = torch.tensor(math.nan)
+    with pytest.raises(losses.Diverged, match="loss is nan"):
+        trainer._check_step(torch.tensor(1.0))
+
+
+def test_one_ranks_infinite_loss_stops_all(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Its gradients may be finite; the others know nothing of it and must not wait for a rank that has left."""
+    config = make_config(tmp_path, tiny_model, fsdp_version="2", mixed_precision="bf16")
+    scarce = ROOT / "tests" / "scarce.py"
+    finished = accelerate_launch(config, scarce, *sft_args(tiny_model, text_data, tmp_path / "run"), SCARCE="number")
+    assert finished.code == 1
+    assert "error: training diverged: in step 2 the loss is inf, the gradient norm 0." in finished.output
+    assert "another rank is gone" not in finished.output
+    [first, *_] = [row["loss"] for row in runs.read(tmp_path / "run")["log"] if "loss" in row]
+    assert first != torch.tensor(first).bfloat16().item()  # FSDP2 would round it
+
+
+def test_ties_count_and_ignored_places_do_not() -> None:
+    logits = torch.tensor([[[1.0, 2.0, 0.0], [3.0, 3.0, 0.0], [0.0, 0.0, 9.0]]])
+    assert losses.right_tokens(logits, torch.tensor([[1, 0, IGNORED]])).item() == 2
+    assert losses.right_tokens(logits, torch.tensor([[0, 2, 2]])).item() == 1
