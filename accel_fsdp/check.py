@@ -11,12 +11,16 @@ from functools import cached_property
 from typing import Any, Literal
 
 from accel_fsdp import editing
+from accel_fsdp.combinations import Setup, clashes
 from accel_fsdp.fields import BY_NAME, Engine, Field
 from accel_fsdp.types import STATE_DICT_TYPES, STRATEGIES, CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
 FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
+
+SWITCHES = ("use_dora", "load_in_8bit", "predict_with_generate")
+"""The script's arguments that the table of combinations knows as flags."""
 
 Severity = Literal["error", "warning", "note"]
 DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}
@@ -171,6 +175,25 @@ class Subject:
         short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         return short.get(asked, asked) if asked != "auto" else self.model.dtype if self.model else ""
 
+    @cached_property
+    def setup(self) -> Setup:
+        """The job as the table of what can't be combined knows it."""
+        asked = self.arg_on("gradient_checkpointing", "activation_checkpointing")
+        smooths = str(self.arg("label_smoothing_factor") or 0) not in ("0", "0.0")
+        stage = str(self.section("deepspeed_config").get("zero_stage", 2))
+        return Setup(
+            self.engine,
+            "qlora" if self.arg_on("load_in_4bit") else "lora" if self.uses_adapter else "full",
+            str(self.arg("optim") or ""),
+            "engine" if self.on("fsdp_activation_checkpointing") else "script" if asked else "none",
+            stage=int(stage) if stage.isdecimal() else None,
+            strategy=self.strategy,
+            wrap_policy=str(self.fsdp("fsdp_auto_wrap_policy")).upper(),
+            state_dict=self.state_dict_type,
+            flags=frozenset(name for name in SWITCHES if self.arg_on(name))
+            | ({"label_smoothing_factor"} if smooths else set()),
+        )
+
     def number(self, key: str) -> int:
         """A whole number from the top level; 0 where it is none."""
         value = self.top(key)
@@ -180,6 +203,13 @@ class Subject:
     def ranks_here(self) -> int:
         """Processes on each machine; 0 if the file doesn't say."""
         return self.number("num_processes") // (self.number("num_machines") or 1)
+
+
+def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
+    """What the table of combinations says of these rows, as findings about `key`."""
+    for one in clashes(subject.setup):
+        if one.name in names:
+            yield Finding(key, one.what, one.why, one.fix, edits)
 
 
 Check = Callable[[Subject], Iterator[Finding]]

@@ -105,6 +105,7 @@ PAINS: Mapping[str, str] = {
     "P96": "older: no float32 masters under FSDP2",
     "P97": "older: offload with RAM-efficient loading fails, exports name FSDP's class",
     "P98": "FSDP1 resumes sharded checkpoints without optimizer state",
+    "P99": "label smoothing under FSDP2 trains the model to repeat its input",
 }
 
 UNSEEN: Mapping[str, str] = {

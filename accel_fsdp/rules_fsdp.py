@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, rule
+from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, combined, rule
 from accel_fsdp.fields import BY_NAME, Engine
 from accel_fsdp.types import RESHARDS, STRATEGIES
 
@@ -146,17 +146,10 @@ def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
 @rule("AF307", pains=("P27",))
 def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`SIZE_BASED_WRAP` under FSDP2: it also picks containers, which `fully_shard` refuses."""
-    if subject.engine is Engine.FSDP2 and _policy(subject) == "SIZE_BASED_WRAP":
-        edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),)
-        if subject.has("fsdp_min_num_params"):
-            edits += (Edit("fsdp_config", "fsdp_min_num_params"),)
-        yield Finding(
-            "fsdp_config.fsdp_auto_wrap_policy",
-            "SIZE_BASED_WRAP does not work with FSDP2",
-            "ValueError: fully_shard does not support containers that do not implement forward",
-            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            edits,
-        )
+    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),)
+    if subject.has("fsdp_min_num_params"):
+        edits += (Edit("fsdp_config", "fsdp_min_num_params"),)
+    yield from combined(subject, "fsdp_config.fsdp_auto_wrap_policy", "size-based-fsdp2", edits=edits)
 
 
 @rule("AF308", "warning", pains=("P28",))
@@ -179,15 +172,8 @@ def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
 @rule("AF309", pains=("P68", "P71"))
 def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     """`LOCAL_STATE_DICT` under FSDP2: Accelerate stops."""
-    if subject.engine is Engine.FSDP2 and subject.state_dict_type == "LOCAL_STATE_DICT":
-        edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
-        yield Finding(
-            "fsdp_config.fsdp_state_dict_type",
-            "FSDP2 does not support LOCAL_STATE_DICT",
-            "Accelerate stops",
-            "fsdp_state_dict_type: SHARDED_STATE_DICT",
-            (edit,),
-        )
+    edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
+    yield from combined(subject, "fsdp_config.fsdp_state_dict_type", "local-state-fsdp2", edits=(edit,))
 
 
 @rule("AF310", "warning", pains=("P57",))
@@ -229,13 +215,7 @@ def checkpointing_without_wrapping(subject: Subject) -> Iterator[Finding]:
     FSDP2 stops with "'NoneType' object is not callable"; FSDP1 checkpoints every single submodule. AF325 is about
     SIZE_BASED_WRAP.
     """
-    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and _policy(subject) == "NO_WRAP":
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing",
-            "activation checkpointing needs a wrap policy",
-            "FSDP2 stops, FSDP1 checkpoints every submodule",
-            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-        )
+    yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "recompute-without-policy")
 
 
 @rule("AF313")

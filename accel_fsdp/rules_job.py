@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.check import Edit, Finding, Subject, rule
+from accel_fsdp.check import Edit, Finding, Subject, combined, rule
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.fields import Engine
 from accel_fsdp.types import LOW_DTYPES, TORCH_DTYPES
@@ -155,13 +155,7 @@ def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     PEFT 0.21 finds no adapter tensor in modules that are wrapped for checkpointing: exports and sharded checkpoints
     hold none, without a word. train/sft.py repairs that; most scripts don't.
     """
-    if subject.is_fsdp and subject.uses_adapter and subject.on("fsdp_activation_checkpointing"):
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing",
-            "PEFT loses the adapter under FSDP checkpointing",
-            "the exported adapter has no tensors, unless the script is train/sft.py",
-            "fsdp_activation_checkpointing: false and --gradient_checkpointing true",
-        )
+    yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "adapter-recompute")
 
 
 @rule("AF602", "warning", pains=("P02",))
@@ -171,13 +165,7 @@ def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
     PEFT 0.21 finds no adapter tensor below FSDP1's wrappers: exports and checkpoints hold none. train/sft.py repairs
     that; most scripts don't.
     """
-    if subject.engine is Engine.FSDP1 and subject.uses_adapter:
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "PEFT loses the adapter under FSDP1",
-            "the exported adapter has no tensors, unless the script is train/sft.py",
-            "fsdp_version: 2",
-        )
+    yield from combined(subject, "fsdp_config.fsdp_version", "adapter-fsdp1")
 
 
 @rule("AF603", pains=("P25",))
@@ -193,29 +181,26 @@ def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF604", pains=("P37",))
-def adafactor_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """`--optim adafactor` under FSDP2: "got mixed torch.Tensor and DTensor"."""
-    if subject.engine is Engine.FSDP2 and subject.arg("optim") == "adafactor":
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "Adafactor can't work on DTensors",
-            "the first step fails",
-            "--optim adamw_torch_fused, or fsdp_version: 1",
-        )
+@rule("AF604", pains=("P36", "P37"))
+def optimizer_cannot_step(subject: Subject) -> Iterator[Finding]:
+    """An optimizer (`--optim`) that can't work on the engine's parameters: the first step stops.
+
+    Adafactor and all of bitsandbytes' under FSDP2, GaLore and APOLLO under FSDP1, layerwise ones in several processes.
+    torchao's `adamw_torch_8bit` and `adamw_torch_4bit` work under both.
+    """
+    names = ("adafactor-fsdp2", "bitsandbytes-fsdp2", "low-rank-fsdp1", "layerwise")
+    yield from combined(subject, "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type", *names)
 
 
-@rule("AF605", "warning", pains=("P36",))
-def low_bit_optimizer(subject: Subject) -> Iterator[Finding]:
-    """An 8-bit, 4-bit or paged optimizer under FSDP: bitsandbytes knows neither DTensors nor flat parameters."""
-    name = str(subject.arg("optim"))
-    if subject.is_fsdp and any(part in name for part in ("8bit", "4bit", "paged")):
-        yield Finding(
-            "distributed_type",
-            f"--optim {name} is not made for sharded parameters",
-            "illegal memory access, or a crash at the checkpoint",
-            "--optim adamw_torch_fused",
-        )
+@rule("AF605", pains=("P36", "P37"))
+def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
+    """An optimizer (`--optim`) whose state the engine can't gather: the first checkpoint stops the run.
+
+    Adafactor and all of bitsandbytes' under FSDP1, Adagrad, GaLore and GrokAdamW under FSDP2.
+    """
+    if str(subject.arg("save_strategy")).lower() != "no":
+        names = ("adafactor-fsdp1", "bitsandbytes-fsdp1", "state-fsdp2")
+        yield from combined(subject, "fsdp_config.fsdp_version", *names)
 
 
 @rule("AF606", pains=("P81",))
@@ -260,37 +245,19 @@ def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
 @rule("AF609", pains=("P61",))
 def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`--predict_with_generate` under FSDP1: "'weight' must be 2-D"."""
-    if subject.engine is Engine.FSDP1 and subject.arg_on("predict_with_generate"):
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "generate does not work below FSDP1's wrappers",
-            "evaluation fails: 'weight' must be 2-D",
-            "fsdp_version: 2",
-        )
+    yield from combined(subject, "fsdp_config.fsdp_version", "generate-fsdp1")
 
 
 @rule("AF610", pains=("P85",))
 def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`--use_dora` under FSDP1: "IndexError: tuple index out of range"."""
-    if subject.engine is Engine.FSDP1 and subject.arg_on("use_dora"):
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "DoRA reads weights that FSDP1 has flattened",
-            "the first step fails",
-            "fsdp_version: 2",
-        )
+    yield from combined(subject, "fsdp_config.fsdp_version", "dora-fsdp1")
 
 
 @rule("AF611", pains=("P35",))
 def eight_bit_base(subject: Subject) -> Iterator[Finding]:
     """`--load_in_8bit` under FSDP1: int8 weights can't be flattened with 16-bit ones."""
-    if subject.engine is Engine.FSDP1 and subject.arg_on("load_in_8bit"):
-        yield Finding(
-            "distributed_type",
-            "FSDP can't shard an 8-bit base",
-            "Must flatten tensors with uniform dtype",
-            "--load_in_4bit with a floating bnb_4bit_quant_storage",
-        )
+    yield from combined(subject, "distributed_type", "eight-bit-fsdp1")
 
 
 @rule("AF612", "warning", pains=("P33", "P34"))
@@ -350,3 +317,14 @@ def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
             "compilation often fails",
             "fsdp_version: 2",
         )
+
+
+@rule("AF630", pains=("P99",))
+def labels_not_shifted(subject: Subject) -> Iterator[Finding]:
+    """`--label_smoothing_factor` in full training under FSDP2: the model learns to repeat its input.
+
+    FSDP2 renames the model's class, Trainer no longer knows it for a causal language model, and compares each token's
+    logits with the token itself instead of the next. The logged loss looks better, nothing warns. train/sft.py shifts
+    the labels; other scripts don't.
+    """
+    yield from combined(subject, "fsdp_config.fsdp_version", "label-smoothing-fsdp2")

@@ -23,7 +23,7 @@ PURE = {
         "opcodes",
         "unpickling",
     ),
-    *("check", "config", "reedit", "pains", "weights", "here", *RULES),
+    *("check", "combinations", "config", "reedit", "pains", "weights", "here", *RULES),
     *("gpus", "traffic", "speed", "notes", "layouts"),
     *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
     *(
@@ -51,6 +51,7 @@ LAYERS = [
         "machines",
         "catalogue",
         "fields",
+        "combinations",
         "presets",
         "files",
         "render",

@@ -99,8 +99,8 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
     "AF601": (AC2, "--use_peft", V2, "--use_peft"),
     "AF602": (V1, "--use_peft", V2, "--use_peft"),
     "AF603": (AC1, "--gradient_checkpointing", AC1, "--gradient_checkpointing false"),
-    "AF604": (V2, "--optim adafactor", V1, "--optim adafactor"),
-    "AF605": (V2, "--optim paged_adamw_8bit", V2, "--optim adamw_torch"),
+    "AF604": (V2, "--optim adafactor", V2, "--optim adamw_torch_8bit"),
+    "AF605": (V1, "--optim paged_adamw_8bit", V1, "--optim adamw_torch_8bit"),
     "AF606": (V2, "--bf16", V2.replace("'no'", "bf16"), "--bf16 true"),
     "AF607": (V2, "--fsdp full_shard", V2, "--max_steps 3"),
     "AF608": (V2, "--save_only_model", V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--save_only_model"),
@@ -116,6 +116,7 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
         "--gradient_accumulation_steps 4",
     ),
     "AF615": (V1, "--torch_compile", V2, "--torch_compile"),
+    "AF630": (V2, "--label_smoothing_factor 0.1", V2, "--label_smoothing_factor 0.1 --use_peft"),
 }
 GOLDEN_WITH_VERSION: dict[str, tuple[str, str]] = {
     "AF701": (V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--use_peft"),

@@ -18,6 +18,9 @@ from conftest import ROOT, accelerate_launch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from accel_fsdp.combinations import Setup, clashes
+from accel_fsdp.fields import Engine
+
 PROBE = ROOT / "tests" / "upstream_probe.py"
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
 BESIDES_LAYERS = ["Embedding", "Linear", "LlamaForCausalLM", "LlamaRMSNorm"]
@@ -156,6 +159,26 @@ def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
     seen = same(sharding["adafactor"])
     assert "got mixed torch.Tensor and DTensor" in seen.pop("fsdp2")
     assert set(seen.values()) == {""}
+
+
+@pytest.mark.pain("P36")
+@pytest.mark.parametrize("engine", [Engine.FSDP1, Engine.FSDP2])
+@pytest.mark.parametrize("name", ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd"])
+def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, sharding: Seen) -> None:
+    """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
+    step, save = sharding["optimizers"][0][name][engine.value]
+    said = [one.effect for one in clashes(Setup(engine, optimizer=name))]
+    assert said == (["stops"] if step else ["stops when it saves"] if save else [])
+
+
+@pytest.mark.pain("P99")
+def test_label_smoothing_compares_tokens_with_themselves_under_fsdp2(sharding: Seen) -> None:
+    """AF630: a billionth of smoothing must not change the loss; under FSDP2 it compares with other labels."""
+    seen = sharding["label_smoothing"][0]
+    plain, smoothed = seen["FSDP1"]
+    assert smoothed == pytest.approx(plain, rel=1e-4)
+    plain, smoothed = seen["FSDP2"]
+    assert abs(smoothed - plain) > 0.01 * plain
 
 
 @pytest.mark.pain("P40")

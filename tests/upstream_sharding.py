@@ -157,6 +157,34 @@ def adafactor(folder: Path) -> Any:
     return {"fsdp1": attempt(V1, "adafactor"), "fsdp2": attempt(V2, "adafactor"), **others}
 
 
+def optimizers(folder: Path) -> Any:
+    """What a step with each does, and what the checkpoint after it."""
+
+    def attempt(settings: dict[str, Any], optim: str, save: str) -> str:
+        options = {"optim": optim, "max_steps": 1, "save_strategy": save, "save_steps": 1}
+        return raised(make_trainer(folder / optim, llama(), settings, **options).train)
+
+    names = ("adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd")
+    engines = {"FSDP1": V1, "FSDP2": V2}
+    return {
+        name: {
+            engine: [attempt(settings, name, save) for save in ("no", "steps")] for engine, settings in engines.items()
+        }
+        for name in names
+    }
+
+
+def label_smoothing(folder: Path) -> Any:
+    """The loss of one batch with and without smoothing so slight that it changes nothing."""
+
+    def loss(settings: dict[str, Any], factor: float) -> float:
+        trainer = make_trainer(folder, llama(), settings, label_smoothing_factor=factor, max_steps=1)
+        trainer.train()
+        return float(trainer.evaluate()["eval_loss"])
+
+    return {name: [loss(one, factor) for factor in (0.0, 1e-9)] for name, one in {"FSDP1": V1, "FSDP2": V2}.items()}
+
+
 def strategy_under_fsdp2(folder: Path) -> Any:
     seen = {}
     for strategy in ("HYBRID_SHARD", "NO_SHARD"):
