@@ -13,12 +13,14 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import DistributedType, gather_object
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, set_seed
 
-from accel_fsdp import adapters, complete, facts, files, render, resuming, weights
+from accel_fsdp import adapters, complete, disks, facts, files, render, resuming, weights
 from accel_fsdp.complete import Origin
+from accel_fsdp.disks import size
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.lineage import History
 from accel_fsdp.stopping import Stop
@@ -27,6 +29,7 @@ STATELESS = ("sgd", "adafactor")
 """Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
 SHOWN_SECONDS = 30
 """How long NFS may take to show another machine's new names, by its default acdirmin."""
+WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 GROUPING = ("group_by_length", "batch_rebalance")
 
 
@@ -107,10 +110,14 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         try:
             with self._own_retention():
                 super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            if not _is_lost(error) and self.args.should_save:
+        except Exception as error:
+            lost = _is_lost(error)
+            full = "" if lost else disks.full(error, folder)
+            if not (full or isinstance(error, WRITE_ERRORS)):
+                raise
+            if not lost and self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            self._refuse(f"cannot save {folder}: {_cause(error)}", error)
+            self._refuse(f"cannot save {folder}: {full or _cause(error)}", error, "free some space" if full else "")
         self.accelerator.wait_for_everyone()
         self._together(lambda: self._seal(folder))
 
@@ -119,7 +126,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         newest = complete.choose(folder.parent).newest
         needed = complete.size_bytes(newest) if newest else self.checkpoint_bytes
         try:
-            self._check_room(needed, f"{folder.name} takes {_size(needed)}")
+            self._check_room(needed, f"{folder.name} takes {size(needed)}")
         except UserError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -150,12 +157,12 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             what, why, fix = everywhere[0]
             raise UserError(what, why=why, fix=fix)
 
-    def _refuse(self, what: str, error: BaseException) -> NoReturn:
+    def _refuse(self, what: str, error: BaseException, first: str = "") -> NoReturn:
         newest = complete.choose(Path(self.args.output_dir)).newest
         raise UserError(
             what,
             why=f"training can't go on; {newest} is complete" if newest else "training can't go on",
-            fix=f"put that right, then {'--resume_from_checkpoint true' if newest else 'start again'}",
+            fix=f"{first or 'put that right'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
         ) from error
 
     # Disk
@@ -189,16 +196,16 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 
     def _check_whole_run(self) -> None:
         count = self._checkpoints_to_come()
-        text = f"{count} checkpoints of about {_size(self.checkpoint_bytes)} and the export take"
+        text = f"{count} checkpoints of about {size(self.checkpoint_bytes)} and the export take"
         needed = count * self.checkpoint_bytes + self.export_bytes
-        self._check_room(needed, f"{text} {_size(needed)}")
+        self._check_room(needed, f"{text} {size(needed)}")
 
     def _check_room(self, needed_bytes: int, text: str) -> None:
         output = files.existing_part(Path(self.args.output_dir))
         free = shutil.disk_usage(output).free
         if needed_bytes > free:
             raise UserError(
-                f"{text}, {_size(free)} are free at {output}",
+                f"{text}, {size(free)} are free at {output}",
                 why="the run would end at a full disk",
                 fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
             )
@@ -341,7 +348,3 @@ def _appears(folder: Path) -> bool:
 def _is_lost(error: BaseException) -> bool:
     """Whether a collective failed for want of a rank: NCCL and the store have their own error, gloo a RuntimeError."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 30):,.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):,.1f} MiB"

@@ -15,7 +15,9 @@ from transformers import (
 )
 
 from accel_fsdp import (
+    complete,
     cpu,
+    disks,
     export,
     facts,
     files,
@@ -143,9 +145,22 @@ class SftTrainer(LossTrainer):
             self.save_model(str(target))  # its part of the gather
             return 0
         with files.replaced_folder(target) as folder:
-            self.save_model(str(folder))
-            export.finish(folder, self.export_dtype, card)
+            try:
+                self.save_model(str(folder))
+                export.finish(folder, self.export_dtype, card)
+            except Exception as error:
+                if not (full := disks.full(error, folder)):
+                    raise
+                raise UserError(
+                    f"cannot write {target}: {full}",
+                    why="the model is trained, and not exported",
+                    fix=self._export_again(target),
+                ) from error
             return export.verify(folder, self.expected)
+
+    def _export_again(self, target: Path) -> str:
+        newest = complete.choose(target.parent).newest
+        return f"free some space, then: accel-fsdp export {newest} {target}" if newest else "free some space"
 
     def _kept_checkpoint(self) -> Path:
         """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""

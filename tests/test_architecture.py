@@ -98,7 +98,7 @@ LAYERS = [
     {"tokenizing", "batching", "lineage"},
     {"wizard", "jobs", "arguments", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
-    {"models", "prepare", "surviving", "forecast", "cards"},
+    {"models", "prepare", "surviving", "disks", "forecast", "cards"},
     {"reporting", "losses"},
     {"training"},
     {"cli", "reference"},

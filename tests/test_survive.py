@@ -248,7 +248,9 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     flags = words(tiny_model, rows, tmp_path / "run", 2)
     full = in_small_disk("size=8m", config, ROOT / "tests" / "filling.py", *flags)
     assert full.code != 0
-    assert re.search(r"error: cannot save .*checkpoint-8: No space left on device", full.output), full.output
+    assert re.search(r"error: cannot save .*checkpoint-8: the disk is full, 0\.\d MiB are free", full.output), (
+        full.output
+    )
     assert f"checkpoint-{SAVED} is complete" in full.output
     left = complete.choose(tmp_path / "copy")
     assert left.newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
@@ -262,3 +264,20 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     refused = in_small_disk("ro", config, SFT, *flags)
     assert "error: cannot write" in refused.output
     assert "Read-only file system" in refused.output
+    (tmp_path / "run").rmdir()
+    assert_every_part_says_so(tiny_model, rows, tmp_path)
+
+
+def assert_every_part_says_so(model: Path, rows: Path, folder: Path) -> None:
+    """On one process, where Trainer writes each part by itself: the errors of torch, safetensors and json."""
+    parts = ("weights", "optimizer", "random", "state", "export")
+    config = folder / "one.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
+    flags = words(model, rows, folder / "run", 1, "--max_steps", "1", "--save_steps", "1")
+    said = in_small_disk("size=12m", config, ROOT / "tests" / "filling.py", *flags, FILL=",".join(parts))
+    for part in parts:
+        [own] = re.findall(rf"FILLING {part}\n(.*?)(?=FILLING|CODES)", said.output, re.DOTALL)
+        verb = r"cannot write \S+/final" if part == "export" else r"cannot save \S+/checkpoint-1"
+        assert re.search(rf"error: {verb}: the disk is full, 0\.0 MiB are free", own), own
+        assert "Traceback" not in own
+    assert f"CODES {[1] * len(parts)}" in said.output
