@@ -207,7 +207,7 @@ class Export:
     verify: Annotated[
         Literal["bytes", "load", "logits"],
         tyro.conf.arg(
-            help="bytes: files and hashes alone; load: names against the config too, and from_pretrained; "
+            help="bytes: names, files and hashes; load: from_pretrained too; "
             "logits: against the checkpoint loaded by torch, whole."
         ),
     ] = "load"

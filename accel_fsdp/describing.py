@@ -8,19 +8,23 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import trust
 from accel_fsdp.errors import UserError
 from accel_fsdp.facts import first_line, model_class, read_config, read_tokenizer
+from accel_fsdp.stored import TORCH_NAMES
+from accel_fsdp.stream import torch_dtype
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 SHOWN = 3
@@ -34,18 +38,39 @@ class Description:
 
     `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
     the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
-    model in memory, be it in the order of elements alone.
+    model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
+    another dtype than the one that it is asked for, such as float32 for the biases of routers.
     """
 
     memory: dict[str, tuple[int, ...]]
     files: dict[str, tuple[int, ...]]
     ties: tuple[tuple[str, ...], ...]
     converts: bool = False
+    wider: Mapping[str, str] = field(default_factory=dict)
+
+
+class Here(Executor):
+    """Runs what it is asked at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """The answer, or the error to be raised where the answer is taken."""
+        asked: Future[Any] = Future()
+        try:
+            asked.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            asked.set_exception(error)
+        return asked
 
 
 @contextmanager
-def aside() -> Iterator[ProcessPoolExecutor]:
-    """A process for this module's functions; it ends with this one, however that ends."""
+def aside() -> Iterator[Executor]:
+    """A process for this module's functions; it ends with this one, however that ends.
+
+    One that has loaded transformers already, such as a notebook's, asks itself.
+    """
+    if "transformers" in sys.modules:
+        yield Here()
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
         try:
@@ -84,17 +109,29 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def build(folder: Path) -> "nn.Module":
+@contextmanager
+def _creating(dtype: str | None) -> Iterator[None]:
+    """New tensors hold nothing, and are of this dtype where the model's code doesn't ask for another."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch_dtype(dtype) if dtype else before)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(folder: Path, dtype: str | None = None) -> "nn.Module":
     """The model of a folder's config on the meta device, as the class that the config names.
 
     Raises:
         UserError: transformers has no such class, or can't build it.
     """
-    import torch
-
     try:
         config = read_config(str(folder))
-        with torch.device("meta"):
+        with _creating(dtype):
             kind = model_class(config)
             model = (
                 kind.from_config(config, trust_remote_code=False) if kind.__name__.startswith("Auto") else kind(config)
@@ -110,22 +147,40 @@ def build(folder: Path) -> "nn.Module":
     return model  # type: ignore[no-any-return]
 
 
-def describe(folder: Path) -> Description:
-    """What an export with this folder's config must hold.
+def describe(folder: Path, dtype: str | None = None) -> Description:
+    """What an export with this folder's config must hold, where its weights are asked for in this dtype.
 
     Raises:
         UserError: the model can't be built.
     """
     from accel_fsdp import export
 
-    model = build(folder)
+    model = build(folder, dtype)
     ties = export.ties_of(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     held = {name: one for name, one in model.state_dict().items() if name not in ignored}
-    held = export.without_tied_copies(held, ties)
+    held = _as_loaded(model, export.without_tied_copies(held, ties), dtype)
     filed = export.as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
     memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
-    return Description(memory, files, ties, converts=any(filed.get(name) is not one for name, one in held.items()))
+    wide = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
+    dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in filed.items()}
+    wider = {name: wide[one] for name, one in dtypes.items() if one in wide}
+    converts = any(filed.get(name) is not one for name, one in held.items())
+    return Description(memory, files, ties, converts, wider)
+
+
+def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":
+    """In the dtypes in which `from_pretrained` holds a model that it is asked for in `dtype`."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(torch_dtype(dtype)) if dtype else {}
+    if not plan:
+        return held
+    kept, by_group, _ = build_glob_alternation(list(plan))
+    return {
+        name: one.to(plan[by_group[str(match.lastgroup)]]) if (match := kept.search(name)) else one
+        for name, one in held.items()
+    }
 
 
 def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,7 +73,7 @@ def run(options: Options) -> int:
     if options.push_to_hub:
         hub.check_name(options.push_to_hub)
     if options.check:
-        with _aside(options.verify) as pool:
+        with nullcontext() if options.verify == "bytes" else describing.aside() as pool:
             report = verifying.check(out, pool)
     else:
         try:
@@ -115,7 +115,7 @@ def export(options: Options, out: Path) -> Report:
     _check_place(out, found, options.force)
     reader = Reader()
     try:
-        with _aside(options.verify) as pool:
+        with describing.aside() as pool:
             return _Export(options, out, found, reader, pool).run()
     finally:
         reader.close()
@@ -127,10 +127,6 @@ def _one_adapter(found: Found, name: str | None) -> Found:
     for other in checkpoint.others(found):
         render.say(f"passed over: the adapter {other}; it is exported with --adapter {other}", style="yellow")
     return found
-
-
-def _aside(verify: Verify) -> AbstractContextManager[Executor | None]:
-    return nullcontext() if verify == "bytes" else describing.aside()
 
 
 def _check_flags(options: Options) -> None:
@@ -209,21 +205,22 @@ class _Export:
     out: Path
     found: Found
     reader: Reader
-    pool: Executor | None
+    pool: Executor
 
     def run(self) -> Report:
         """From the checkpoint to the folder in its place."""
         started, options = time.monotonic(), self.options
         named = papers.find(self.found, options.model, options.merge_adapter, options.adapter)
         _check_model(self.out, named, self.found)
-        asked = self.pool.submit(describing.describe, named.folder) if self.pool else None
+        asked = self.pool.submit(describing.describe, named.folder, options.dtype or named.dtype)
         weights = sources.read(self.found, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
         _refuse(options, weights, named)
         dtype = options.dtype or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            report = self._proven(folder, Plan(planner, None if adapter else asked), named, adapter)
+            plan = Plan(planner, None if adapter else asked, by_name=options.verify == "bytes")
+            report = self._proven(folder, plan, named, adapter)
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
@@ -241,7 +238,7 @@ class _Export:
         placed = self._place(folder, plan, adapter)
         (named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype))
         loading = None
-        if self.pool and self.options.format == "safetensors":
+        if self.options.verify != "bytes" and self.options.format == "safetensors":
             loading = verifying.ask(folder, self.pool, named.folder if adapter else None)
         hashes = self._write(folder, placed, plan)
         report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
@@ -250,7 +247,9 @@ class _Export:
         plan.settle()
         if loading is not None:
             report = verifying.loaded(report, loading, adapter)
-        if self.pool and self.options.verify == "logits":
+        if plan.unknown:
+            render.say("names and ties are those of the checkpoint: transformers has no such model", style="yellow")
+        if self.options.verify == "logits":
             report = verifying.same_logits(folder, report, self.pool, self.found, named)
         return report
 

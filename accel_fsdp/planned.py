@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 
-from accel_fsdp import sources
+from accel_fsdp import sources, trust
 from accel_fsdp.describing import FIX_CONFIG, Description
 from accel_fsdp.errors import UserError
 from accel_fsdp.papers import Papers
@@ -36,17 +36,18 @@ class Planner:
             UserError: the checkpoint doesn't hold the model that the config describes.
         """
         if self.weights.adapter and not self.merge:
-            return self._named(self.weights.adapter)
+            return self._named(self.weights.adapter, {})
         filed = self.weights.filed or (self.merge and not self.weights.tensors)
-        tensors = self._once(self._tensors(), description.ties if description else self._likely_ties())
+        given = self._tensors()
+        tensors = self._once(given, description.ties if description else self._likely_ties(given))
         if description is None:
-            return self._named(tensors)
+            return self._named(tensors, {})
         held = _compared(tensors, description.files if filed else description.memory, self.papers)
         if filed or not description.converts:
-            return self._named(held)
+            return self._named(held, description.wider)
         from accel_fsdp import converting
 
-        return self._named(converting.converted(held, description, self.papers.folder))
+        return self._named(converting.converted(held, description, self.papers.folder), description.wider)
 
     def _tensors(self) -> Mapping[str, Source]:
         if not self.merge:
@@ -58,11 +59,12 @@ class Planner:
             base, self.weights.adapter, self.papers.settings, self.dtype, trained_base=bool(self.weights.tensors)
         )
 
-    def _named(self, tensors: Mapping[str, Source]) -> list[Output]:
-        return [Output(name, cast_to(one.dtype, self.dtype), one) for name, one in tensors.items()]
+    def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:
+        return [Output(name, cast_to(one.dtype, wider.get(name, self.dtype)), one) for name, one in tensors.items()]
 
-    def _likely_ties(self) -> tuple[tuple[str, ...], ...]:
-        return tuple((pair[1], pair[0]) for pair in TIED) if self.papers.config.get("tie_word_embeddings") else ()
+    def _likely_ties(self, tensors: Mapping[str, Source]) -> tuple[tuple[str, ...], ...]:
+        tied = self.papers.config.get("tie_word_embeddings")
+        return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
 
     def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
         """Each tied tensor once, under its first name."""
@@ -85,13 +87,16 @@ class Planner:
 class Plan:
     """What is written, before and after transformers has said what the model's files hold."""
 
-    def __init__(self, planner: Planner, asked: "Future[Description] | None") -> None:
+    def __init__(self, planner: Planner, asked: "Future[Description] | None", by_name: bool = False) -> None:
         """Plans by the names that the config lets expect, or waits for the answer where those are likely others.
+
+        `by_name`: where only the model's own code knows its tensors, what the config lets expect is enough.
 
         Raises:
             UserError: the checkpoint doesn't hold the model that the config describes.
         """
-        self.planner, self._asked = planner, asked
+        self.planner, self._asked, self._by_name = planner, asked, by_name
+        self.unknown = False
         self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
 
     def _is_likely_other(self) -> bool:
@@ -100,8 +105,14 @@ class Plan:
         return stacked or self.planner.merge
 
     def _settled(self) -> Description | None:
-        description, self._asked = self._asked.result() if self._asked else None, None
-        return description
+        asked, self._asked = self._asked, None
+        try:
+            return asked.result() if asked else None
+        except trust.NeedsCode:
+            if not self._by_name:
+                raise
+            self.unknown = True
+            return None
 
     def look(self) -> None:
         """Once the answer is there, compares it with what is being written.

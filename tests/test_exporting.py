@@ -260,8 +260,7 @@ def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     path.write_text(json.dumps({key: one for key, one in config.items() if key != "tie_word_embeddings"}))
     theirs = load_file(tmp_path / "model" / "model.safetensors")
-    assert "lm_head.weight" in export(tmp_path, tmp_path / "by_name")
-    same(export(tmp_path, tmp_path / "out", verify="load"), theirs)
+    same(export(tmp_path, tmp_path / "out"), theirs)
 
 
 def test_files_without_checksums(tmp_path: Path, tiny_model: Path) -> None:
