@@ -60,18 +60,17 @@ class Advice:
         )
 
 
-def advise(
+def make_job(
     model: str,
     machine: MachineFacts,
     layout: Layout,
     method: Method = "full",
     precision: Precision = "bf16",
     known: Known | None = None,
-) -> Advice | None:
-    """What to switch on for `layout`, whose own offload is not looked at; None where model or GPU aren't known.
+) -> Job | None:
+    """One row per GPU of `LENGTH` tokens, at most; None where model or GPU aren't known.
 
-    Tried in this order: nothing, checkpointing, offload with checkpointing. `known` is the shape and the tapes of a
-    model outside of the catalogue (`tracing.read_shape`), which take seconds.
+    `known` is the shape and the tapes of a model outside of the catalogue (`tracing.read_shape`), which take seconds.
     """
     found = known or recorded.find(model)
     if found is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
@@ -80,12 +79,35 @@ def advise(
     gpu = gpus.find(machine.accelerator, machine.memory_gib)
     dtype: Literal["float32", "bfloat16"] = "float32" if method == "full" else "bfloat16"
     recipe = Recipe(method, precision, dtype, length=min(LENGTH, shape.positions or LENGTH))
-    job = Job(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node)
-    full = replace(recipe, checkpointing="full")
-    tried = [(recipe, False), (full, False), *([(full, True)] if can_offload(layout) else [])]
+    return Job(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node)
+
+
+def advise(
+    model: str,
+    machine: MachineFacts,
+    layout: Layout,
+    method: Method = "full",
+    precision: Precision = "bf16",
+    known: Known | None = None,
+) -> Advice | None:
+    """What to switch on for `layout`, whose own offload is not looked at; None as `make_job`.
+
+    Tried in this order: nothing, checkpointing, offload with checkpointing.
+    """
+    job = make_job(model, machine, layout, method, precision, known)
+    if job is None:
+        return None
+    full = replace(job.recipe, checkpointing="full")
+    tried = [(job.recipe, False), (full, False), *([(full, True)] if can_offload(layout) else [])]
     ways = [evaluate(job, one, replace(layout, offload=offload)) for one, offload in tried]
     chosen = next((way for way in ways if way.fits), min(ways, key=lambda way: way.device.needed))
-    return Advice(chosen, gpu.usable_gib)
+    return Advice(chosen, job.gpu.usable_gib)
+
+
+def judge(job: Job, layout: Layout, checkpointing: bool) -> Advice:
+    """Whether the job fits in just this way."""
+    recipe = replace(job.recipe, checkpointing="full" if checkpointing else "none")
+    return Advice(evaluate(job, recipe, layout), job.gpu.usable_gib)
 
 
 def can_offload(layout: Layout) -> bool:

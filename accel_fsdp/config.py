@@ -168,6 +168,8 @@ def launch_line(answers: Answers, path: str) -> str:
         words.append("--use_peft")
     if answers.method == "qlora":
         words += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
+    if answers.script_checkpoints:
+        words += ["--gradient_checkpointing", "true"]
     if answers.engine == "tpu":
         words += ["--accelerate_config", path]
     return shlex.join(words)

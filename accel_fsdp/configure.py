@@ -56,7 +56,14 @@ def configure(options: Options, flags: Mapping[str, str]) -> int:
     original = _original(options.from_file, written, talk) if options.from_file else None
     if interactive:
         return _review(talk, options, original)
+    _warn(talk)
     return _write(wizard.answers(talk), options, original)
+
+
+def _warn(talk: wizard.Interview) -> None:
+    """Says before it is written what the plan has against it; it is written all the same, since it was asked for."""
+    for line in wizard.warnings(talk):
+        render.say(line, style="yellow", wrap=True)
 
 
 def _preset(name: str | None) -> Mapping[str, str]:
@@ -96,13 +103,16 @@ def _review(talk: wizard.Interview, options: Options, original: Original | None)
     """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
+    told: tuple[str, ...] = ()
     while True:
         answers = wizard.answers(talk)
+        if told != (told := wizard.warnings(talk)):
+            _warn(talk)
         text = _text(answers, original)
         chosen = prompts.pick(
             f"Write {place}?",
             [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
-            "(Enter on a line; Escape goes back)" if talk.asked else "(Enter on a line)",
+            "Enter on a line; Escape goes back" if talk.asked else "Enter on a line",
         )
         if chosen == WRITE and _may_write(output, options, original, text):
             return _write(answers, options, original)

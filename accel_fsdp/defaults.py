@@ -3,13 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp import machines, notes
+from accel_fsdp import machines, notes, refusals
 from accel_fsdp.asking import Context
-
-ADAM_BYTES = 16
-"""Per trained parameter under mixed precision: float32 weight, gradient and Adam's two moments."""
-ROOM_FOR_STATE = 0.8
-"""Share of a GPU that weights, gradients and optimizer state may take; activations need the rest."""
 
 
 def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
@@ -33,12 +28,12 @@ def strategy(context: Context) -> tuple[int, str]:
     """Full sharding; the reason says what it does to this model on these GPUs."""
     ranks = context.machine.count * context["num_machines"]
     if context.model is None or context["method"] != "full" or not ranks:
-        return 1, "FULL_SHARD fits the largest model"
-    total = context.model.parameters * ADAM_BYTES / 1e9
-    told = (
-        f"; ~GiB: predicted peak, {notes.ROWS} x {notes.LENGTH:,} tokens" if notes.note("strategy", 1, context) else ""
-    )
-    return 1, f"{total:,.0f} GB of weights, gradients and Adam: {total / ranks:,.1f} GB on each of {ranks} GPUs{told}"
+        told = notes.legend(context)
+        return 1, "FULL_SHARD fits the largest model" + (f"; {told}" if told else "")
+    total = context.model.parameters * notes.STATE_BYTES["full"] / 1e9
+    told = notes.legend(context)
+    shared = f"{total:,.0f} GB of weights, gradients and Adam's state: {total / ranks:,.1f} GB on each of {ranks} GPUs"
+    return 1, shared + (f"; {told}" if told else "")
 
 
 def layer_class(context: Context) -> tuple[tuple[str, ...], str]:
@@ -57,14 +52,34 @@ def min_num_params(context: Context) -> tuple[int, str]:
 
 
 def cpu_offload(context: Context) -> tuple[bool, str]:
-    """On only where the sharded state of full training can't fit into GPUs of known size."""
-    memory, ranks = context.machine.memory_gib, context.machine.count * context["num_machines"]
-    if context.model is None or memory is None or context["method"] != "full":
+    """On only where nothing else makes it fit."""
+    found = notes.advice(context)
+    if found is not None:
+        if found.offload:
+            host = notes.host_words(notes.with_answers(context, cpu_offload=True))
+            return True, f"even with it, it {found.words}" if not found.fits else f"fits only with it; {host}"
+        return False, "doesn't help" if not found.fits else f"several times slower; without it, it {found.words}"
+    state = notes.state_gib(context)
+    if state is None:
         return False, "several times slower; only when nothing else fits"
-    state = context.model.parameters * ADAM_BYTES / ranks / 2**30
-    if state > memory * ROOM_FOR_STATE:
-        return True, f"{state:,.0f} GiB of state per GPU don't fit into {memory:,.0f} GiB"
-    return False, f"{state:,.1f} GiB of state per GPU fit into {memory:,.0f} GiB"
+    needed, has = state
+    if needed > has * notes.ROOM_FOR_STATE:
+        return True, f"{needed:,.0f} GiB of weights and training state per GPU don't fit into {has:,.0f} GiB"
+    return False, f"{needed:,.1f} GiB of weights and training state per GPU fit into {has:,.0f} GiB"
+
+
+def activation_checkpointing(context: Context) -> tuple[bool, str]:
+    """On where the plan needs it, and Accelerate can do it."""
+    if why := refusals.reason("activation_checkpointing", True, context):
+        return False, why
+    if not notes.checkpoints_in_yaml(context):
+        return False, "costs about a third more compute"
+    found = notes.advice(context)
+    if found is None:
+        return False, "costs about a third more compute"
+    if found.checkpointing:
+        return True, f"needed; costs about a third more compute. With it, it {found.words}"
+    return False, f"would cost about a third more compute; without it, it {found.words}"
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:

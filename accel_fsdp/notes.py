@@ -1,36 +1,205 @@
-"""What the planner says beside an option of the wizard. Pure; silent where the model isn't bundled."""
+"""What the planner says beside an option of the wizard, and of the answers as a whole. Pure.
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+It is silent where the GPU isn't in the table, and knows of a model outside of the catalogue only what all its weights
+take. The prediction is imported when it is asked for: `accel-fsdp --help` lists the questions and needs none.
+"""
 
-from accel_fsdp.asking import Context
-from accel_fsdp.types import EngineKind, Layout, ModelShape, Recipe
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import gpus, machines, refusals
+from accel_fsdp.asking import Context, is_ddp
+from accel_fsdp.types import EngineKind, Layout
 
 if TYPE_CHECKING:
-    from accel_fsdp.tapes import Tapes
+    from accel_fsdp.advice import Advice
+    from accel_fsdp.plan import Job
 
-ROWS, LENGTH = 1, 2048
-"""The micro-batch that the notes are about; the wizard asks for none."""
+STATE_BYTES = {"full": 16.0, "lora": 2.0, "qlora": 0.6}
+"""Per parameter: float32 weight, gradient and Adam's two moments; a frozen weight of 16 bits; one of 4 bits."""
+ROOM_FOR_STATE = 0.8
+"""Share of a GPU that they may take; activations need the rest."""
+MOST_MACHINES = 64
+GIB = 1 << 30
+
+
+def layout_of(context: Context, **changed: Any) -> Layout | None:
+    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
+    given = {**context.given, **changed}
+    count, number = context.machine.count, given["num_machines"]
+    ranks = given.get("num_processes") or count * number
+    if not count or given["engine"] == "tpu":
+        return None
+    together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
+    if given["engine"] == "deepspeed":
+        stage = given.get("zero_stage", 3)
+        return Layout("zero", stage, ranks, together, offload) if stage else Layout("ddp", 1, ranks, together)
+    if is_ddp({"strategy": 1, **given}):
+        return Layout("ddp", 1, ranks, together)
+    engine: EngineKind = "fsdp2" if given["fsdp_version"] == 2 else "fsdp1"
+    return Layout(engine, given.get("strategy", 1), ranks, together, offload)
 
 
 def note(question: str, value: int, context: Context) -> str:
     """The predicted peak of a strategy on the GPUs of the answers, in a few words; empty for other questions."""
-    ranks = context.machine.count * context["num_machines"] if question == "strategy" else 0
-    if ranks < 2 or (value in (4, 5) and context["num_machines"] == 1):
+    if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
         return ""
-    from accel_fsdp import recorded  # not at the top: `accel-fsdp --help` lists the questions and needs no prediction
+    layout = layout_of(context, strategy=value)
+    job = _job(context, layout) if layout and layout.ranks > 1 else None
+    if job is None or layout is None:
+        return ""
+    from accel_fsdp.advice import judge
 
-    found = recorded.find(context["model"])
-    return "" if found is None else f", ~{_peak_gib(*found, value, ranks, context):,.0f} GiB"
+    return f", ~{judge(job, layout, False).chosen.device.allocated / GIB:,.1f} GiB"
 
 
-def _peak_gib(shape: ModelShape, tapes: Mapping[str, "Tapes"], strategy: int, ranks: int, context: Context) -> float:
-    from accel_fsdp.memory import predict
-    from accel_fsdp.tapes import variant_of
+def legend(context: Context) -> str:
+    """What the numbers of `note` are; empty where there are none."""
+    layout = layout_of(context, strategy=1)
+    job = _job(context, layout) if layout and layout.ranks > 1 else None
+    if job is None:
+        return ""
+    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {job.gpu.usable_gib:.1f} GiB on a GPU"
 
-    engine: EngineKind = "fsdp2" if context["fsdp_version"] == 2 else "fsdp1"
-    engine = "ddp" if engine == "fsdp2" and strategy == 3 else engine  # FSDP2 has no NO_SHARD
-    method = context["method"]
-    recipe = Recipe(method, dtype="float32" if method == "full" else "bfloat16", rows=ROWS, length=LENGTH)
-    layout = Layout(engine, strategy, ranks, context.machine.count)
-    return predict(shape, tapes[variant_of(recipe, engine)], recipe, layout).peak.total / (1 << 30)
+
+def advice(context: Context, **changed: Any) -> "Advice | None":
+    """What to switch on so that it fits; None where the model or the GPU isn't known."""
+    layout = layout_of(context, **changed)
+    if layout is None or _is_folder(context):
+        return None
+    given = {**context.given, **changed}
+    layout = replace(layout, offload=False)  # what it decides
+    precision = given.get("mixed_precision", "bf16")
+    return _advise(given["model"], context.machine, layout, given["method"], precision)
+
+
+@lru_cache
+def _advise(*asked: Any) -> "Advice | None":
+    from accel_fsdp.advice import advise
+
+    return advise(*asked)
+
+
+def state_gib(context: Context) -> tuple[float, float] | None:
+    """What the weights and their training alone take of a GPU, and what it has; None where either isn't known."""
+    layout, machine = layout_of(context), context.machine
+    if context.model is None or layout is None:
+        return None
+    known = machine.accelerator is not None and gpus.is_known(machine.accelerator)
+    has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if known else machine.memory_gib
+    if has is None:
+        return None
+    return context.model.parameters * STATE_BYTES[context["method"]] / layout.shard_ranks / GIB, has
+
+
+def checkpoints_in_yaml(context: Context) -> bool:
+    """Whether Accelerate can checkpoint activations with these answers; where not, the training script can."""
+    sharded = context["engine"] == "fsdp" and not is_ddp(context.given)
+    return sharded and not refusals.reason("activation_checkpointing", True, context)
+
+
+def checkpoints_in_script(context: Context) -> bool:
+    """Whether the script has to checkpoint activations, so that it fits."""
+    if checkpoints_in_yaml(context):
+        return False
+    found = advice(context)
+    return found is not None and found.checkpointing
+
+
+def misfit(context: Context) -> tuple[str, ...]:
+    """Why settled answers don't fit into the memory of a GPU, and what would; nothing where they fit or nobody knows.
+
+    Each part is a sentence.
+    """
+    layout = layout_of(context)
+    job = _job(context, layout) if layout else None
+    if job is None or layout is None:
+        return _misfit_of_state(context)
+    from accel_fsdp.advice import judge
+
+    checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
+    found = judge(job, layout, checkpointing)
+    if found.fits:
+        return ()
+    how = "warning: this leaves too little free memory" if found.verdict == "tight" else "warning: this doesn't fit"
+    better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
+    return f"{how}: it {found.words}", f"  what fits: {better}"
+
+
+def host_words(context: Context) -> str:
+    """What offload needs of each machine's memory; empty without offload."""
+    layout = layout_of(context)
+    job = _job(context, layout) if layout and layout.offload else None
+    if job is None or layout is None:
+        return ""
+    from accel_fsdp import overheads
+
+    gib = overheads.host(job.shape, job.recipe, layout).offload / GIB
+    return f"CPU offload needs {gib:,.0f} GiB of memory on each machine"
+
+
+def _misfit_of_state(context: Context) -> tuple[str, ...]:
+    state = state_gib(context)
+    if state is None or context["cpu_offload"] or state[0] <= state[1]:
+        return ()
+    what = "weights" if context["method"] != "full" else "weights, gradients and Adam's state"
+    return (f"warning: this doesn't fit: the {what} alone take {state[0]:,.1f} of {state[1]:,.1f} GiB",)
+
+
+def _job(context: Context, layout: Layout | None) -> "Job | None":
+    from accel_fsdp.advice import make_job
+
+    if layout is None or _is_folder(context):
+        return None
+    precision = context.given.get("mixed_precision", "bf16")
+    return make_job(context["model"], context.machine, layout, context["method"], precision)
+
+
+def _is_folder(context: Context) -> bool:
+    """A folder that is called like a model of the catalogue may hold another."""
+    return Path(context["model"]).exists()
+
+
+def _better(context: Context) -> Iterator[str]:
+    """Single changes of the answers that would make it fit, as flags."""
+    now = advice(context)
+    if now and now.fits:
+        yield " ".join(_switches(context, now))
+        return
+    sharded: Mapping[str, Any] = {"engine": "fsdp", "fsdp_version": 2, "strategy": 1}
+    if any(context.given[name] != value for name, value in sharded.items()) and _fits(context, **sharded):
+        yield "--engine fsdp --fsdp-version 2 --strategy 1"
+    adapters = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[context["method"]]
+    for method in adapters:
+        if not refusals.reason("engine", context["engine"], with_answers(context, method=method)) and _fits(
+            context, method=method, fsdp_version=2
+        ):
+            yield f"--method {method}"
+            break
+    number = context["num_machines"] * 2
+    while number <= MOST_MACHINES:
+        if _fits(context, num_machines=number, num_processes=context.machine.count * number):
+            yield f"{number} machines: --gpus {number}x{machines.describe(context.machine)}"
+            return
+        number *= 2
+
+
+def _fits(context: Context, **changed: Any) -> bool:
+    found = advice(context, **changed)
+    return found is not None and found.fits
+
+
+def with_answers(context: Context, **changed: Any) -> Context:
+    """The context with other answers."""
+    return replace(context, given={**context.given, **changed})
+
+
+def _switches(context: Context, found: "Advice") -> Iterator[str]:
+    """The flags by which the answers differ from the advice."""
+    if found.checkpointing and checkpoints_in_yaml(context) and not context["activation_checkpointing"]:
+        yield "--activation-checkpointing true"
+    if found.offload and not context["cpu_offload"]:
+        yield "--cpu-offload true"

@@ -14,7 +14,7 @@ _TWO_NODES = {"gpus": "2x8xH100-80GB", "num_machines": "2", "main_process_ip": "
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "fsdp1_full_shard": {**_FSDP1, "strategy": "1"},
     "fsdp1_shard_grad_op": {**_FSDP1, "strategy": "2"},
-    "fsdp1_no_shard": {**_FSDP1, "strategy": "3"},
+    "fsdp1_no_shard": {**_FSDP1, "strategy": "3", "cpu_offload": "false", "activation_checkpointing": "false"},
     "fsdp1_hybrid_shard": {**_FSDP1, "strategy": "4"},
     "fsdp1_hybrid_shard_zero2": {**_FSDP1, "strategy": "5"},
     "fsdp1_size_based": {**_FSDP1, "strategy": "1", "wrap_policy": "SIZE_BASED_WRAP"},

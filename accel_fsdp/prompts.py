@@ -65,7 +65,8 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
 def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
     """One of several rows, given as (value, label); Escape returns BACK. Leaves nothing on the screen."""
     choices = [_choice(Option(value, label)) for value, label in rows]
-    return _run(questionary.select(text, choices, instruction=instruction, use_jk_keys=False))
+    first, hint = _fitted(text, instruction)
+    return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
 
 
 def confirm(text: str, default: bool) -> bool:

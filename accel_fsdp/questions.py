@@ -1,5 +1,7 @@
 """The wizard's questions as a table: what is asked, when, which answers exist, which one is the default and why.
 
+What the memory of a GPU has to hold follows from the first ones, so that the plan can propose the answers to the rest.
+
 Pure: no terminal, no files, no torch. `wizard.py` draws the questions. Prompts, choices and types of what stands in the
 YAML come from `fields.py`; here is what depends on the other answers, on the model and on the machine.
 """
@@ -158,6 +160,8 @@ QUESTIONS: tuple[Question, ...] = (
         section="deepspeed_config",
         applies=_engine_is("deepspeed"),
     ),
+    _asks("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
+    _asks("num_processes", "num_processes", defaults.processes, section="", check=refusals.check_processes),
     _asks(
         "wrap_policy",
         "fsdp_auto_wrap_policy",
@@ -182,7 +186,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "activation_checkpointing",
         "fsdp_activation_checkpointing",
-        defaults.always(False, "costs about a third more compute"),
+        defaults.activation_checkpointing,
         applies=lambda context: _is_fsdp(context) or bool(context["engine"] == "tpu"),
     ),
     _asks(
@@ -193,8 +197,6 @@ QUESTIONS: tuple[Question, ...] = (
         applies=_is_fsdp,
     ),
     _asks("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=_is_fsdp),
-    _asks("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
-    _asks("num_processes", "num_processes", defaults.processes, section="", check=refusals.check_processes),
     _asks(
         "main_process_ip",
         "main_process_ip",
@@ -217,7 +219,7 @@ BY_FIELD = {question.field: question for question in QUESTIONS}
 
 def to_answers(context: Context) -> Answers:
     """Turns a context in which every question is settled into `Answers`."""
-    return Answers(**context.given)
+    return Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
 
 
 def applying(answers: Answers) -> list[Question]:

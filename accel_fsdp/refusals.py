@@ -190,7 +190,7 @@ def check_processes(context: Context, value: Any) -> int:
         raise UserError(
             "data parallel training with 1 process",
             why="Accelerate refuses it",
-            fix="--num-processes 2 or more",
+            fix="--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do",
         )
     return total
 

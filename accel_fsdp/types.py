@@ -164,7 +164,11 @@ class ScriptFacts:
 
 @dataclass(frozen=True)
 class Answers:
-    """One complete set of answers, in the order of the questions: everything that decides the YAML."""
+    """One complete set of answers, in the order of the questions: everything that decides the YAML.
+
+    What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
+    activations, as Accelerate can't.
+    """
 
     model: str
     method: Method
@@ -174,6 +178,8 @@ class Answers:
     fsdp_version: int
     strategy: int
     zero_stage: int
+    mixed_precision: Precision
+    num_processes: int
     wrap_policy: WrapPolicy
     layer_class: tuple[str, ...]
     min_num_params: int
@@ -181,10 +187,9 @@ class Answers:
     activation_checkpointing: bool
     state_dict_type: StateDictType
     ram_efficient_loading: bool
-    mixed_precision: Precision
-    num_processes: int
     main_process_ip: str
     main_process_port: int
+    script_checkpoints: bool = False
 
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]

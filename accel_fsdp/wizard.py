@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from accel_fsdp import facts, prompts, render
+from accel_fsdp import facts, notes, prompts, render
 from accel_fsdp.asking import Context, Question, settle, skip
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.presets import MODEL as PRESET_MODEL
@@ -116,6 +116,13 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) ->
 def answers(talk: Interview) -> Answers:
     """The complete answers of a finished interview."""
     return to_answers(talk.settled())
+
+
+def warnings(talk: Interview) -> tuple[str, ...]:
+    """What the plan has against the answers of a finished interview: that they don't fit, and what would."""
+    context = talk.settled()
+    host = notes.host_words(context)
+    return (*notes.misfit(context), *([f"note: {host}"] if host else []))
 
 
 def change(talk: Interview, field: str) -> None:

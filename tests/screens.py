@@ -16,8 +16,8 @@ ENTER = "\r"
 COMMAND = "accel-fsdp config " + " ".join(FLAGS)
 ASKED = (
     *("What do you train?", "How many machines?", "Which engine?", "Which FSDP?", "Which sharding strategy?"),
-    *("How are FSDP units made?", "Which transformer layer class?", "(CPU offload)?", "(activation checkpointing)?"),
-    *("How are checkpoints written?", "(RAM-efficient loading)?", "Which precision?", "over all machines)?"),
+    *("Which precision?", "over all machines)?", "How are FSDP units made?", "Which transformer layer class?"),
+    *("(CPU offload)?", "(activation checkpointing)?", "How are checkpoints written?", "(RAM-efficient loading)?"),
     "Write fsdp.yaml?",
 )
 PICTURES = {

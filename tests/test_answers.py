@@ -1,10 +1,17 @@
 """Answers that can't be used are refused with words that fit; names that people use are understood. In-process."""
 
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
 import pytest
 
-from accel_fsdp import facts, wizard
+from accel_fsdp import config, configure, facts, layouts, lint, plan, planning, questions, wizard
 from accel_fsdp.errors import UserError
-from accel_fsdp.types import Answers
+from accel_fsdp.inputs import read_subject
+from accel_fsdp.overheads import GIB
+from accel_fsdp.types import Answers, Checkpointing, Recipe
 
 TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
 
@@ -52,3 +59,88 @@ def test_a_number_out_of_range_gets_a_fix_that_works() -> None:
         assert flag == "--" + field.replace("_", "-")
         settled(**{**TWO_MACHINES, field: value})
     assert refusal(main_process_port="99999").fix == "--main-process-port 29500"
+
+
+ENGINES = {"fsdp2": {"engine": "fsdp"}, "fsdp1": {"engine": "fsdp", "fsdp_version": "1"}} | {
+    name: {"engine": name} for name in ("deepspeed", "ddp")
+}
+MACHINES = ("8xH100", "2x8xA100-40GB", "2xRTX4090", "8xT4", "1xH100", "cpu")
+LARGE, SMALL = ("Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70B"), ("openai-community/gpt2", "openai/gpt-oss-20b")
+
+
+def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: Path) -> None:
+    """The judges are `check --model` and `plan --config`, which read the file and know nothing of the answers."""
+    path, fitting = tmp_path / "made.yaml", set()
+    ways = itertools.product((*LARGE, *SMALL), MACHINES, ("full", "lora", "qlora"), ENGINES)
+    for number, (model, gpus, method, engine) in enumerate(ways):
+        if number % 3 or (engine == "ddp" and gpus == "1xH100"):  # a third of them, of each kind some
+            continue
+        if (method, engine) in {("lora", "fsdp1"), ("qlora", "fsdp1"), ("qlora", "deepspeed")}:
+            continue
+        flags = {"model": model, "gpus": gpus, "method": method, **ENGINES[engine], "main_process_ip": "10.0.0.1"}
+        if not gpus.startswith("2x8"):
+            del flags["main_process_ip"]
+        talk = wizard.interview(flags, {}, "defaults")
+        made = wizard.answers(talk)
+        path.write_text(config.to_text(made))
+        assert [one for one in lint.lint(path, lint.Options(model=model)) if one.severity != "note"] == [], flags
+        warned = any(line.startswith("warning:") for line in wizard.warnings(talk))
+        if gpus != "cpu":
+            assert warned != judged_to_fit(path, made), flags
+        fitting.add(warned)
+    assert fitting == {True, False}
+
+
+def judged_to_fit(path: Path, made: Answers) -> bool:
+    """`accel-fsdp plan --config`, with the script's part of checkpointing."""
+    subject, _ = read_subject(path)
+    checkpointing: Checkpointing = "full" if made.script_checkpoints else "none"
+    recipe = Recipe(made.method, dtype="float32" if made.method == "full" else "bfloat16", checkpointing=checkpointing)
+    layout, recipe = layouts.of_subject(subject, recipe)
+    options = planning.Options(made.model, made.gpus, None, recipe)
+    return plan.judge(planning.make_job(options, layout, made.num_machines), layout).choice is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        (("Qwen/Qwen3-32B", "4x8xA100-40GB", "full"), {"activation_checkpointing"}),
+        (("meta-llama/Llama-3.1-70B", "2xRTX4090", "qlora"), {"cpu_offload", "script_checkpoints"}),
+        (("llama-3.1-8b", "8xH100", "full"), set()),
+    ],
+)
+def test_defaults_come_from_the_plan(flags: tuple[str, str, str], on: set[str]) -> None:
+    model, gpus, method = flags
+    several = {"main_process_ip": "10.0.0.1"} if gpus.count("x") == 2 else {}
+    made = settled(model=model, gpus=gpus, method=method, **several)
+    switches = ("activation_checkpointing", "cpu_offload", "script_checkpoints")
+    assert {name for name in switches if getattr(made, name)} == on
+    assert ("--gradient_checkpointing true" in config.to_text(made)) == ("script_checkpoints" in on)
+
+
+def test_a_gpus_memory_need_not_be_typed() -> None:
+    named, sized = (settled(model="Qwen/Qwen3-32B", gpus=gpus) for gpus in ("8xA100", "8xA100-80GB"))
+    assert dataclasses.replace(named, gpus="8xA100-80GB") == sized
+
+
+def test_what_does_not_fit_is_said_before_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"model": "llama-3.1-8b", "gpus": "2x4090", "engine": "ddp"}
+    assert configure.configure(configure.Options(Path("-"), yes=True), flags) == 0  # written, as was asked
+    shown = capsys.readouterr()
+    assert re.search(r"warning: this doesn't fit: it needs 15\d\.\d of 23\.6 GiB", shown.err)
+    assert "--engine fsdp" in shown.err
+    assert "warning" not in shown.out
+
+
+def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
+    """GPT-2 too, which has 1,024 positions."""
+    for model, length in (("llama-3.1-8b", "2,048"), ("gpt2", "1,024")):
+        context = wizard.interview({"model": model, "gpus": "8xH100"}, {}, "defaults").settled(until="strategy")
+        question = questions.BY_FIELD["strategy"]
+        assert f"1 x {length} tokens" in question.default(context)[1]
+        job = planning.make_job(planning.Options(model, "8xH100", None, Recipe()))
+        table = {plan.name_of(one.layout): one for one in plan.table(job)}
+        for option, name in zip(
+            question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
+        ):
+            assert option.label.endswith(f"~{table[name].device.allocated / GIB:,.1f} GiB")

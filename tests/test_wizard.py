@@ -49,14 +49,14 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     terminal.answer("Which engine?")
     terminal.answer("Which FSDP?", DOWN)  # 2 -> 1
     terminal.answer("Which sharding strategy?", DOWN)  # 1 -> 2
+    terminal.answer("Which precision?", DOWN + DOWN)  # bf16 -> no
+    terminal.answer("How many processes")
     terminal.answer("How are FSDP units made?")
     terminal.answer("Which transformer layer class?")
     terminal.answer("CPU offload")
     terminal.answer("activation checkpointing", DOWN)  # no -> yes
     terminal.answer("How are checkpoints written?")
     terminal.answer("RAM-efficient loading")
-    terminal.answer("Which precision?", DOWN + DOWN)  # bf16 -> no
-    terminal.answer("How many processes")
     terminal.wait_for(f"Write {path}?")
     terminal.wait_for("Quit, write nothing")
     terminal.child.send(ENTER)
