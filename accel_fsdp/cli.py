@@ -211,6 +211,9 @@ class Export:
             "logits: against the checkpoint loaded by torch, whole."
         ),
     ] = "load"
+    allow_non_finite: Annotated[bool, tyro.conf.arg(help="Accept weights that are NaN or infinite; count them.")] = (
+        False
+    )
     no_sync: Annotated[bool, tyro.conf.arg(help="Don't wait until the disk has it all.")] = False
     force: Annotated[bool, tyro.conf.arg(help="Replace an existing model in OUT.")] = False
     json: Annotated[bool, tyro.conf.arg(help="The report, or the list, as JSON.")] = False

@@ -52,6 +52,7 @@ class Options:
     format: Literal["safetensors", "pth"] = "safetensors"
     with_optimizer: bool = False
     verify: Verify = "load"
+    allow_non_finite: bool = False
     no_sync: bool = False
     force: bool = False
     json: bool = False
@@ -74,7 +75,7 @@ def run(options: Options) -> int:
         hub.check_name(options.push_to_hub)
     if options.check:
         with nullcontext() if options.verify == "bytes" else describing.aside() as pool:
-            report = verifying.check(out, pool)
+            report = verifying.check(out, pool, options.allow_non_finite)
     else:
         try:
             report = export(options, out.resolve())
@@ -244,6 +245,7 @@ class _Export:
         report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
         with render.progress("verifying", report.size_bytes) as progress:
             report = verifying.verify(folder, report, THREADS, progress)
+        report = report if self.options.allow_non_finite else verifying.check_finite(report)
         plan.settle()
         if loading is not None:
             report = verifying.loaded(report, loading, adapter)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import finite
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.stored import FLOATS, ITEM_BYTES, TORCH_NAMES, Reader, Source, part_of
 
@@ -303,22 +305,33 @@ def _flushing(descriptors: list[int]) -> Iterator[None]:
         os.fsync(descriptor)
 
 
-def hashes_of(placed: Sequence[Placed], threads: int, progress: Progress) -> dict[str, str]:
-    """The hashes of tensors as they lie in their files, read anew.
+@dataclass(frozen=True)
+class Reread:
+    """What lies in files: the hash of each tensor, and how many numbers of which are NaN or infinite."""
+
+    hashes: dict[str, str]
+    non_finite: dict[str, int]
+
+
+def reread(placed: Sequence[Placed], threads: int, progress: Progress) -> Reread:
+    """Reads tensors as they lie in their files.
 
     Raises:
         UserError: a file is missing or cut short.
     """
-    reader, buffers = Reader(), Buffers()
+    reader, buffers, odd, lock = Reader(), Buffers(), Counter[str](), threading.Lock()
 
     def block(one: Placed, start: int, stop: int) -> bytes:
         item = ITEM_BYTES[one.output.dtype]
         content = buffers.take((stop - start) * item)
         reader.read_bytes(one.path, one.start + start * item, content)
         progress(len(content))
+        if found := finite.count(content, one.output.dtype):
+            with lock:
+                odd[one.output.name] += found
         return _hash(content)
 
     try:
-        return _hashes(placed, block, threads)
+        return Reread(_hashes(placed, block, threads), dict(odd))
     finally:
         reader.close()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
@@ -9,14 +10,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import __version__, archive, checkpoint, describing, logits, sources, weights
+from accel_fsdp import __version__, archive, checkpoint, describing, foreign, logits, sources, weights
 from accel_fsdp.checkpoint import REPORT, Found
 from accel_fsdp.errors import UserError
 from accel_fsdp.papers import ADAPTER_CONFIG, CONFIG, Papers
 from accel_fsdp.stored import ITEM_BYTES, Reader, damaged
-from accel_fsdp.stream import THREADS, Output, Placed, Progress, hashes_of
+from accel_fsdp.stream import THREADS, Output, Placed, Progress, reread
 
 CARD = "README.md"
+READ_BYTES = 1 << 20
+CODE = frozenset({".py", ".pyc", ".so"})
+HASH = re.compile(r"[0-9a-f]{32}")
 WEIGHTS = (".safetensors", ".pth")
 MERGED = 1e-4
 """How far a merge in float32 may lie from PEFT's, of the largest logit."""
@@ -43,6 +47,7 @@ class Report:
     """What was exported and what was proven about it; `export.json` in the exported folder.
 
     `papers`: the SHA-256 of each other file but the card, which people edit; empty until the report is saved.
+    `non_finite`: how many numbers are NaN or infinite, of tensors that hold such.
     """
 
     source: str
@@ -51,6 +56,7 @@ class Report:
     checks: tuple[str, ...]
     seconds: float = 0.0
     papers: dict[str, str] = field(default_factory=dict)
+    non_finite: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -95,33 +101,64 @@ class Report:
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
         dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
         first = f"{len(self.tensors)} tensors, {self.size_bytes / 1e9:.3f} GB, {dtypes}{speed}"
-        return [f"verified: {first}", *(f"  {check}" for check in self.checks)]
+        odd = [f"  not finite: {_odd(self)}"] if self.non_finite else []
+        return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
 
 
 def read_report(folder: Path) -> Report | None:
-    """The report in an exported folder; None where there is none."""
-    content = weights.read_json(folder / REPORT)
-    try:
-        tensors = {
-            name: Written(one["dtype"], tuple(one["shape"]), one["file"], int(one["block"]), one["hash"])
-            for name, one in content["tensors"].items()
-        }
-        papers = dict(content.get("papers", {}))  # older reports have none
-        return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    """The report in an exported folder; None where there is none.
+
+    Raises:
+        UserError: it is damaged, so that nothing can be compared with it.
+    """
+    content = foreign.read_json(folder / REPORT)
+    if content is None:
         return None
+    try:
+        tensors = {str(name): _written(one) for name, one in content["tensors"].items()}
+        papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}  # older reports have none
+        return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise foreign.broken(folder / REPORT, "is damaged: no report of an export") from error
+
+
+def _written(one: Mapping[str, Any]) -> Written:
+    if not HASH.fullmatch(one["hash"]):
+        raise ValueError("no hash")
+    return Written(one["dtype"], tuple(map(int, one["shape"])), one["file"], int(one["block"]), one["hash"])
 
 
 def _papers(folder: Path) -> dict[str, str]:
     """The SHA-256 by name of all files that are no weights. Hidden ones are git's and the hub's."""
     names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return {
-        name.as_posix(): hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        name.as_posix(): _sha(folder / name, folder)
         for name in names
         if str(name) not in (REPORT, CARD)
         and not any(part.startswith(".") for part in name.parts)
         and not (len(name.parts) == 1 and name.suffix in WEIGHTS)
     }
+
+
+def _sha(path: Path, folder: Path) -> str:
+    digest = hashlib.sha256()
+    with foreign.opened(path, within=folder) as file:
+        while content := file.read(READ_BYTES):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _check_code(folder: Path, report: Report | None) -> None:
+    """Refuses Python that the export didn't write: transformers runs it where a config names it and a user says yes."""
+    known = report.papers if report else {}
+    there = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
+    unknown = [name for name in there if name not in known]
+    if unknown:
+        raise UserError(
+            f"{folder} holds code that no export writes: {', '.join(unknown[: describing.SHOWN])}",
+            why="whoever loads the model with trust_remote_code runs it",
+            fix="read it, and remove it unless it is yours",
+        )
 
 
 def _same_papers(folder: Path, report: Report) -> Report:
@@ -166,10 +203,34 @@ def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Re
     extra = [name for tensors in found.values() for name in tensors]
     if extra:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
-    for name, hashed in hashes_of(placed, threads, progress).items():
-        if hashed != report.tensors[name].hash:
+    read = reread(placed, threads, progress)
+    for name, hashed in read.hashes.items():
+        if report.tensors[name].hash not in ("", hashed):
             raise damaged(folder / report.tensors[name].file, f"is damaged: {name} isn't what was written")
-    return report.proven("files reopened: names, shapes, dtypes, and the hash of each tensor")
+    hashed_too = any(one.hash for one in report.tensors.values())
+    report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
+    return report.proven(f"files reopened: names, shapes, dtypes{', and the hash of each tensor' * hashed_too}")
+
+
+def check_finite(report: Report) -> Report:
+    """The report, with the proof that every number is one.
+
+    Raises:
+        UserError: some are NaN or infinite.
+    """
+    if report.non_finite:
+        first = ", ".join(list(report.non_finite)[: describing.SHOWN])
+        raise UserError(
+            f"{_odd(report)}: {first}",
+            why="training has diverged, or the checkpoint is damaged; a model of such numbers answers nothing",
+            fix="take an older checkpoint; if they belong there: --allow-non-finite",
+        )
+    return report.proven("no number is NaN or infinite")
+
+
+def _odd(report: Report) -> str:
+    numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
+    return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {len(report.tensors)} tensors"
 
 
 def _tensors(path: Path) -> dict[str, _There]:
@@ -240,16 +301,18 @@ def loaded(report: Report, loading: "Future[Any]", adapter: bool) -> Report:
     return report.proven("names and shapes are those that PEFT expects")
 
 
-def check(folder: Path, pool: Executor | None) -> Report:
+def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> Report:
     """Verifies an exported folder: against its report where it has one, and by loading it.
 
     Raises:
         UserError: something is wrong with it, or it is no export.
     """
     report = read_report(folder)
+    _check_code(folder, report)
     if report is not None and report.papers:
         report = _same_papers(folder, report)
-    report = verify(folder, report, THREADS, lambda _: None) if report else _found(folder)
+    report = verify(folder, report or _found(folder), THREADS, lambda _: None)
+    report = report if allow_non_finite else check_finite(report)
     if not (folder / CONFIG).is_file() and not any(
         one.file.startswith("adapter_model") for one in report.tensors.values()
     ):
@@ -283,7 +346,7 @@ def _found(folder: Path) -> Report:
         folder.name,
         seen.kind,
         tensors,
-        ("all files there and whole, by their headers; no report to compare hashes with",),
+        ("all files there and whole; no report to compare hashes with",),
     )
 
 
