@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import complete, config, cpu, jobs, render
+from accel_fsdp import config, cpu, jobs
 from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
@@ -257,39 +257,3 @@ def _word_after(flag: str) -> str | None:
         if word == flag or word.startswith(f"{flag}="):
             return word.partition("=")[2] or following
     return None
-
-
-def checkpoint_to_resume(training: SftArguments) -> str | None:
-    """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
-
-    Raises:
-        UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
-    """
-    output = Path(training.output_dir)
-    choice = complete.choose(output)
-    wanted = training.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
-        if any(output.glob("checkpoint-*")) or (output / "final").exists():
-            raise UserError(
-                f"{output} already holds a run",
-                why="its checkpoints and this run's would be mixed up",
-                fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
-            )
-        return None
-    if str(wanted).lower() in ("true", "auto"):
-        for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
-            render.say(f"skipped: {folder} is half-written: {flaw}", style="yellow")
-        if choice.newest is None and str(wanted).lower() == "true":
-            raise UserError(
-                f"no complete checkpoint-N folder in {output}",
-                why="there is nothing to resume from",
-                fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
-            )
-        return str(choice.newest) if choice.newest else None
-    if not Path(wanted).is_dir() or (flaw := complete.flaw(Path(wanted))):
-        raise UserError(
-            f"{wanted} is not a complete checkpoint",
-            why=flaw if Path(wanted).is_dir() else "there is no such folder",
-            fix=f"--resume_from_checkpoint {choice.newest or 'FOLDER/checkpoint-N'}",
-        )
-    return str(wanted)

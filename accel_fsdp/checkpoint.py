@@ -96,16 +96,40 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
 
     `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
     """
-    marker = weights.read_json(folder / complete.MARKER)
-    if marker:
-        sizes: dict[str, int] = marker.get("files") or {}
-        needed = {name: size for name, size in sizes.items() if not name.startswith(STATE_FILES)}
+    try:
+        marker = complete.read(folder)
+    except UserError as error:
+        return (f"a marker that can be read: {error.what}",)
+    if marker is not None:
+        needed = {name: size for name, size in marker.sizes.items() if not name.startswith(STATE_FILES)}
         wrong = [name for name, size in needed.items() if _size(folder / name) != size]
-        return tuple(f"{name} ({sizes[name]:,} bytes)" for name in wrong) if marker.get("complete") else ("its end",)
+        return tuple(f"{name} ({needed[name]:,} bytes)" for name in wrong) if marker.complete else ("its end",)
     numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
     done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
     trainers = any(folder.glob("scheduler.pt")) or any(folder.glob("rng_state*")) or any(folder.glob("optimizer*"))
     return ("trainer_state.json",) if numbered and trainers and not done else ()
+
+
+def check_bytes(found: Found, optimizer: bool = False) -> None:
+    """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has.
+
+    Raises:
+        UserError: one holds other bytes than were written.
+    """
+    places = [found.weights, *([found.optimizer] if optimizer and found.optimizer else [])]
+
+    def read(name: str) -> bool:
+        path = found.folder / name
+        return any(path == place or place in path.parents for place in places) or (
+            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(STATE_FILES)
+        )
+
+    if what := complete.damage(found.folder, read):
+        raise UserError(
+            f"{found.folder} is damaged: {what}",
+            why="the model would be another than was trained",
+            fix="copy the checkpoint again from where it was written, or export an older one",
+        )
 
 
 def _size(path: Path) -> int:

@@ -1,22 +1,29 @@
 """Which checkpoints are complete, as their own markers say; which one a resume takes, and which are deleted.
 
 `checkpoint-N/complete.json` says that the folder is being written, from before the first of the other files until all
-of them are on disk; then one rename puts the list of their sizes in its place. A folder without marker was written by
-plain Trainer and is judged by what Trainer and torch write last.
+of them are on disk; then one rename puts the list of their sizes and hashes in its place. A folder without marker was
+written by plain Trainer and is judged by what Trainer and torch write last.
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import files, weights
+from accel_fsdp import files, foreign, weights
+from accel_fsdp.errors import UserError
 
 MARKER = "complete.json"
 SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+OF_RANK = re.compile(r"(?:__|rng_state_|zero_pp_rank_|fsdp_rank)(\d+)")
+"""The number of the rank that wrote a file, in its name."""
+HASHED_TOGETHER = 4
+HASHED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,16 @@ class Origin:
     """What it was trained with, as `lineage.settings` names it; empty: unknown."""
     before: Sequence[Mapping[str, Any]] = ()
     """Earlier stretches of the run that had other settings: the last step of each, and its settings."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What `complete.json` says: sizes and hashes by the names of the files, from the checkpoint's folder on."""
+
+    complete: bool
+    origin: Origin | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,33 +76,141 @@ def begin(checkpoint: Path) -> None:
     files.write_text(checkpoint / MARKER, json.dumps({"complete": False}))
 
 
-def seal(checkpoint: Path, origin: Origin) -> None:
+def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = None) -> None:
     """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its own.
+
+    `hashes` are those of all files, where the ranks have taken them; else they are taken now.
 
     Raises:
         UserError: the marker can't be written. The checkpoint then counts as half-written.
     """
     files.sync_folder(checkpoint)
-    found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
-    found.pop(MARKER)
-    content = {"complete": True, "origin": asdict(origin), "files": found}
+    found = _sizes(checkpoint)
+    taken = hashes_of(checkpoint, found) if hashes is None else dict(hashes)
+    content = {"complete": True, "origin": asdict(origin), "files": found, "hashes": taken}
     files.write_text(checkpoint / MARKER, json.dumps(content, indent=1, sort_keys=True))
     files.sync_names(checkpoint.parent)
     _remove(_aside(checkpoint))
 
 
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """All files but the marker."""
+    found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
+    found.pop(MARKER, None)
+    return found
+
+
+def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Hashes of the files that this rank wrote, which the system still has in memory: those with its number in their
+    names, and on the first rank all others.
+    """
+    numbered = {name: int(match[1]) % ranks for name in _sizes(checkpoint) if (match := OF_RANK.search(name))}
+    return hashes_of(checkpoint, [name for name in _sizes(checkpoint) if numbered.get(name, 0) == rank])
+
+
+def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    """A hash of each of these files, taken from several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
+        return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
+
+
+def _hash(path: Path, within: Path) -> str:
+    import xxhash
+
+    found, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
+    with foreign.opened(path, within) as file:
+        while count := file.readinto(block):  # type: ignore[attr-defined]
+            found.update(block[:count])
+    return found.hexdigest()
+
+
+def read(checkpoint: Path) -> Marker | None:
+    """The marker; None where there is none.
+
+    Raises:
+        UserError: it is cut short or odd, or no file that can be read.
+    """
+    path = checkpoint / MARKER
+    content = foreign.read_json(path)
+    if content is None:
+        return None
+    if content.get("complete") is False:
+        return Marker(complete=False)
+    sizes, hashes, origin = content.get("files"), content.get("hashes", {}), content.get("origin", {})
+    if content.get("complete") is not True or not _is_list(sizes, int) or not _is_list(hashes, str):
+        raise foreign.broken(path, "is damaged: no list of files")
+    return Marker(True, _origin(path, origin), dict(sizes or {}), dict(hashes))
+
+
+def _is_list(found: Any, kind: type) -> bool:
+    """Names of files inside the folder, and something of `kind` for each."""
+    return isinstance(found, dict) and all(
+        type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+        for name, value in found.items()
+    )
+
+
+def _origin(path: Path, found: Any) -> Origin | None:
+    if not found:
+        return None
+    try:
+        origin = Origin(**found)
+        whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
+        groups = [origin.settings, *(one["settings"] for one in origin.before)]
+        plain = all(isinstance(values, dict) for one in groups for values in one.values())
+        steps = all(type(one["last_step"]) is int for one in origin.before)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise foreign.broken(path, "is damaged: what it says of the run") from error
+    if not (whole and plain and steps):
+        raise foreign.broken(path, "is damaged: what it says of the run")
+    return origin
+
+
 def flaw(checkpoint: Path) -> str:
-    """What makes a checkpoint half-written; empty where it is complete."""
-    if (checkpoint / MARKER).exists():
-        marker = weights.read_json(checkpoint / MARKER)
-        if not marker.get("complete"):
+    """What makes a checkpoint half-written or damaged, as far as sizes tell; empty where it is complete."""
+    try:
+        marker = read(checkpoint)
+    except UserError as error:
+        return error.what.removeprefix(f"{checkpoint}/")
+    if marker is not None:
+        if not marker.complete:
             return "its run ended while it was written"
-        return next(filter(None, (_wrong_size(checkpoint / name, size) for name, size in marker["files"].items())), "")
+        return next(filter(None, (_wrong_size(checkpoint / name, size) for name, size in marker.sizes.items())), "")
     if not weights.read_json(checkpoint / "trainer_state.json"):
         return "trainer_state.json, which Trainer writes last, is missing or cut short"
     sharded = (checkpoint / name for name in SHARDED if (checkpoint / name).is_dir())
     cut = [path.name for path in sharded if not (path / ".metadata").is_file()]
     return f"{cut[0]}/.metadata is missing" if cut else ""
+
+
+def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
+    """The first file that holds other bytes than were written, of those `wanted`; empty where all are as they were.
+
+    Each of several ranks reads a `part` of about the same size. Files that aren't there are passed over, and a marker
+    without hashes, of an earlier version, tells nothing.
+
+    Raises:
+        UserError: the marker or a file can't be read.
+    """
+    marker = read(checkpoint)
+    if marker is None or not marker.hashes:
+        return ""
+    names = [name for name in marker.hashes if wanted(name) and (checkpoint / name).exists()]
+    found = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
+    wrong = sorted(name for name, one in found.items() if one != marker.hashes[name])
+    return f"{wrong[0]} holds other bytes than were written" if wrong else ""
+
+
+def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -> list[str]:
+    """Every name in one part; largest first, each goes to the part that has least."""
+    loads, mine = [0] * of, []
+    for name in sorted(names, key=lambda name: (-sizes.get(name, 0), name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes.get(name, 0) + 1
+        if least == part:
+            mine.append(name)
+    return mine
 
 
 def _wrong_size(path: Path, size: int) -> str:
@@ -95,11 +220,14 @@ def _wrong_size(path: Path, size: int) -> str:
     return f"{path.name} has {found:,} of {size:,} bytes" if found != size else ""
 
 
-def choose(run: Path) -> Choice:
-    """The complete checkpoint-N with the highest number, where Trainer would take a half-written one."""
+def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path], str] = flaw) -> Choice:
+    """The complete checkpoint-N with the highest number, where Trainer would take a half-written one.
+
+    `among`: those of the run, oldest first. `wrong` says why one can't be taken; empty: it can.
+    """
     skipped: dict[Path, str] = {}
-    for checkpoint in reversed(files.checkpoints(run)):
-        if not (why := flaw(checkpoint)):
+    for checkpoint in reversed(files.checkpoints(run) if among is None else among):
+        if not (why := wrong(checkpoint)):
             return Choice(checkpoint, skipped)
         skipped[checkpoint] = why
     return Choice(None, skipped)
@@ -107,8 +235,8 @@ def choose(run: Path) -> Choice:
 
 def origin_of(checkpoint: Path) -> Origin | None:
     """What the marker says about the run; None without one."""
-    found: dict[str, Any] = weights.read_json(checkpoint / MARKER).get("origin", {})
-    return Origin(**found) if found else None
+    marker = read(checkpoint)
+    return marker.origin if marker else None
 
 
 def size_bytes(checkpoint: Path) -> int:

@@ -114,6 +114,7 @@ def export(options: Options, out: Path) -> Report:
         found = _one_adapter(found, options.adapter)
     render.say(str(found), style="cyan")
     _check_place(out, found, options.force)
+    checkpoint.check_bytes(found, options.with_optimizer)
     reader = Reader()
     try:
         with describing.aside() as pool:

@@ -1,16 +1,91 @@
-"""Whether a checkpoint can be resumed by this run as it is set up, said before anything is loaded."""
+"""Which checkpoint a run goes on from, and whether it can as it is set up; said before anything is loaded."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from accel_fsdp import archive, complete, weights
+from accel_fsdp import archive, complete, files, render, weights
 from accel_fsdp.checkpoint import FULL, LOCAL
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import Reader
 from accel_fsdp.types import CheckpointFacts
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+T = TypeVar("T")
 ZERO_STATES = "*/*zero_pp_rank_*_optim_states.pt"
+
+
+def chosen(training: "TrainingArguments") -> str | None:
+    """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
+
+    Call on all ranks. The bytes of what is chosen are those that were written: each rank reads a share of them.
+
+    Raises:
+        UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
+    """
+    output, wanted = Path(training.output_dir), training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        if any(output.glob("checkpoint-*")) or (output / "final").exists():
+            raise UserError(
+                f"{output} already holds a run",
+                why="its checkpoints and this run's would be mixed up",
+                fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
+            )
+        return None
+    if str(wanted).lower() not in ("true", "auto"):
+        return _named(Path(wanted), training)
+    choice = complete.choose(output, _agreed([files.checkpoints(output)])[0], lambda folder: _flaw(folder, training))
+    for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
+        render.say(f"skipped: {folder}: {flaw}", style="yellow")
+    if choice.newest is None and str(wanted).lower() == "true":
+        raise UserError(
+            f"no complete checkpoint-N folder in {output}",
+            why="there is nothing to resume from",
+            fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
+        )
+    return str(choice.newest) if choice.newest else None
+
+
+def _named(checkpoint: Path, training: "TrainingArguments") -> str:
+    flaw = _flaw(checkpoint, training)
+    if flaw:
+        newest = complete.choose(Path(training.output_dir)).newest
+        raise UserError(
+            f"{checkpoint} is not a complete checkpoint",
+            why=flaw,
+            fix=f"--resume_from_checkpoint {newest if newest not in (None, checkpoint) else 'FOLDER/checkpoint-N'}",
+        )
+    return str(checkpoint)
+
+
+def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
+    """What is wrong with a checkpoint on any rank. Each looks at all sizes and at its share of the bytes."""
+    apart = training.save_on_each_node  # each machine has a checkpoint of its own, and looks at all of it
+    part, of = (
+        (training.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if apart
+        else (training.process_index, training.world_size)
+    )
+    try:
+        found = complete.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+        found = found or complete.damage(checkpoint, part=part, of=of)
+    except (OSError, UserError) as error:
+        found = getattr(error, "what", "") or str(error)
+    return next(filter(None, _agreed([found])), "")
+
+
+def _agreed(found: list[T]) -> list[T]:
+    """What all ranks found, in their order; on TPU each is on its own."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, gather_object
+
+    if PartialState().distributed_type == DistributedType.XLA:
+        return found
+    return list(gather_object(found))
 
 
 def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:

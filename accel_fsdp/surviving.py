@@ -119,7 +119,8 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
                 shutil.rmtree(folder, ignore_errors=True)
             self._refuse(f"cannot save {folder}: {full or _cause(error)}", error, "free some space" if full else "")
         self.accelerator.wait_for_everyone()
-        self._together(lambda: self._seal(folder))
+        hashes = self._hashes(folder)
+        self._together(lambda: self._seal(folder, hashes))
 
     def _begin(self, folder: Path) -> None:
         complete.begin(folder)
@@ -131,8 +132,22 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _seal(self, folder: Path) -> None:
-        complete.seal(folder, self._origin())
+    def _hashes(self, folder: Path) -> dict[str, str] | None:
+        """Of all files, each taken by the rank that wrote it; None where a rank has files that no other one sees."""
+        if self._on_tpu or self.args.save_on_each_node:
+            return None
+        failed: Exception | None = None
+        try:
+            found = complete.own_hashes(folder, self.args.process_index, self.args.world_size)
+        except (OSError, UserError) as error:
+            found, failed = {}, error
+        parts: list[tuple[dict[str, str], str]] = gather_object([(found, _cause(failed) if failed else "")])
+        if why := next(filter(None, (why for _, why in parts)), ""):
+            self._refuse(f"cannot save {folder}: {why}", failed or OSError(why))
+        return {name: one for part, _ in parts for name, one in part.items()}
+
+    def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
+        complete.seal(folder, self._origin(), hashes)
         complete.retire(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished
+from conftest import Finished, accel_fsdp
 
 Sft = Callable[..., Finished]
 
@@ -93,3 +93,25 @@ def test_what_was_allowed_is_told_by_card_and_account_for_good(
     assert "| steps | order: seed | schedule: learning_rate | length: max_steps |" in card
     assert "| 1 to 2 | 42 | 0.001 | 4 |" in card
     assert "| 5 to 5 | 7 | 0.0001 | 5 |" in card
+
+
+def test_spoilt_bytes_are_passed_over_and_named(stopped: Path, sft: Sft, tiny_model: Path, text_data: Path) -> None:
+    """The newest one has a flipped byte, which resumed into another model before; the one before it is whole."""
+    again = words(tiny_model, text_data, stopped, resume_from_checkpoint="true")
+    assert sft(*again).code == 0
+    shutil.rmtree(stopped / "final")
+    path = stopped / "checkpoint-4" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 64
+    path.write_bytes(content)
+    named = sft(*words(tiny_model, text_data, stopped, resume_from_checkpoint=stopped / "checkpoint-4"))
+    assert named.code == 1
+    assert "model.safetensors holds other bytes than were written" in named.output
+    exported = accel_fsdp("export", stopped / "checkpoint-4", stopped / "out")
+    assert exported.code == 1
+    assert "model.safetensors holds other bytes than were written" in exported.output
+    resumed = sft(*again)
+    assert resumed.code == 0, resumed.output
+    assert "checkpoint-4: model.safetensors holds other bytes than were written" in resumed.output
+    assert "resumed:" in resumed.output
+    assert "checkpoint-2, 2 steps behind it" in resumed.output

@@ -1,11 +1,12 @@
 """What a run says of a checkpoint before it loads anything, and which ones it keeps. No launches."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from accel_fsdp import complete, resuming
+from accel_fsdp import checkpoint, complete, resuming
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import UserError
 
@@ -131,3 +132,88 @@ def test_a_step_saved_again_stays_until_the_new_one_is_complete(tmp_path: Path) 
     (folder / "trainer_state.json").write_text("{}")
     complete.seal(folder, HERE)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+def swapped(folder: Path) -> None:
+    first, second = folder / "rng_state_0.pth", folder / "rng_state_1.pth"
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+
+
+def flipped(folder: Path) -> None:
+    path = folder / "optimizer_0" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_other_bytes_of_the_right_size_are_seen_by_one_of_the_ranks(tmp_path: Path) -> None:
+    """Swapped files and flipped bits; each rank reads its share, and the shares cover everything once."""
+    for number, spoil in enumerate((swapped, flipped)):
+        folder = written(tmp_path / str(number), *SHARDED, *REST)
+        for name in REST[1:]:
+            (folder / name).write_text(f'"{name}"')
+        complete.seal(folder, HERE)
+        assert complete.damage(folder) == ""
+        spoil(folder)
+        assert complete.flaw(folder) == ""  # sizes alone don't tell
+        assert "other bytes than were written" in complete.damage(folder)
+        assert sum(bool(complete.damage(folder, part=rank, of=3)) for rank in range(3)) in (1, 2)
+        names = [name for rank in range(3) for name in complete._share(complete.read(folder).sizes, {}, rank, 3)]  # type: ignore[union-attr]
+        assert sorted(names) == sorted(complete.read(folder).sizes)  # type: ignore[union-attr]
+
+
+def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
+    names = (*SHARDED, *REST, "pytorch_model_fsdp_0/__1_0.distcp", *ZERO, "checkpoint.json")
+    folder = written(tmp_path / "checkpoint-4", *names)
+    parts = [complete.own_hashes(folder, rank, 2) for rank in range(2)]
+    assert set(parts[1]) == {"rng_state_1.pth", "pytorch_model_fsdp_0/__1_0.distcp", ZERO[1]}
+    whole = complete.read(folder)
+    assert whole is not None
+    assert {**parts[0], **parts[1]} == whole.hashes
+    assert whole.hashes.keys() == whole.sizes.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", "3", '{"complete": true}', '{"complete": true, "files": []}', '{"complete": 1}'),
+        '{"complete": true, "files": {"a": "1"}}',
+        '{"complete": true, "files": {"../../x": 1}}',
+        '{"complete": true, "files": {"/etc/shadow": 1}}',
+        '{"complete": true, "files": {}, "hashes": {"scheduler.pt": 3}}',
+        '{"complete": true, "files": {}, "origin": []}',
+        '{"complete": true, "files": {}, "origin": [1]}',
+        '{"complete": true, "files": {}, "origin": {"engine": "FSDP", "ranks": "two"}}',
+        '{"complete": true, "files": {}, "origin": {"engine": "FSDP", "settings": {"model": 3}}}',
+        '{"complete": true, "files": {}, "origin": {"engine": "FSDP", "before": [3]}}',
+        '{"complete": true, "files": {}, "origin": {"other": 1}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_marker_that_is_cut_or_odd_is_damaged_and_not_none(text: str, tmp_path: Path) -> None:
+    older, folder = run_of(tmp_path, 2, 4)
+    (folder / complete.MARKER).write_text(text)
+    choice = complete.choose(tmp_path)
+    if text == '{"complete": true, "files": {}, "origin": []}':  # says nothing of the run, as earlier versions did
+        assert choice.newest == folder
+        return
+    assert choice.newest == older
+    assert "complete.json" in choice.skipped[folder]
+    assert "damaged" in choice.skipped[folder]
+    with pytest.raises(UserError, match="damaged"):
+        complete.read(folder)
+    found, passed = checkpoint.find(tmp_path)
+    assert found.folder == older
+    assert "marker" in str(passed[0])
+
+
+def test_a_marker_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    older, piped, endless = run_of(tmp_path, 2, 4, 6)
+    for folder in (piped, endless):
+        (folder / complete.MARKER).unlink()
+    os.mkfifo(piped / complete.MARKER)
+    (endless / complete.MARKER).symlink_to("/dev/zero")
+    choice = complete.choose(tmp_path)
+    assert choice.newest == older
+    assert "a pipe" in choice.skipped[piped]
+    assert "link to /dev/zero" in choice.skipped[endless]

@@ -136,7 +136,7 @@ def test_killed_in_a_save_and_resumed_on_other_ranks_and_engines(
     half = tmp_path / "run" / f"checkpoint-{STEPS}"
     assert complete.flaw(half)
     finished = assert_resumes(config, 1, run, tmp_path, (tiny_model, rows), expected)
-    assert f"{half.name} is half-written" in finished.output
+    assert f"{half.name}: its run ended while it was written" in finished.output
     config = config_of(tmp_path, tiny_model, "1", strategy="3")
     assert_resumes(config, 2, run, tmp_path, (tiny_model, rows), expected)
 

@@ -22,6 +22,7 @@ from accel_fsdp import (
     lineage,
     models,
     render,
+    resuming,
     runs,
     tokenizing,
     training,
@@ -35,7 +36,7 @@ def main() -> None:
     # Parse
     model_args, data_args, training_args = arguments.parse()
     output = Path(training_args.output_dir)
-    checkpoint = arguments.checkpoint_to_resume(training_args)
+    checkpoint = resuming.chosen(training_args)
     files.check_writable(output)
     training.quiet(training_args.process_index)
     given = runs.arguments_of(model_args, data_args, training_args)
