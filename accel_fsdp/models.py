@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import adapters, cpu, facts, render
+from accel_fsdp import adapters, causal, cpu, facts, render
 from accel_fsdp.arguments import ModelArguments
 from accel_fsdp.errors import UserError
 
@@ -28,11 +28,17 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
         UserError: the model or its tokenizer can't be read.
     """
     asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    facts.read_config(*asked)
+    config = facts.read_config(*asked)
+    if _first_rank():
+        causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
     tokenizer: PreTrainedTokenizerBase = facts.read_tokenizer(*asked)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "nn.Module":
@@ -43,7 +49,9 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
     """
     with _unloadable(options.model_name_or_path):
         model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
-    if os.environ.get("RANK", "0") == "0":
+    if _first_rank():
+        if not options.load_in_4bit:
+            causal.check_model(model, options.model_name_or_path)
         dtype, reason = weight_dtype(options)
         render.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
     _fit_vocabulary(model, tokenizer, options)

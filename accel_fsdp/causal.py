@@ -1,0 +1,123 @@
+"""Whether a model predicts each token from those before it alone: asked of its config, then tried.
+
+`AutoModelForCausalLM` loads BERT as well. Trained to predict the next token, a model that sees it learns to copy it:
+the loss falls to nothing, and what comes out can't write.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LARGEST = 100_000_000
+"""Parameters of a model made up for the trial: half a second's work."""
+VOCABULARY = 64
+TOKENS = (5, 6, 7, 8, 9)
+OTHER_LAST = 10
+"""None of them is a special token, of which some models make positions or masks."""
+ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+"""What of a prediction may be rounding, where mixed experts are computed in other groups; a dense model moves by
+nothing. A look ahead moves the predictions of trained weights by far more."""
+FINE = 2.0**-17
+DECODER = "a decoder, such as a Llama, Qwen or GPT-2"
+
+
+def check_config(config: Any, name: str, remote_code: bool = False) -> None:
+    """Refuses what can't be trained to predict the next token, before any data or weights are read.
+
+    Raises:
+        UserError: it has an encoder, is of another kind, or a small random model of its kind sees the next token.
+    """
+    made = str((config.architectures or [type(config).__name__.removesuffix("Config")])[0])
+    if getattr(config, "is_encoder_decoder", False) and not made.endswith("ForCausalLM"):
+        raise UserError(
+            f"{name} is a {made}, which has an encoder and a decoder",
+            why="this script trains a model to go on with a text; its encoder would be left out or never trained",
+            fix=f"--model_name_or_path with {DECODER}; or Trainer's Seq2SeqTrainer in a script of your own",
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote_code:
+        raise UserError(
+            f"{name} is a {made}, of which transformers has no causal language model",
+            why="this script trains a model to predict the next token",
+            fix=f"--model_name_or_path with {DECODER}; or a script of your own for this kind",
+        )
+    if looks_ahead_by(config):
+        raise _looks_ahead(name, made)
+
+
+def check_model(model: "nn.Module", name: str) -> None:
+    """The same of a loaded model, where its kind is too large to be tried small; one pass of ten tokens.
+
+    Raises:
+        UserError: it sees the next token.
+    """
+    parameters = list(model.parameters())
+    if any(hasattr(one, "ds_id") or not one.is_floating_point() for one in parameters):
+        return  # parted by ZeRO-3, or quantised: they compute on their own device only
+    if looks_ahead(model):
+        raise _looks_ahead(name, type(model).__name__)
+
+
+def _looks_ahead(name: str, made: str) -> UserError:
+    return UserError(
+        f"{name} is a {made} that sees the tokens after the one that it predicts",
+        why="it would learn to copy the next token: the loss falls to nothing, and the model can't write",
+        fix=f'--model_name_or_path with {DECODER}; if it is meant as a decoder: "is_decoder": true in its config.json',
+    )
+
+
+def looks_ahead_by(config: Any) -> bool | None:
+    """Whether a random model of two layers of this kind does; None where it can't be made or is too large."""
+    try:
+        small = _shrunk(config)
+        with torch.device("meta"):
+            shape = AutoModelForCausalLM.from_config(small, trust_remote_code=False)
+        if sum(one.numel() for one in shape.parameters()) > LARGEST:
+            return None
+        with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
+    except Exception:  # whatever a config of unknown kind brings: the loaded model is tried then
+        return None
+    return looks_ahead(model)
+
+
+def _shrunk(config: Any) -> Any:
+    """Two layers and a small vocabulary; lists with an entry for each layer are cut too."""
+    small = copy.deepcopy(config)
+    for part in {id(one): one for one in (small, small.get_text_config())}.values():
+        layers = getattr(part, "num_hidden_layers", None)
+        if not isinstance(layers, int) or not hasattr(part, "vocab_size"):
+            continue
+        for name, value in list(part.to_dict().items()):
+            if isinstance(value, list) and len(value) == layers:
+                setattr(part, name, value[:2])
+            if name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
+                setattr(part, name, None)
+        part.num_hidden_layers = min(layers, 2)
+        part.vocab_size = min(part.vocab_size, VOCABULARY)
+    return small
+
+
+def looks_ahead(model: "nn.Module") -> bool | None:
+    """Whether another last token moves the predictions before it; None where the model can't be asked on its own."""
+    rows = torch.tensor([TOKENS, (*TOKENS[:-1], OTHER_LAST)])
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits: Tensor = model(input_ids=rows).logits.float()
+    except Exception:  # it wants other inputs, or another device
+        return None
+    finally:
+        model.train(training)
+    before = logits[:, :-1]
+    allowed = ROUNDING.get(next(model.parameters()).dtype, FINE) * before.abs().max()
+    return bool((before[1] - before[0]).abs().max() > allowed)
