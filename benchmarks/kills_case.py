@@ -86,10 +86,10 @@ def watched(original: Any) -> Any:
 def never_sealed(original: Any) -> Any:
     """The marker ends the save, so a timer that is still running then is late."""
 
-    def seal(self: Any, folder: Path) -> None:
+    def seal(self: Any, *args: Any) -> None:
         if KIND == "save" and self.state.global_step >= int(NUMBER):
             _die()
-        original(self, folder)
+        original(self, *args)
 
     return seal
 
