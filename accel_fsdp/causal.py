@@ -96,13 +96,15 @@ def _shrunk(config: Any) -> Any:
         layers = getattr(part, "num_hidden_layers", None)
         if not isinstance(layers, int) or not hasattr(part, "vocab_size"):
             continue
-        for name, value in list(part.to_dict().items()):
-            if isinstance(value, list) and len(value) == layers:
-                setattr(part, name, value[:2])
-            if name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
-                setattr(part, name, None)
-        part.num_hidden_layers = min(layers, 2)
-        part.vocab_size = min(part.vocab_size, VOCABULARY)
+        values = part.to_dict()
+        cut = {name: value[:2] for name, value in values.items() if isinstance(value, list) and len(value) == layers}
+        special = {
+            name: None
+            for name, value in values.items()
+            if name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY
+        }
+        vocabulary = min(part.vocab_size, VOCABULARY)
+        part.update({**cut, **special, "num_hidden_layers": min(layers, 2), "vocab_size": vocabulary})
     return small
 
 
