@@ -162,6 +162,8 @@ def launch_line(answers: Answers, path: str) -> str:
     words = ["accelerate", "launch", "--config_file", path]
     if answers.num_machines > 1:
         words += ["--machine_rank", "0"]
+    if answers.own_script:
+        return shlex.join([*words, "YOUR_SCRIPT.py"])
     words += ["train/sft.py", "--model_name_or_path", answers.model]
     words += ["--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first"]
     if answers.method != "full":

@@ -161,7 +161,11 @@ def _write(answers: Answers, options: Options, original: Original | None) -> int
         _diff(original, text)
     files.write_text(output, text)
     render.say(f"written: {output}", style="green")
-    render.say("train with:")
+    if answers.own_script:
+        what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
+        render.say(f"note: {what}; launch a script of your own:", style="yellow", wrap=True)
+    else:
+        render.say("train with:")
     render.put(config.launch_line(answers, str(output)))
     return 0
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import catalogue, trust, weights
+from accel_fsdp import catalogue, gpus, trust, weights
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+CAUSAL, SEQ2SEQ, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
+CLASSIFIER = "AutoModelForSequenceClassification"
+AUTO_CLASSES = (CAUSAL, "AutoModelForImageTextToText", SEQ2SEQ, MASKED, CLASSIFIER)
+"""What is built, in this order where `architectures` says nothing."""
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -25,7 +29,8 @@ def read_machine() -> MachineFacts:
     if not torch.accelerator.is_available():
         return MachineFacts(accelerator=None, count=0)
     if torch.cuda.is_available():
-        return MachineFacts(torch.cuda.get_device_name(0), torch.cuda.device_count())
+        name, total_bytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / (1 << 30)))
     return MachineFacts(str(torch.accelerator.current_accelerator()), torch.accelerator.device_count())
 
 
@@ -61,6 +66,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
         classes=class_names(model),
         largest_layer_parameters=max((layer.parameters for layer in found), default=0),
         persistent_buffers=persistent_buffers(model),
+        auto_class=auto_class(config),
         **_formats(name, config, model),
     )
 
@@ -250,29 +256,45 @@ def model_class(config: Any) -> Any:
     return named if is_model else transformers.AutoModelForCausalLM
 
 
+def auto_class(config: Any) -> str:
+    """The Auto class that trains what a config's `architectures` name, else the first that knows the config.
+
+    Empty if there is none. An encoder that could also be a decoder, such as BERT, reads both ways and is trained to
+    fill in masked words.
+    """
+    import transformers
+
+    known = [kind for kind in AUTO_CLASSES if type(config) in getattr(transformers, kind)._model_mapping]
+    named = [str(each) for each in getattr(config, "architectures", None) or ()]
+    if any(each.endswith("ForSequenceClassification") for each in named) and CLASSIFIER in known:
+        return CLASSIFIER
+    if config.is_encoder_decoder:
+        return SEQ2SEQ if SEQ2SEQ in known else ""
+    if MASKED in known and not getattr(config, "is_decoder", False):
+        return MASKED
+    return next(iter(known), "")
+
+
 def build(name: str, config: Any, **options: Any) -> "nn.Module":
-    """The model on the meta device, without weights: of the kind that the config's `architectures` names, else the
-    first of causal language model, model for images and text, sequence classifier that the config can be.
+    """The model on the meta device, without weights, of the kind that `auto_class` finds.
 
     Raises:
-        UserError: it can be none of these, or has an encoder and a decoder.
+        UserError: it is no kind of language model.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    import transformers
 
-    kinds = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification]
-    if any(each.endswith("ForSequenceClassification") for each in getattr(config, "architectures", None) or ()):
-        kinds.insert(0, kinds.pop())
-    kind = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
-    if kind is None or config.is_encoder_decoder:
-        what = "has an encoder and a decoder" if config.is_encoder_decoder else "is not a language model"
+    kind = auto_class(config)
+    if kind == MASKED and type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        kind = CAUSAL  # the same layers
+    if not kind:
         raise UserError(
-            f"{name} ({config.model_type}) {what}",
-            why="the layers of a decoder-only model, or of a sequence classifier, are looked for",
-            fix="choose a model that AutoModelForCausalLM can build",
+            f"{name} ({config.model_type}) is not a language model",
+            why="none of " + ", ".join(AUTO_CLASSES) + " can build it",
+            fix="choose a model that one of them can build",
         )
     with torch.device("meta"):
-        model: nn.Module = kind.from_config(config, trust_remote_code=False, **options)
+        model: nn.Module = getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
     return model
 
 

@@ -42,6 +42,12 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         UserError: no model that is known can be built from the config, or what its layers allocate is no polynomial of
             the batch.
     """
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{name} ({config.model_type}) has an encoder and a decoder",
+            why="a plan is about one stack of layers",
+            fix="choose a decoder-only model; accel-fsdp config makes a YAML for this one without a plan",
+        )
     tapes: dict[str, Tapes] = {}
     alike: dict[Variant, Tapes] = {}
     for variant in variants:

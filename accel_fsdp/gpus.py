@@ -181,6 +181,16 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     return dataclasses.replace(nearest, memory_gib=memory_gib, usable_gib=usable)
 
 
+def sold_gib(name: str, reported_gib: float) -> float:
+    """What a card is sold with that reports so much: the table's size where it is near, else the report rounded."""
+    sizes = [
+        gpu.memory_gib
+        for gpu in GPUS
+        if _plain(gpu.name) == _plain(name) and abs(gpu.usable_gib / reported_gib - 1) < 0.1
+    ]
+    return min(sizes, key=lambda size: abs(size - reported_gib), default=float(round(reported_gib)))
+
+
 def is_known(name: str) -> bool:
     """Whether `find` knows a GPU of that name."""
     return _plain(name) in {_plain(gpu.name) for gpu in GPUS}

@@ -7,6 +7,7 @@ YAML come from `fields.py`; here is what depends on the other answers, on the mo
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from accel_fsdp import defaults, notes, refusals
@@ -219,7 +220,8 @@ BY_FIELD = {question.field: question for question in QUESTIONS}
 
 def to_answers(context: Context) -> Answers:
     """Turns a context in which every question is settled into `Answers`."""
-    return Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
+    answers = Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
+    return replace(answers, auto_class=context.model.auto_class) if context.model else answers
 
 
 def applying(answers: Answers) -> list[Question]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_fsdp import catalogue, config, files, lint, recorded, wizard
 from accel_fsdp.check import full_name, short_name
-from accel_fsdp.facts import model_facts
+from accel_fsdp.facts import CAUSAL, model_facts
 from accel_fsdp.fields import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind
 from accel_fsdp.pains import PAINS, UNSEEN
 from accel_fsdp.presets import MODEL, PRESETS
@@ -119,6 +119,7 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         "classes": sorted(facts.classes),
         "largest_layer_parameters": facts.largest_layer_parameters,
         "persistent_buffers": facts.persistent_buffers,
+        **({"auto_class": facts.auto_class} if facts.auto_class != CAUSAL else {}),
     }
 
 

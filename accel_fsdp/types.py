@@ -51,6 +51,7 @@ class ModelFacts:
     `kept_fp16` name a parameter that stays float32 when the rest loads in that dtype, empty if none does.
     `expert_classes` are classes of single experts in a list of experts, `declared_classes` what `_no_split_modules`
     names. `quantized` is the bits of a quantised checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
+    `auto_class` is the class of transformers that trains it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelFacts:
     declared_classes: tuple[str, ...] | None = None
     quantized: int = 0
     quant_storage: str = ""
+    auto_class: str = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Answers:
     """One complete set of answers, in the order of the questions: everything that decides the YAML.
 
     What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
-    activations, as Accelerate can't.
+    activations, as Accelerate can't, `auto_class` what builds its model.
     """
 
     model: str
@@ -190,6 +192,12 @@ class Answers:
     main_process_ip: str
     main_process_port: int
     script_checkpoints: bool = False
+    auto_class: str = "AutoModelForCausalLM"
+
+    @property
+    def own_script(self) -> bool:
+        """Whether `train/sft.py`, which trains causal language models, can't train this one."""
+        return self.auto_class != "AutoModelForCausalLM"
 
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]

@@ -2,8 +2,11 @@
 
 import dataclasses
 import itertools
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +16,37 @@ from accel_fsdp.inputs import read_subject
 from accel_fsdp.overheads import GIB
 from accel_fsdp.types import Answers, Checkpointing, Recipe
 
+Captured = pytest.CaptureFixture[str]
 TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
 
 
 def settled(**flags: str) -> Answers:
     return wizard.answers(wizard.interview(flags, {}, "defaults"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a small model of a kind, with a config alone."""
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    configs: dict[str, dict[str, Any]] = {
+        "t5": {"model_type": "t5", "is_encoder_decoder": True, **sizes},
+        "roberta": {"model_type": "roberta", **text},
+        "classifier": {"model_type": "bert", "architectures": ["BertForSequenceClassification"], **text},
+        "llava": {
+            "model_type": "llava",
+            "text_config": {"model_type": "llama", "num_key_value_heads": 4, **text},
+            "vision_config": {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **text},
+        },
+        "llama": {"model_type": "llama", "num_key_value_heads": 4, **text},
+    }
+
+    def made(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        (path / "config.json").write_text(json.dumps(configs[kind]))
+        return path
+
+    return made
 
 
 def refusal(**flags: str) -> UserError:
@@ -51,6 +80,44 @@ def test_a_short_name_is_the_catalogues_model() -> None:
     made = settled(model="llama-3.1-8b", gpus="8xH100")
     assert made.model == "meta-llama/Llama-3.1-8B"  # what `train/sft.py` can load
     assert facts.read_model("llama-3.1-8b").parameters == 8_030_261_248  # `check --model`
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto_class", "layer"),
+    [
+        ("t5", "AutoModelForSeq2SeqLM", "T5Block"),
+        ("roberta", "AutoModelForMaskedLM", "RobertaLayer"),
+        ("classifier", "AutoModelForSequenceClassification", "BertLayer"),
+        ("llava", "AutoModelForImageTextToText", "LlamaDecoderLayer"),
+        ("llama", "", "LlamaDecoderLayer"),
+    ],
+)
+def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
+    kind: str,
+    auto_class: str,
+    layer: str,
+    folder: Callable[[str], Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """T5 too, which `check` then reads with the model."""
+    path = tmp_path / "made.yaml"
+    flags = {"model": str(folder(kind)), "gpus": "2xA100"}
+    assert configure.configure(configure.Options(path, yes=True), flags) == 0
+    assert layer in path.read_text()
+    assert [one for one in lint.lint(path, lint.Options(model=flags["model"])) if one.severity != "note"] == []
+    shown = "".join(capfd.readouterr())
+    told = " ".join(shown.split())
+    launch = "YOUR_SCRIPT.py" if auto_class else "train/sft.py --model_name_or_path"
+    assert f"accelerate launch --config_file {path} {launch}" in shown
+    assert launch in path.read_text().splitlines()[4]
+    assert ("a script of your own" in told) == bool(auto_class)
+    assert auto_class in told
+
+
+def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match="has an encoder and a decoder"):
+        planning.make_job(planning.Options(str(folder("t5")), "2xA100", None, Recipe()))
 
 
 def test_a_number_out_of_range_gets_a_fix_that_works() -> None:
@@ -123,7 +190,7 @@ def test_a_gpus_memory_need_not_be_typed() -> None:
     assert dataclasses.replace(named, gpus="8xA100-80GB") == sized
 
 
-def test_what_does_not_fit_is_said_before_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> None:
     flags = {"model": "llama-3.1-8b", "gpus": "2x4090", "engine": "ddp"}
     assert configure.configure(configure.Options(Path("-"), yes=True), flags) == 0  # written, as was asked
     shown = capsys.readouterr()
