@@ -65,6 +65,19 @@ class Stopped(UserError):
         return printable(f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}")
 
 
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
+"""What the commands need and `pip install accel-fsdp` brings, unless it was told not to."""
+
+
+def not_installed(library: str) -> UserError:
+    """The error for a library that a command needs."""
+    return UserError(
+        f"{library} isn't installed in {sys.prefix}",
+        why="the command reads models or starts jobs with it",
+        fix=f"pip install {library}",
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean X?' for the nearest known name, else the empty string."""
     near = nearest(name, known)
@@ -144,6 +157,12 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
             print(f"[rank {os.environ.get('RANK', local_rank)}]", end=" ", file=sys.stderr)
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
+    except ModuleNotFoundError as error:  # importlib.metadata's PackageNotFoundError is one
+        library = (error.name or "").partition(".")[0]
+        if library not in LIBRARIES:
+            raise
+        print(not_installed(library), file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"\n{interrupted}", file=sys.stderr)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import catalogue, gpus, trust, weights
+from accel_fsdp import catalogue, configs, gpus, trust, weights
+from accel_fsdp.configs import first_line as first_line
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
 
@@ -53,6 +54,11 @@ def model_facts(name: str, config: Any) -> ModelFacts:
         UserError: `build` refuses the config.
     """
     model = build(name, config)
+    with configs.believed(name):
+        return _facts(name, config, model)
+
+
+def _facts(name: str, config: Any, model: "nn.Module") -> ModelFacts:
     found = wrap_classes(model)
     reason = "found in the built model"
     if not found:
@@ -203,27 +209,55 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
     Raises:
         UserError: there is none, it can't be read, or not without its own Python.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig
 
+    settings = read_settings(name, revision)
+    if not run_code:
+        trust.check_kernels(name, settings)
+    with configs.believed(name):
+        try:
+            return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+        except ValueError as error:
+            if trust.is_refusal(error):
+                raise trust.refusal(name, "its config") from error
+            raise _unknown_kind(name, settings) or error from error
+
+
+def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = str(settings.get("model_type", ""))
+    if kind in CONFIG_MAPPING:
+        return None
+    what = f"is of model_type {kind}" if kind else "has no model_type in its config"
+    return UserError(
+        f"{name} {what}, which transformers {__version__} doesn't know.{did_you_mean(kind, CONFIG_MAPPING)}",
+        why="the layer classes and sizes come from its code for that type",
+        fix="correct model_type in config.json; for a newer model: pip install --upgrade transformers",
+    )
+
+
+def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
+    """What a model's config.json says, by a hub id or from a local folder; its sizes are those of a model.
+
+    Raises:
+        UserError: there is none, it can't be read, or no model can be like that.
+    """
     check_local_path(name, "model")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise UserError(
-            f"model folder {name} has no config.json",
-            why="the architecture can't be known without it",
-            fix="give the folder that save_pretrained wrote, or a hub id",
-        )
+    if Path(name).is_dir():
+        return configs.settings_in(Path(name))
+    from transformers import PreTrainedConfig
+
     try:
-        if not run_code:
-            trust.check_kernels(name, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+        settings: dict[str, Any] = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     except (OSError, ValueError) as error:
-        if trust.is_refusal(error):
-            raise trust.refusal(name, "its config") from error
         raise UserError(
             f"cannot read the config of {name}: {first_line(error)}{did_you_mean(name, catalogue.entries())}",
             why="the layer classes and sizes come from it",
             fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
         ) from error
+    configs.check(name, settings)
+    return settings
 
 
 def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) -> Any:
@@ -246,11 +280,17 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
         ) from error
 
 
+def architectures(config: Any) -> list[str]:
+    """The classes that a config says its weights were saved from."""
+    named = getattr(config, "architectures", None)
+    return [name for name in named if isinstance(name, str)] if isinstance(named, (list, tuple)) else []
+
+
 def model_class(config: Any) -> Any:
     """The class of transformers that a config's `architectures` names, else the one for causal language models."""
     import transformers
 
-    names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
+    names = architectures(config)
     named = getattr(transformers, names[0], None) if names else None
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     return named if is_model else transformers.AutoModelForCausalLM
@@ -265,8 +305,7 @@ def auto_class(config: Any) -> str:
     import transformers
 
     known = [kind for kind in AUTO_CLASSES if type(config) in getattr(transformers, kind)._model_mapping]
-    named = [str(each) for each in getattr(config, "architectures", None) or ()]
-    if any(each.endswith("ForSequenceClassification") for each in named) and CLASSIFIER in known:
+    if any(each.endswith("ForSequenceClassification") for each in architectures(config)) and CLASSIFIER in known:
         return CLASSIFIER
     if config.is_encoder_decoder:
         return SEQ2SEQ if SEQ2SEQ in known else ""
@@ -293,14 +332,9 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
             why="none of " + ", ".join(AUTO_CLASSES) + " can build it",
             fix="choose a model that one of them can build",
         )
-    with torch.device("meta"):
+    with configs.believed(name), torch.device("meta"), configs.bounded(name):
         model: nn.Module = getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
     return model
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a one-line message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _looks_like_hub_id(name: str) -> bool:

@@ -1,13 +1,11 @@
 """The shape and tapes of a model by name: bundled, else kept from before, else recorded now from its config."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import catalogue, recorded, render
-from accel_fsdp.errors import UserError
+from accel_fsdp import catalogue, configs, recorded, render
 from accel_fsdp.tapes import VARIANTS, Tapes
 from accel_fsdp.types import ModelShape, Recipe
 
@@ -42,15 +40,8 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tape
     if not folder.exists() and (found := recorded.find(name)):
         known = found[0].name
         return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
-    if folder.is_dir() and (folder / "config.json").is_file():
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder / 'config.json'} can't be read: {error}",
-                why="the layers' sizes are in it",
-                fix="copy the model's config.json again",
-            ) from error
+    if folder.is_dir():
+        config = configs.settings_in(folder)
     else:
         from accel_fsdp.facts import read_config
 
@@ -67,7 +58,8 @@ def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelSh
             from accel_fsdp.fitting import record_model
 
             known = name in catalogue.entries() and not Path(name).exists()
-            return record_model(name, _configured(config) if known else read_config(name), (variant,))
+            with configs.believed(name):
+                return record_model(name, _configured(config) if known else read_config(name), (variant,))
 
     shape, tapes = recorded.remembered(config, variant, anew)
     return replace(shape, name=name), tapes

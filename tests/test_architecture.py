@@ -65,7 +65,7 @@ LAYERS = [
         "foreign",
         "stored",
     },
-    {"weights", "trust", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
+    {"weights", "trust", "configs", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
     {"finite", "lora_names"},
     {"archive", "complete", "dcp", "stream", "zero_checkpoint", "pth", "hub", "opcodes", "unpickling"},
     {"checkpoint"},
