@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHOWN = 3
-PAPERS = ["*.json", "*.jinja", "*.model", "*.txt"]
+PAPERS = ["*.json", "*.jinja", "*.model", "*.txt", "*.spm", "*.bpe", "*.codes", "*.tokenizer"]
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
 
@@ -193,8 +193,15 @@ def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
 
     try:
+        settings = PeftConfig.from_pretrained(str(folder))
+        if getattr(settings, "megatron_config", None):
+            raise trust.NeedsCode(
+                f"{folder / 'adapter_config.json'} names a module to import: {settings.megatron_core}",
+                why="PEFT would import it, and no command runs code that a checkpoint names",
+                fix="set megatron_config to null there, unless the adapter was trained with Megatron",
+            )
         with torch.device("meta"):
-            model = get_peft_model(build(base), PeftConfig.from_pretrained(str(folder)))
+            model = get_peft_model(build(base), settings)
         return {name: tuple(one.shape) for name, one in get_peft_model_state_dict(model).items()}
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(
