@@ -1,8 +1,12 @@
 """accel-fsdp: from "this model, these GPUs" to a trained, exported model."""
 
 import logging
+import os
 
 __version__ = "0.1.0"
 
 # transformers imports PEFT, and that bitsandbytes, which warns on CPUs of a kernel that training doesn't use (0.50)
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
+
+# torch reads it when it is imported: its warnings, such as DDP's about a search for unused parameters, come per rank
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

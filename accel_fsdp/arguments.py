@@ -87,6 +87,13 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             "change is said; run.json and the card keep what was trained with what."
         },
     )
+    logging_steps: float = field(
+        default=0,
+        metadata={
+            "help": "Steps from one line of the log to the next; a share of all steps below 1. 0: every 10 steps, in "
+            "shorter runs a tenth of them. The first and the last step always have one."
+        },
+    )
     ignore_nan_inf: bool = field(
         default=False,
         metadata={
@@ -100,6 +107,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
+        self.logs_often = self.logging_steps == 0
+        self.logging_steps = self.logging_steps or 1  # Trainer takes no 0
         if self.early_stopping_patience is not None:
             self._check_early_stopping(self.early_stopping_patience)
             self.load_best_model_at_end = True

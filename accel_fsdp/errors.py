@@ -3,7 +3,9 @@
 Everything else that escapes is a bug in accel-fsdp and keeps its traceback.
 """
 
+import contextlib
 import difflib
+import json
 import os
 import re
 import sys
@@ -147,6 +149,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     try:
         main()
     except Stopped as error:
+        _tell_launcher(error)
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -154,6 +157,8 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
+        _tell_launcher(error)
+        if local_rank != 0:
             print(f"[rank {os.environ.get('RANK', local_rank)}]", end=" ", file=sys.stderr)
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -168,3 +173,17 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
             print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0
+
+
+def _tell_launcher(error: UserError) -> None:
+    """Leaves the message where torch's launcher looks for it: then its own account of a failure ends with it.
+
+    Without, that is 40 lines that refer to a page about how to enable tracebacks.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": error.what, "extraInfo": extra}}, file)
+            os.replace(f"{path}.tmp", path)  # the launcher fails on half a file

@@ -100,6 +100,7 @@ class LossTrainer(SurvivingTrainer):
         if given.label_smoothing_factor or not (self.model_accepts_loss_kwargs or (parallel and parallel.sp_enabled)):
             self.compute_loss_func = partial(self._own_loss, smoothing=given.label_smoothing_factor)
         self._step_loss: Tensor | float = 0.0
+        self._scored: Tensor | float = 0.0
         self._skipped = 0
 
     # Training
@@ -116,9 +117,33 @@ class LossTrainer(SurvivingTrainer):
         if num_items_in_batch is not None and getattr(self._settings, "output_router_logits", False):
             parts = self.accelerator.num_processes // self.get_tp_size() * self.current_gradient_accumulation_steps
             num_items_in_batch = num_items_in_batch / parts
+        if self.args.use_liger_kernel:  # its loss never has all logits
+            inputs = {**inputs, "return_token_accuracy": True}
+        wanted = targets(inputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss if parts == 1 else loss / parts
+        self._score(outputs, wanted)
         return (loss, outputs) if return_outputs else loss
+
+    def _score(self, outputs: Any, wanted: Tensor) -> None:
+        """Counts the tokens that were predicted right, from the same pass; not where a kernel keeps the logits."""
+        count = (wanted != IGNORED).sum()
+        found = outputs if isinstance(outputs, Mapping) else {}
+        if found.get("logits") is not None:
+            right = right_tokens(found["logits"], wanted)
+        elif found.get("token_accuracy") is not None:
+            right = found["token_accuracy"].detach() * count
+        else:
+            return
+        self._scored = self._scored + torch.stack([right.double(), count.double()])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs the share of tokens predicted right beside the loss, under TRL's name. Call on all ranks."""
+        if "loss" in logs and isinstance(self._scored, Tensor):
+            right, count = self.accelerator.reduce(self._scored, "sum").tolist()
+            logs["mean_token_accuracy"] = right / max(count, 1)
+            self._scored = 0.0
+        super().log(logs, start_time)
 
     def _own_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float) -> Tensor:
         """The next-token loss of a model that isn't given the labels."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 COMPARE_AFTER_STEPS = 2
 """The optimizer's state is made in the first step, so the second is the first whole one."""
+LOGGING_STEPS = 10
+"""From one line to the next where nobody said another number; in shorter runs, so many lines."""
 CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -132,8 +134,10 @@ class Report(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Reads what the plan knows of the model on the first rank, where there is GPU memory to compare with."""
+        if args.logs_often:
+            state.logging_steps = max(1, min(LOGGING_STEPS, state.max_steps // LOGGING_STEPS))
         if state.is_world_process_zero:
-            if self.gpu is None:
+            if self.gpu is None and torch.cuda.is_available():
                 render.say(f"MFU: unknown, {self.why_unknown}")
             if torch.cuda.is_available():
                 self.forecast = self._read()
@@ -145,6 +149,9 @@ class Report(TrainerCallback):  # type: ignore[misc]
         self.steps_here += 1
         if self.steps_here == COMPARE_AFTER_STEPS - 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # loading and sharding may have taken more
+        ends = self.steps_here == 1 or control.should_training_stop or state.global_step >= state.max_steps
+        if ends and args.logging_strategy != "no":
+            control.should_log = True
         if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
             _say(self._comparison(), "cyan")
 
@@ -191,7 +198,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
         batch = f"{self.tally.rows} x {self.tally.length:,} tokens"
         if not torch.cuda.is_available():
             held = f"{here.peak_memory() / GIB:.2f} GiB of host memory on rank 0"
-            return f"peak memory after step 2: {held}; the plan is about GPU memory, of which there is none"
+            return f"peak memory after step 2: {held}"
         self.peaks["measured"] = torch.cuda.max_memory_allocated()
         said = f"peak memory after step 2: {self.peaks['measured'] / GIB:.2f} GiB with {batch}"
         if self.forecast is None:
@@ -246,14 +253,39 @@ def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step:
     """One line of talk for what Trainer logs; empty for what is no loss."""
     start = f"step {step:,}/{max_steps:,}"
     if "eval_loss" in logs:
-        return f"{start}  held-out loss {logs['eval_loss']:.4f}"
+        return f"{start}  held-out loss {logs['eval_loss']:.4f}{_accuracy(logs, 'eval_')}"
     if "loss" not in logs:
         return ""
-    mfu = f"{logs['mfu']:.1%}" if "mfu" in logs else "unknown"
-    words = [start, f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.3g}"]
+    words = [start, f"loss {logs['loss']:.4f}{_accuracy(logs)}", f"lr {logs['learning_rate']:.3g}"]
     words += [f"grad norm {logs['grad_norm']:.3g}"] if "grad_norm" in logs else []
-    words += [f"{logs['tokens_per_second']:,.0f} tokens/s", f"MFU {mfu}"]
+    words.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    words += [f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []
     for name, of in (("peak_memory_gib", ""), ("peak_host_memory_gib", " of host memory")):
         words += [f"{logs[name]:.2f} GiB{of}"] if name in logs else []
-    left = tqdm.format_interval(seconds_per_step * (max_steps - step))
-    return "  ".join([*words, *([f"{left} left"] if seconds_per_step and step < max_steps else [])])
+    left = seconds_per_step * (max_steps - step)
+    return "  ".join([*words, *([f"{tqdm.format_interval(left)} left"] if left >= 1 else [])])
+
+
+def _accuracy(logs: Mapping[str, float], of: str = "") -> str:
+    share = logs.get(f"{of}mean_token_accuracy")
+    return "" if share is None else f"  accuracy {share:.1%}"
+
+
+def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps: tuple[int, int, int]) -> list[str]:
+    """What is about to be trained, in two lines.
+
+    `trained` of the `parameters`; `batch` is rows per rank, micro-batches and ranks; `steps` are those per epoch, those
+    done and those to do in all.
+    """
+    millions = f"{parameters / 1e6:,.2f} M parameters"
+    part = f"{trained / 1e6:,.2f} M of {millions}, {trained / max(parameters, 1):.2%}"
+    rows, micro, ranks = batch
+    per_epoch, done, last = steps
+    accumulated = f" x {micro} micro-batches" if micro > 1 else ""
+    of = f"{rows} per process x {ranks} process{'es' if ranks > 1 else ''}{accumulated}"
+    size = rows * micro * ranks
+    return [
+        f"trained: {f'all {millions}' if trained == parameters else part}",
+        f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); {per_epoch:,} steps per epoch, "
+        f"{last:,} in all{f', {done:,} of them done' if done else ''}",
+    ]

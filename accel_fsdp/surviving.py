@@ -246,9 +246,9 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         master = sharded and self.accelerator.mixed_precision != "no"
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        masters = sum(_numel(p) * (4 if master else p.element_size()) for p in trained)
+        masters = sum(numel(p) * (4 if master else p.element_size()) for p in trained)
         adapter = hasattr(self.model, "peft_config")
-        held = (_numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        held = (numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         frozen = 0 if adapter else sum(held)
         moments = 0 if str(self.args.optim.value).startswith(STATELESS) else 2 * masters
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -341,7 +341,7 @@ def _cause(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", facts.first_line(error)).partition(" This is typically caused")[0]
 
 
-def _numel(parameter: torch.nn.Parameter) -> int:
+def numel(parameter: torch.nn.Parameter) -> int:
     """Elements of a whole parameter, also where DeepSpeed has parted it while the model was loaded."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 

@@ -62,7 +62,8 @@ class TokenSummary:
             "longer rows dropped": self.dropped_long,
             "rows dropped that had no token to train": self.dropped_untrained,
         }
-        parts = [f"{rows:,} rows, {self.tokens:,} tokens", *(f"{n:,} {what}" for what, n in counts.items() if n)]
+        said = [f"{n:,} {what if n > 1 else what.replace('rows', 'row')}" for what, n in counts.items() if n]
+        parts = [f"{rows:,} row{'s' if rows > 1 else ''}, {self.tokens:,} tokens", *said]
         if self.packed is not None:
             parts.append(f"packed into {len(self.packed):,}")
         if self.batch_size is not None:

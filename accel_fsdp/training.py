@@ -1,5 +1,6 @@
 """What `train/sft.py` is made of: a Trainer that checks its sharding, keeps its checkpoints and exports."""
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    set_seed,
 )
 
 from accel_fsdp import (
@@ -33,6 +35,7 @@ from accel_fsdp import (
 from accel_fsdp.arguments import SEE_HELP
 from accel_fsdp.errors import UserError
 from accel_fsdp.losses import LossTrainer
+from accel_fsdp.surviving import numel
 
 
 class SftTrainer(LossTrainer):
@@ -42,6 +45,8 @@ class SftTrainer(LossTrainer):
         model = kwargs["model"]
         self.revision = getattr(model.config, "_commit_hash", None) or "main"
         self.use_cache = getattr(model.config, "use_cache", None)
+        counts = [(numel(one), one.requires_grad) for one in model.parameters()]
+        self.parameters = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
         prepare.before_trainer(model, kwargs["args"])
         if kwargs["args"].process_index == 0:
             self.lock = files.only_run(Path(kwargs["args"].output_dir))
@@ -64,7 +69,9 @@ class SftTrainer(LossTrainer):
             self.add_callback(ShardingCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
-            render.say(f"{kind}: no FSDP, as the YAML says; each rank may hold the whole model", style="yellow")
+            alone = "one process, which holds the whole model"
+            several = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
+            render.say(several if self.args.world_size > 1 else alone, style="yellow")
         self.export_dtype = self._export_dtype(model)
         saved_as = getattr(torch, self.export_dtype) if self.export_dtype else None
         self.expected = export.expected_tensors(model, self._trained_as(), saved_as)
@@ -85,6 +92,15 @@ class SftTrainer(LossTrainer):
             return models.COMPUTED.get(precision)
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         return torch.float32 if fsdp and precision != "no" else None
+
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
+        found = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        if self.args.process_index == 0:
+            batch = (self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, self.args.world_size)
+            steps = (steps_per_epoch, self.state.global_step, max_steps)
+            for line in reporting.beginning(*self.parameters, batch, steps):
+                render.say(line, style="cyan")
+        return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Trains on one micro-batch, and counts it."""
@@ -212,16 +228,19 @@ def finish(exit_code: int) -> None:
         torch.distributed.destroy_process_group()
 
 
-def quiet(process_index: int) -> None:
-    """Progress bars of one rank are enough; and libraries' advice about their APIs is not for this script's user."""
+def begin(args: TrainingArguments) -> None:
+    """Sets the seed. Progress bars of one rank are enough, and libraries' advice on their APIs is not for users."""
+    set_seed(args.seed)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")
-    if process_index != 0:
+    aligned = logging.getLogger("transformers.trainer_utils")  # that the model's config takes the tokenizer's ids
+    aligned.addFilter(lambda said: not str(said.msg).startswith("The tokenizer has new PAD/BOS/EOS tokens"))
+    if args.process_index != 0:
         import datasets
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
 
-        logging.disable_progress_bar()
+        disable_progress_bar()
         datasets.disable_progress_bars()
 
 

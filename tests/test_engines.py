@@ -95,7 +95,9 @@ def assert_like(folder: Path, name: str, base: Path, reference: Reference) -> No
     seen = noted(folder, name)
     assert seen["losses"] == pytest.approx(reference.losses, abs=TOLERANCE)
     assert seen["norms"] == pytest.approx(reference.norms, rel=20 * TOLERANCE)
+    assert seen["accuracies"][:STEPS] == pytest.approx(reference.accuracies, abs=1e-9)
     if seen["held_out"]:
+        assert seen["accuracies"][STEPS:] == pytest.approx([reference.held_out_accuracy], abs=1e-9)
         assert seen["held_out"] == pytest.approx([reference.held_out], abs=TOLERANCE / 10)
     model = loaded(folder / name / "final", base)
     for key, tensor in model.state_dict().items():

@@ -5,15 +5,13 @@
 
 import json
 import math
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from conftest import ROOT, SFT, accelerate_launch
+from conftest import ROOT, Finished, accelerate_launch
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
 from test_training import logged_losses, make_config, sft_args
@@ -22,26 +20,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConf
 
 from accel_fsdp import losses, runs
 from accel_fsdp.encoding import IGNORED
-from accel_fsdp.errors import guard
 
 STEPS = 6
 PER_RANK, ACCUMULATED = 2, 2
-Sft = Callable[..., int]
-
-
-@pytest.fixture
-def sft(monkeypatch: pytest.MonkeyPatch) -> Sft:
-    """Runs the script on one process, as `accelerate launch` would start it; returns its exit code."""
-    for name, value in {"MIXED_PRECISION": "no", "TORCH_DEVICE": "cpu"}.items():
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
-
-    def run(*words: str) -> int:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        monkeypatch.setattr("sys.argv", [str(SFT), *words])
-        return guard(runpy.run_path(str(SFT), run_name="sft")["main"])
-
-    return run
 
 
 def saved(model: torch.nn.Module, folder: Path, tokenizer_of: Path) -> Path:
@@ -56,20 +37,21 @@ def accumulating(model: Path, data: Path, out: Path) -> list[str]:
 
 
 def test_every_predicted_token_counts_once_whatever_the_class_is_called(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Trainer counts the first token of each row too, which nothing predicts, where no class says ForCausalLM."""
     torch.manual_seed(0)
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(vocab_size=509, n_embd=32, n_layer=2, n_head=2, n_positions=256, **dropout)
     model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2", tiny_model)
-    assert sft(*accumulating(model, text_data, tmp_path / "run")) == 0
+    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
     expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
     assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
 
 
 def test_a_routers_loss_weighs_the_same_however_many_micro_batches_there_are(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Trainer adds one for each micro-batch of each rank."""
     torch.manual_seed(0)
@@ -77,7 +59,8 @@ def test_a_routers_loss_weighs_the_same_however_many_micro_batches_there_are(
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256}
     config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
     model = saved(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
-    assert sft(*accumulating(model, text_data, tmp_path / "run")) == 0
+    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
     assert logged_losses(tmp_path / "run") == pytest.approx(losses_with_a_router(model, text_data), abs=1e-5)
 
 
@@ -111,12 +94,13 @@ EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--save_steps", "1", "--sa
 
 
 def test_a_run_that_diverges_ends_there(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Weights of 1e28 after the first step; the second step's loss is NaN and nothing of it is kept."""
     out = tmp_path / "run"
-    assert sft(*sft_args(tiny_model, text_data, out, *EXPLODES, "--learning_rate", "1e30")) == 1
-    said = capsys.readouterr().err
+    finished = sft(*sft_args(tiny_model, text_data, out, *EXPLODES, "--learning_rate", "1e30"))
+    assert finished.code == 1, finished.output
+    said = finished.output
     assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in said
     assert f"the last finite weights are in {out / 'checkpoint-1'}" in said
     assert "a lower --learning_rate than 1e+30" in said
@@ -130,26 +114,28 @@ def test_a_run_that_diverges_ends_there(
 
 
 def test_infinite_weights_are_never_saved(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Weights that one step makes infinite: no later loss has shown it when they would be saved, or exported."""
     for name, steps in (("saved", "6"), ("exported", "1")):
         more = (*EXPLODES, "--learning_rate", "1e38", "--weight_decay", "1e6", "--max_steps", steps)
         more += ("--save_strategy", "no") if name == "exported" else ()
-        assert sft(*sft_args(tiny_model, text_data, tmp_path / name, *more)) == 1
-        assert "after step 1 the weights hold NaN or infinite values" in capsys.readouterr().err
+        finished = sft(*sft_args(tiny_model, text_data, tmp_path / name, *more))
+        assert finished.code == 1
+        assert "after step 1 the weights hold NaN or infinite values" in finished.output
         assert not list((tmp_path / name).glob("checkpoint-*/*.safetensors"))
         assert not (tmp_path / name / "final").exists()
 
 
 def test_a_step_that_is_no_number_can_be_left_out(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Every step after the first is; none of them changes a weight, and nobody reads a zero."""
     out = tmp_path / "run"
     more = (*EXPLODES, "--learning_rate", "1e30", "--ignore_nan_inf", "true", "--max_steps", "3")
-    assert sft(*sft_args(tiny_model, text_data, out, *more)) == 0
-    said = capsys.readouterr().err
+    finished = sft(*sft_args(tiny_model, text_data, out, *more))
+    assert finished.code == 0, finished.output
+    said = finished.output
     assert "in step 3 the loss is nan, the gradient norm nan; its update is left out" in said
     assert "training loss: 6.2" in said
     assert "-> nan" in said
@@ -159,12 +145,13 @@ def test_a_step_that_is_no_number_can_be_left_out(
 
 
 def test_a_held_out_loss_that_is_no_number_is_never_the_best(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     best = ("--early_stopping_patience", "1", "--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1")
     more = (*EXPLODES, *best, "--learning_rate", "1e30", "--dataset_test_split", "train")
-    assert sft(*sft_args(tiny_model, text_data, tmp_path / "run", *more)) == 1
-    assert "after step 1 the held-out loss is nan" in capsys.readouterr().err
+    finished = sft(*sft_args(tiny_model, text_data, tmp_path / "run", *more))
+    assert finished.code == 1, finished.output
+    assert "after step 1 the held-out loss is nan" in finished.output
     assert not (tmp_path / "run" / "final").exists()
 
 
@@ -196,6 +183,8 @@ def test_one_ranks_infinite_loss_stops_all(tiny_model: Path, text_data: Path, tm
     assert finished.code == 1
     assert "error: training diverged: in step 2 the loss is inf, the gradient norm 0." in finished.output
     assert "another rank is gone" not in finished.output
+    _, _, account = finished.output.partition("Root Cause (first observed failure)")
+    assert "traceback : error: training diverged: in step 2 the loss is inf" in account  # the launcher's last words
     [first, *_] = [row["loss"] for row in runs.read(tmp_path / "run")["log"] if "loss" in row]
     assert first != torch.tensor(first).bfloat16().item()  # FSDP2 would round it
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -75,8 +76,11 @@ def test_the_line_of_a_step() -> None:
         "step 10/110  loss 1.2500  lr 0.0001  12,346 tokens/s  MFU 41.2%  40.00 GiB  01:00 left"
     )
     del logs["mfu"]
-    assert "tokens/s  MFU unknown" in line(logs, 10, 110, 0.6)
-    assert line({"eval_loss": 2.0}, 10, 110, 0.6) == "step 10/110  held-out loss 2.0000"
+    assert "tokens/s  40.00 GiB" in line(logs, 10, 110, 0.6)
+    assert "left" not in line(logs, 109, 110, 0.6)  # 00:00
+    assert "  loss 1.2500  accuracy 12.5%  lr" in line({**logs, "mean_token_accuracy": 0.125}, 10, 110, 0.6)
+    held_out = {"eval_loss": 2.0, "eval_mean_token_accuracy": 0.5}
+    assert line(held_out, 10, 110, 0.6) == "step 10/110  held-out loss 2.0000  accuracy 50.0%"
     assert line({"train_runtime": 2.0}, 10, 110, 0.6) == ""
 
 
@@ -86,6 +90,24 @@ def test_the_curve_is_a_picture_of_its_own(points: list[tuple[int, float]]) -> N
     root = ElementTree.fromstring(drawing.standalone(figure))
     drawn = next(element for element in root.iter() if element.tag.endswith("polyline"))
     assert len(drawn.get("points", "").split()) == sum(loss == loss for _, loss in points)
+
+
+def test_what_a_run_says_of_itself_without_being_told(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """A tenth of the lines in a short run, the first and the last step among them; and nothing that tells nothing."""
+    words = sft_args(tiny_model, text_data, tmp_path / "run", "--max_steps", "25", "--save_strategy", "no")
+    at = words.index("--logging_steps")
+    finished = sft(*words[:at], *words[at + 2 :], "--gradient_accumulation_steps", "2", "--use_peft")
+    assert finished.code == 0, finished.output
+    said = finished.output
+    assert [int(step) for step in re.findall(r"step (\d+)/25  loss", said)] == [1, *range(2, 25, 2), 25]
+    trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/final/adapter_model.safetensors").values())
+    assert f"trained: {trained / 1e6:.2f} M of 0." in said
+    assert "batch: 4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all" in said
+    assert "one process, which holds the whole model" in said
+    for nothing in ("MFU", "the plan", "as the YAML says", "00:00 left", "PAD/BOS/EOS", "1 rows"):
+        assert nothing not in said
 
 
 @pytest.mark.parametrize(
@@ -229,10 +251,7 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
     assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
     assert account["versions"]["torch"] == torch.__version__
-    assert (
-        len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  MFU unknown  [\d.]+ GiB of host", finished.output))
-        == steps
-    )
+    assert len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  [\d.]+ GiB of host", finished.output)) == steps
     assert "peak memory after step 2: " in finished.output
     assert (out / "loss.svg").read_text().count("<polyline") == 2
     card = ModelCard.load(out / "final" / "README.md")

@@ -124,7 +124,7 @@ def test_lora_exports_and_resumes(flags: dict[str, str], tiny_model: Path, text_
         ({"fsdp_version": "2", "wrap_policy": "NO_WRAP", "cpu_offload": "true"}, "CPU offload has no meaning here"),
         ({"fsdp_version": "2", "mixed_precision": "bf16", "activation_checkpointing": "true"}, "FSDP2: "),
         ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 5 units"),
-        ({"fsdp_version": "2", "strategy": "3", "mixed_precision": "bf16"}, "MULTI_CPU: no FSDP, as the YAML says"),
+        ({"fsdp_version": "2", "strategy": "3", "mixed_precision": "bf16"}, "MULTI_CPU: no FSDP was asked for"),
     ],
     ids=["size-ac", "nowrap-offload1", "nowrap-offload2", "bf16-ac", "bf16-fsdp1", "ddp"],
 )

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import set_seed
-
 from accel_fsdp import (
     arguments,
     batching,
@@ -38,10 +36,9 @@ def main() -> None:
     output = Path(training_args.output_dir)
     checkpoint = resuming.chosen(training_args)
     files.check_writable(output)
-    training.quiet(training_args.process_index)
+    training.begin(training_args)
     given = runs.arguments_of(model_args, data_args, training_args)
     record = runs.Record(output, given, first_rank=training_args.process_index == 0)
-    set_seed(training_args.seed)
 
     # Data: one rank per node tokenizes on all cores, the others read its cache
     tokenizer = models.load_tokenizer(model_args)
