@@ -137,8 +137,10 @@ def _size(path: Path) -> int:
 
 
 def _safetensors(folder: Path) -> Found | None:
-    index = weights.read_json(folder / "model.safetensors.index.json")
-    names = sorted(set(map(str, dict(index.get("weight_map") or {}).values())))
+    try:
+        names = weights.named_files(folder)
+    except UserError:
+        return Found("safetensors", folder, folder, (f"a sound {weights.INDEX}",))
     if not names and not (folder / "model.safetensors").is_file():
         return None
     lacking = [name for name in names if not (folder / name).is_file()]

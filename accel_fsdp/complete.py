@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import files, foreign, weights
+from accel_fsdp import files, foreign
 from accel_fsdp.errors import UserError
 
 MARKER = "complete.json"
+MOST_LOGGED = 20_000_000
+"""Numbers in `trainer_state.json`, which logs all steps."""
 SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 OF_RANK = re.compile(r"(?:__|rng_state_|zero_pp_rank_|fsdp_rank)(\d+)")
 """The number of the rank that wrote a file, in its name."""
@@ -170,15 +172,19 @@ def _origin(path: Path, found: Any) -> Origin | None:
 def flaw(checkpoint: Path) -> str:
     """What makes a checkpoint half-written or damaged, as far as sizes tell; empty where it is complete."""
     try:
-        marker = read(checkpoint)
+        return _flaw(checkpoint)
     except UserError as error:
         return error.what.removeprefix(f"{checkpoint}/")
+
+
+def _flaw(checkpoint: Path) -> str:
+    marker = read(checkpoint)
     if marker is not None:
         if not marker.complete:
             return "its run ended while it was written"
         return next(filter(None, (_wrong_size(checkpoint / name, size) for name, size in marker.sizes.items())), "")
-    if not weights.read_json(checkpoint / "trainer_state.json"):
-        return "trainer_state.json, which Trainer writes last, is missing or cut short"
+    if not foreign.read_json(checkpoint / "trainer_state.json", most_values=MOST_LOGGED):
+        return "trainer_state.json, which Trainer writes last, is missing or empty"
     sharded = (checkpoint / name for name in SHARDED if (checkpoint / name).is_dir())
     cut = [path.name for path in sharded if not (path / ".metadata").is_file()]
     return f"{cut[0]}/.metadata is missing" if cut else ""

@@ -5,20 +5,21 @@ the types of DCP's metadata and turns them into inert values.
 """
 
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from accel_fsdp import archive
+from accel_fsdp import archive, foreign
 from accel_fsdp.archive import DTYPES, TENSORS, Archive, Storage, View
 from accel_fsdp.errors import UserError
 from accel_fsdp.opcodes import Inert
-from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.stored import Reader, Record, Stored, damaged, tensor
 from accel_fsdp.unpickling import ERRORS, unpickle
 
 METADATA = ".metadata"
 DATA = "data/0"
 """The record of an archive's first tensor."""
 CRC_BYTES = 4
+LARGEST_METADATA = 1 << 28
 
 
 class _Metadata(Inert):
@@ -88,8 +89,31 @@ class _Item:
     length: int
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as `.metadata` lists it: its key in the nested state dict, and its chunks with their offsets."""
+
+    path: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], View], ...]
+
+    def stored(self, name: str) -> Stored:
+        """It as one."""
+        return tensor(name, self.dtype, self.shape, [view.piece(offsets) for offsets, view in self.chunks])
+
+
 def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
     """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read.
+
+    Raises:
+        UserError: as `entries`; or the chunks of a tensor don't fill it.
+    """
+    return {entry.path: entry.stored(name) for name, entry in entries(folder, reader).items()}
+
+
+def entries(folder: Path, reader: Reader) -> dict[str, Entry]:
+    """The tensors that a folder lists, by their flat names, each with its chunks; none is read.
 
     Pickled values, such as learning rates, are passed over.
 
@@ -97,10 +121,12 @@ def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
         UserError: a file is missing, damaged, outside of the folder, or names code.
     """
     path = folder / METADATA
-    content = reader.bytes_of(path, 0, reader.size_of(path))
+    content = foreign.read_bytes(path, LARGEST_METADATA)
+    if content is None:
+        raise damaged(path, "is missing")
     metadata = unpickle(content, ADMITTED, path)
     try:
-        return _tensors(folder, reader, metadata.state)
+        return _entries(folder, reader, metadata.state)
     except ERRORS as error:
         raise damaged(path, f"is damaged: {type(error).__name__} in what it lists") from error
 
@@ -142,15 +168,27 @@ class _Chunks:
         return view
 
 
-def _tensors(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[tuple[str, ...], Stored]:
+def _entries(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[str, Entry]:
     chunks = _Chunks(reader)
     items = _items(folder, reader, metadata["storage_data"])
     paths = metadata.get("planner_data") or {}
     return {
-        tuple(map(str, paths.get(name) or (name,))): _tensor(name, entry.state, items, chunks)
+        _text(name): _entry(name, _path(paths.get(name) or (name,)), entry.state, items, chunks)
         for name, entry in metadata["state_dict_metadata"].items()
         if not isinstance(entry, _Bytes)
     }
+
+
+def _text(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a name of type {type(name).__name__}")
+    return name
+
+
+def _path(keys: Any) -> tuple[str, ...]:
+    if not isinstance(keys, (tuple, list)) or not all(isinstance(key, (str, int)) for key in keys):
+        raise TypeError("a path of something else than keys")
+    return tuple(map(str, keys))
 
 
 def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
@@ -158,9 +196,10 @@ def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[t
     found: dict[tuple[str, Any], _Item] = {}
     known: dict[str, tuple[Path, int]] = {}
     for index, place in listed.items():
-        name, at, length = place.state["relative_path"], place.state["offset"], place.state["length"]
+        name = _text(place.state["relative_path"])
+        at, length = archive.size((place.state["offset"], place.state["length"]))
         if name not in known:
-            inner = inside(folder, name)
+            inner = foreign.inside(folder, name, METADATA)
             known[name] = inner, reader.size_of(inner)
         path, size_bytes = known[name]
         if place.state.get("transform_descriptors"):
@@ -169,47 +208,25 @@ def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[t
                 why="its tensors can't be read in parts",
                 fix="save without extensions, or load it with torch and save it again",
             )
-        if min(at, length) < 0 or at + length > size_bytes:
+        if at + length > size_bytes:
             raise damaged(path, f"is cut short: {size_bytes} bytes, {at + length} expected")
         offset = index.state.get("offset")
-        found[index.state["fqn"], None if offset is None else tuple(offset)] = _Item(path, at, length)
+        found[_text(index.state["fqn"]), None if offset is None else archive.size(offset)] = _Item(path, at, length)
     return found
 
 
-def inside(folder: Path, name: str, index: str = METADATA) -> Path:
-    """A file of the folder itself, which the folder's `index` names.
-
-    Raises:
-        UserError: the name leads elsewhere, by its parts or through a link.
-    """
-    path = folder / name
-    parts = PurePath(name).parts
-    elsewhere = PurePath(name).is_absolute() or ".." in parts or "\0" in name or not parts
-    if not elsewhere and not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(
-            f"{path} is a link to {path.resolve()}, outside of its folder",
-            why="a checkpoint has no business there; nothing was read",
-            fix="if the link is yours, put the file itself in its place; else don't trust this checkpoint",
-        )
-    if elsewhere:
-        raise UserError(
-            f"{folder / index} points to {name!r}, outside of its folder",
-            why="a checkpoint has no business there; nothing was read",
-            fix="don't trust this checkpoint; get it again from where it was written",
-        )
-    return path
-
-
-def _tensor(name: str, entry: dict[str, Any], items: dict[tuple[str, Any], _Item], chunks: _Chunks) -> Stored:
-    dtype, shape = entry["properties"].state[0], tuple(map(int, entry["size"]))
-    pieces: list[Piece] = []
+def _entry(
+    name: str, path: tuple[str, ...], entry: dict[str, Any], items: dict[tuple[str, Any], _Item], chunks: _Chunks
+) -> Entry:
+    dtype, shape = entry["properties"].state[0], archive.size(entry["size"])
+    found: list[tuple[tuple[int, ...], View]] = []
     for chunk in entry["chunks"]:
-        offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        offsets, sizes = archive.size(chunk.state["offsets"]), archive.size(chunk.state["sizes"])
         item = items.get((name, offsets))
         if item is None:
             raise ValueError("a chunk without a place")
         view = chunks.view(item, sizes)
         if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
             raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
-        pieces.append(view.piece(offsets))
-    return tensor(name, dtype, shape, pieces)
+        found.append((offsets, view))
+    return Entry(path, dtype, shape, tuple(found))

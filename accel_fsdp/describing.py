@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import trust
+from accel_fsdp import foreign, trust
 from accel_fsdp.errors import UserError
 from accel_fsdp.facts import first_line, model_class, read_config, read_tokenizer
 from accel_fsdp.stored import TORCH_NAMES
@@ -25,10 +25,18 @@ from accel_fsdp.stream import torch_dtype
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftConfig
     from torch import nn
 
 SHOWN = 3
-PAPERS = ["*.json", "*.jinja", "*.model", "*.txt", "*.spm", "*.bpe", "*.codes", "*.tokenizer"]
+BEGINNINGS = frozenset(
+    {
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
+        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping"),
+    }
+)
+"""Settings of an adapter's first weights, and of where its code lies."""
+PAPERS = ["*.json", "*.jinja", "*.model", "*.txt"]
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
 
@@ -190,16 +198,10 @@ def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
         UserError: either can't be built.
     """
     import torch
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+    from peft import get_peft_model, get_peft_model_state_dict
 
     try:
-        settings = PeftConfig.from_pretrained(str(folder))
-        if getattr(settings, "megatron_config", None):
-            raise trust.NeedsCode(
-                f"{folder / 'adapter_config.json'} names a module to import: {settings.megatron_core}",
-                why="PEFT would import it, and no command runs code that a checkpoint names",
-                fix="set megatron_config to null there, unless the adapter was trained with Megatron",
-            )
+        settings = peft_settings(foreign.read_json(folder / "adapter_config.json") or {})
         with torch.device("meta"):
             model = get_peft_model(build(base), settings)
         return {name: tuple(one.shape) for name, one in get_peft_model_state_dict(model).items()}
@@ -209,6 +211,23 @@ def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
             why="what the file must hold is unknown",
             fix="give the model that was trained: --model ID_OR_FOLDER",
         ) from error
+
+
+def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
+    """PEFT's settings of an adapter that is trained: how it once began, from which files too, is of no interest.
+
+    Raises:
+        NeedsCode: they name a module of Python to import.
+    """
+    from peft import PeftConfig
+
+    if settings.get("megatron_config"):
+        raise trust.NeedsCode(
+            f"the settings of the adapter name a module of Python, megatron_core: {settings.get('megatron_core')}",
+            why="PEFT would import it, and no command runs code that comes with a model",
+            fix="export the adapter with the Megatron that trained it",
+        )
+    return PeftConfig.from_peft_type(**{key: one for key, one in settings.items() if key not in BEGINNINGS})
 
 
 def loads(folder: Path) -> None:

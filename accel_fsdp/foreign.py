@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from accel_fsdp.errors import UserError
@@ -27,7 +27,7 @@ LARGEST_JSON = 1 << 27
 LARGEST_COPY = 1 << 30
 """Bytes of the papers of a model; the largest tokenizers have 50 MB."""
 MOST_VALUES = 3_000_000
-"""In one JSON file: each takes 100 bytes of memory or so, many times what it takes on disk."""
+"""In one JSON file: each may take 200 bytes of memory, many times what it takes on disk."""
 DEEPEST = 100
 MOST_DIGITS = 40
 """Of a whole number: `model_max_length` is often 1e30."""
@@ -48,7 +48,7 @@ def open_file(path: Path, within: Path | None = None) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{path} is not there") from error
     except (OSError, RuntimeError, ValueError) as error:  # a RuntimeError is a link to itself, a ValueError an odd name
-        raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
+        raise unreadable(path, getattr(error, "strerror", None) or str(error)) from error
     try:
         _check_plain(path, os.fstat(descriptor).st_mode)
     except UserError:
@@ -74,12 +74,33 @@ def _in_hub_cache(place: Path, root: Path) -> bool:
     return root.parent.name == "snapshots" and place.parent == root.parent.parent / "blobs"
 
 
+def inside(folder: Path, name: str, index: str) -> Path:
+    """The place in a folder of a file that the folder's `index` names.
+
+    Raises:
+        UserError: the name leads elsewhere, by its parts or through a link.
+    """
+    path, parts = folder / name, PurePath(name).parts
+    if PurePath(name).is_absolute() or ".." in parts or "\0" in name or not parts:
+        raise UserError(
+            f"{folder / index} points to {name[:200]!r}, outside of its folder",
+            why="a checkpoint has no business there; nothing was read",
+            fix="don't trust this checkpoint; get it again from where it was written",
+        )
+    try:
+        _place(path, folder)
+    except (OSError, RuntimeError, ValueError):  # whoever opens it will say so
+        return path
+    return path
+
+
 def _check_plain(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise _unreadable(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'a folder')}, not a file")
+        raise unreadable(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'a folder')}, not a file")
 
 
-def _unreadable(path: Path, reason: str) -> UserError:
+def unreadable(path: Path, reason: str) -> UserError:
+    """The error for a file that is there and gives no bytes."""
     return UserError(
         f"{path} can't be read: {reason}",
         why="it may change what the files beside it mean",
@@ -118,11 +139,11 @@ def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | 
             size = os.fstat(file.fileno()).st_size
             if size > largest:
                 raise broken(path, f"is too large: {size:,} bytes, such files have {largest:,} at most")
-            return file.read(largest)
+            return file.read(size + 1)[:largest]
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        raise unreadable(path, error.strerror or str(error)) from error
 
 
 def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = None) -> str | None:
@@ -138,24 +159,26 @@ def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = Non
         raise broken(path, "is damaged: no text in UTF-8") from error
 
 
-def read_json(path: Path, within: Path | None = None, largest: int = LARGEST_JSON) -> dict[str, Any] | None:
+def read_json(
+    path: Path, within: Path | None = None, largest: int = LARGEST_JSON, most_values: int = MOST_VALUES
+) -> dict[str, Any] | None:
     """A file with a mapping in JSON; None where there is none.
 
     Raises:
         UserError: it can't be read, or is damaged.
     """
     content = read_bytes(path, largest, within)
-    return None if content is None else mapping(content, path)
+    return None if content is None else mapping(content, path, most_values)
 
 
-def mapping(content: bytes, path: Path) -> dict[str, Any]:
+def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """The mapping in some JSON, in bounded memory. Whole numbers are of reasonable length; NaN is a number.
 
     Raises:
         UserError: there is none, or it is nested deeper, longer or stranger than any honest one.
     """
-    if sum(map(content.count, b",:[{")) > MOST_VALUES:
-        raise broken(path, f"is damaged: JSON of more than {MOST_VALUES:,} values")
+    if sum(map(content.count, b",:[{")) > most_values:
+        raise broken(path, f"is damaged: JSON of more than {most_values:,} values")
     try:
         found = json.loads(content.decode(), parse_int=_whole_number)
         if b"\\ud" in content.lower():
@@ -163,7 +186,7 @@ def mapping(content: bytes, path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep") from error
     except ValueError as error:
-        raise broken(path, f"is damaged: no JSON ({str(error)[:100]})") from error
+        raise broken(path, f"is damaged or cut short: no JSON ({str(error)[:100]})") from error
     if not isinstance(found, dict):
         raise broken(path, f"is damaged: a mapping is expected, not {type(found).__name__}")
     _check_depth(found, content, path)

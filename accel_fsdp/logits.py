@@ -1,17 +1,20 @@
-"""An export against its checkpoint, loaded by the library that wrote it: the same logits for the same tokens.
+"""An export against its checkpoint, as the library that wrote it puts it together: the same logits for the same tokens.
 
-This route shares no code with the export. It holds two models in memory, and runs in the process of `describing`, after
-the export has read all of the checkpoint's pickles with its own unpicklers and found nothing but tensors in them.
+This route shares the export's readers of files, and nothing of what the export does with what they read. It holds two
+models in memory, and runs in the process of `describing`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import describing, reloading, sources
 from accel_fsdp.adapters import clean_name
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.facts import model_class, read_config
 from accel_fsdp.papers import Papers
 from accel_fsdp.sources import MODEL_KEYS
+from accel_fsdp.stored import Reader
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +33,11 @@ def difference(folder: Path, found: Found, papers: Papers) -> tuple[float, float
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()
-        original = _original(found, papers, kind, config, exported.dtype)
+        reader = Reader()
+        try:
+            original = _Original(found, papers, reader, folder).model(kind, config, exported.dtype)
+        finally:
+            reader.close()
         theirs = _cast(original, exported.dtype).eval()(tokens).logits.float()
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
@@ -42,18 +49,65 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
     return model
 
 
-def _original(found: Found, papers: Papers, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
-    if found.kind == "safetensors":
-        return kind.from_pretrained(found.folder, config=config, trust_remote_code=False)  # type: ignore[no-any-return]
-    if papers.adapter is not None:
-        return _with_adapter(found, papers, kind, dtype)
-    model = kind(config)
-    state = _state(found)
-    if model.state_dict().keys() <= state.keys() or not _tied(model):
-        model.load_state_dict(state, strict=False)
-    else:
-        model.load_state_dict({**state, **_copies(model, state)}, strict=False)
-    return model  # type: ignore[no-any-return]
+@dataclass(frozen=True)
+class _Original:
+    """What is compared with; `room` is a folder of ours for what has to be written again."""
+
+    found: Found
+    papers: Papers
+    reader: Reader
+    room: Path
+
+    def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
+        """The model as it was trained."""
+        if self.found.kind == "safetensors":
+            return _of_files(kind, config, self._files(self.found.folder), "auto")
+        if self.papers.adapter is not None:
+            return self._with_adapter(kind, config, dtype)
+        model = kind(config)
+        state = self._state()
+        if model.state_dict().keys() <= state.keys() or not _tied(model):
+            model.load_state_dict(state, strict=False)
+        else:
+            model.load_state_dict({**state, **_copies(model, state)}, strict=False)
+        return model  # type: ignore[no-any-return]
+
+    def _with_adapter(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
+        """Merged as wide as the export is, or as the base is."""
+        import torch
+        from peft import get_peft_model, set_peft_model_state_dict
+
+        state = self._files(self.papers.folder)
+        stored = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
+        base = _of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
+        model = get_peft_model(base, describing.peft_settings(self.papers.settings))
+        adapter = self.found.kind == "adapter"
+        held = reloading.of_safetensors(self.found.weights, self.reader) if adapter else self._state()
+        set_peft_model_state_dict(model, held)
+        return model.merge_and_unload()  # type: ignore[no-any-return]
+
+    def _files(self, folder: Path) -> "dict[str, torch.Tensor]":
+        paths = sources.files_of(folder)
+        return {name: one for path in paths for name, one in reloading.of_safetensors(path, self.reader).items()}
+
+    def _state(self) -> "dict[str, torch.Tensor]":
+        state: dict[str, Any]
+        if self.found.kind == "ZeRO":
+            return reloading.of_zero(self.found.weights, self.reader, self.room)
+        if self.found.kind == "sharded (DCP)":
+            paths = reloading.of_dcp(self.found.weights, self.reader)
+            nested = {path[-1]: one for path, one in paths.items() if set(path[:-1]) <= MODEL_KEYS and path[:-1]}
+            state = nested or {path[-1]: one for path, one in paths.items() if len(path) == 1}
+        else:
+            state = reloading.of_file(self.found.weights, self.reader)
+            while inner := next((key for key in state if key in MODEL_KEYS), None):
+                state = state[inner]
+        return {clean_name(name).removeprefix("module."): tensor for name, tensor in state.items()}
+
+
+def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
+    """What `from_pretrained` makes of these tensors, by the names that files give them."""
+    return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def _tied(model: "nn.Module") -> bool:
@@ -66,39 +120,3 @@ def _copies(model: "nn.Module", state: "dict[str, torch.Tensor]") -> "dict[str, 
         groups.setdefault(id(parameter), []).append(name)
     held = {key: next(state[name] for name in names if name in state) for key, names in groups.items()}
     return {name: held[key] for key, names in groups.items() for name in names}
-
-
-def _with_adapter(found: Found, papers: Papers, kind: Any, dtype: "torch.dtype") -> "nn.Module":
-    """Merged as wide as the export is, or as the base is."""
-    import torch
-    from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-
-    wide = dtype if dtype is torch.float32 else "auto"
-    base = kind.from_pretrained(papers.folder, dtype=wide, trust_remote_code=False)
-    if found.kind == "adapter":
-        return PeftModel.from_pretrained(base, str(found.folder)).merge_and_unload()  # type: ignore[no-any-return]
-    model = get_peft_model(base, PeftConfig.from_pretrained(str(papers.adapter)))
-    set_peft_model_state_dict(model, _state(found))
-    return model.merge_and_unload()  # type: ignore[no-any-return]
-
-
-def _state(found: Found) -> "dict[str, torch.Tensor]":
-    import torch
-
-    if found.kind == "ZeRO":
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        return get_fp32_state_dict_from_zero_checkpoint(str(found.folder), tag=found.weights.name)  # type: ignore[no-any-return]
-    state: dict[str, Any] = {}
-    if found.kind == "sharded (DCP)":
-        from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-        planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-        _load_state_dict(state, storage_reader=FileSystemReader(found.weights), planner=planner, no_dist=True)
-    else:
-        state = torch.load(found.weights, weights_only=True)
-    while inner := next((key for key in state if key in MODEL_KEYS), None):
-        state = state[inner]
-    return {clean_name(name).removeprefix("module."): tensor for name, tensor in state.items()}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import archive, dcp, lora_names, weights, zero_checkpoint
+from accel_fsdp import archive, dcp, foreign, lora_names, weights, zero_checkpoint
 from accel_fsdp.adapters import clean_name
 from accel_fsdp.archive import View
 from accel_fsdp.checkpoint import Found
@@ -14,7 +14,6 @@ from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
-INDEX = "model.safetensors.index.json"
 Paths = Mapping[tuple[str, ...], Stored]
 
 
@@ -78,18 +77,18 @@ def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Store
 
 
 def _filed(folder: Path) -> Iterator[tuple[str, Stored]]:
-    index = weights.read_json(folder / INDEX)
-    names = sorted(set(map(str, dict(index.get("weight_map") or {}).values()))) or ["model.safetensors"]
-    for name in names:
-        yield from of_file(folder / name if _in_hub_cache(folder, name) else dcp.inside(folder, name, INDEX)).items()
+    for path in files_of(folder) or [folder / "model.safetensors"]:
+        yield from of_file(path).items()
 
 
-def _in_hub_cache(folder: Path, name: str) -> bool:
-    """Whether it is huggingface_hub's link from `REPO/snapshots/REVISION/` to a file right in `REPO/blobs/`."""
-    path, home = folder / name, folder.resolve().parent
-    if Path(name).name != name or home.name != "snapshots" or not path.is_symlink():
-        return False
-    return path.resolve().parent == home.parent / "blobs"
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder: those that its index names, else all.
+
+    Raises:
+        UserError: the index is damaged, or names files elsewhere.
+    """
+    named = weights.named_files(folder)
+    return [foreign.inside(folder, name, weights.INDEX) for name in named] or sorted(folder.glob("model*.safetensors"))
 
 
 def of_folder(folder: Path) -> dict[str, Stored]:
@@ -98,7 +97,7 @@ def of_folder(folder: Path) -> dict[str, Stored]:
     Raises:
         UserError: it holds no safetensors files, or damaged ones.
     """
-    found = {name: one for path in sorted(folder.glob("model*.safetensors")) for name, one in of_file(path).items()}
+    found = {name: one for path in files_of(folder) for name, one in of_file(path).items()}
     if not found:
         raise UserError(
             f"{folder} holds no model*.safetensors",

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from accel_fsdp import foreign
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
@@ -235,14 +236,20 @@ class Reader:
         """Fills `view` from byte `at` of a file on, unchecked."""
         descriptor, done = self._open(path), 0
         while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], at + done)
+            try:
+                count = os.preadv(descriptor, [view[done:]], at + done)
+            except OSError as error:  # of the source: its disk may fail
+                raise foreign.unreadable(path, error.strerror or str(error)) from error
             if count == 0:
                 raise damaged(path, f"is cut short: it ends at byte {at + done}")
             done += count
 
     def bytes_of(self, path: Path, at: int, length: int) -> bytes:
         """A few bytes of a file, unchecked; fewer where it ends."""
-        return os.pread(self._open(path), length, at)
+        try:
+            return os.pread(self._open(path), length, at)
+        except OSError as error:
+            raise foreign.unreadable(path, error.strerror or str(error)) from error
 
     def size_of(self, path: Path) -> int:
         """Bytes of a file."""
@@ -252,9 +259,9 @@ class Reader:
         with self._lock:
             if path not in self._descriptors:
                 try:
-                    self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise damaged(path, f"can't be read: {error.strerror}") from error
+                    self._descriptors[path] = foreign.open_file(path)
+                except FileNotFoundError as error:
+                    raise damaged(path, "is missing") from error
             return self._descriptors[path]
 
     def check(self) -> int:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import files
+from accel_fsdp import files, foreign
 from accel_fsdp.errors import UsageError
 from accel_fsdp.types import CheckpointFacts
 
 LENGTH_BYTES = 8
 LARGEST_HEADER = 100_000_000  # the format's own limit
+INDEX = "model.safetensors.index.json"
 TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_state", "scaler")
@@ -73,13 +74,28 @@ def _bytes(tensor: Tensor) -> bytes:
         return content[tensor.start : tensor.end]
 
 
+def named_files(folder: Path) -> list[str]:
+    """The files that a model's index names; none without an index.
+
+    Raises:
+        UserError: the index can't be read, or is none.
+    """
+    index = foreign.read_json(folder / INDEX)
+    if index is None:
+        return []
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
+        raise foreign.broken(folder / INDEX, "is damaged: no list of tensors and their files")
+    return sorted(set(listed.values()))
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON mapping; empty if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """A JSON mapping; empty if there is no such file.
+
+    Raises:
+        UserError: there is one that can't be read, or is damaged.
+    """
+    return foreign.read_json(path) or {}
 
 
 def read_checkpoint(folder: Path) -> CheckpointFacts:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import archive
+from accel_fsdp import archive, foreign
 from accel_fsdp.archive import TENSORS, View
 from accel_fsdp.errors import UserError
 from accel_fsdp.opcodes import Inert
@@ -22,6 +22,7 @@ from accel_fsdp.unpickling import ERRORS
 
 Span = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
+LONGEST_NAME = 4096
 Groups = list[View]
 """A rank's flat tensors, one per group of parameters."""
 
@@ -53,8 +54,7 @@ def folder_of(checkpoint: Path) -> Path | None:
     """The folder of the ranks' files: `global_stepN` as the file `latest` says, else the highest; None without one."""
     if any(checkpoint.glob("*_optim_states.pt")):
         return checkpoint
-    latest = checkpoint / "latest"
-    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    name = (foreign.read_text(checkpoint / "latest", LONGEST_NAME) or "").strip()
     steps = sorted(checkpoint.glob("global_step*"), key=lambda path: _numbers(path.name))
     named = [path for path in steps if path.name == name]
     return named[0] if named else steps[-1] if steps else None

@@ -104,7 +104,7 @@ LAYERS = [
         "causal",
     },
     {"describing", "sources", "papers"},
-    {"planned", "merging", "converting", "logits", "verifying"},
+    {"planned", "merging", "converting", "reloading", "logits", "verifying"},
     {"exporting"},
     {"encoding"},
     {"packing"},

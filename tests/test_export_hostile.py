@@ -1,0 +1,137 @@
+"""`accel-fsdp export` of checkpoints whose makers mean harm: no code runs, no file of another folder is read."""
+
+import contextlib
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import LlamaConfig
+
+from accel_fsdp import checkpoint, exporting, logits, papers
+from accel_fsdp.errors import UserError
+
+SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 6}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
+INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint of 3 ranks."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
+    return folder
+
+
+@pytest.fixture
+def run_folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def export(src: Path, out: Path, **options: Any) -> None:
+    exporting.run(exporting.Options(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+
+
+class Evil:
+    """Unpickling it makes a file."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.proof}",)
+
+
+def zero_files(folder: Path, state: dict[str, torch.Tensor], ranks: int = 2) -> None:
+    """As DeepSpeed's stage 2 writes them."""
+    flat = torch.cat([one.flatten() for one in state.values()])
+    parts = torch.nn.functional.pad(flat, (0, -len(flat) % ranks)).chunk(ranks)
+    shapes = {name: one.shape for name, one in state.items()}
+    model = {"module": state, "buffer_names": [], "param_shapes": [shapes], "shared_params": {}, "ds_version": "0.19"}
+    folder.mkdir(parents=True)
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank, part in enumerate(parts):
+        held = {"zero_stage": 2, "partition_count": ranks, "single_partition_of_fp32_groups": [part.clone()]}
+        torch.save({"optimizer_state_dict": held}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def hide_metadata(run: Path, proof: Path) -> None:
+    """A `.metadata` that our reader takes and torch doesn't, so that torch looks for another one."""
+    inner = run / INNER
+    content = (inner / ".metadata").read_bytes()
+    made = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)R0"
+    assert content[:2] == b"\x80\x04"
+    (inner / ".metadata").write_bytes(content[:2] + made + pickle.dumps(FileSystemReader(inner).read_metadata())[2:])
+    (inner / "__0.metadata").write_bytes(pickle.dumps(Evil(proof)))
+
+
+def to_zero(run: Path, proof: Path) -> None:
+    state = FileSystemReader(run / INNER).read_metadata().state_dict_metadata
+    shutil.rmtree(run / "checkpoint-1")
+    zero_files(
+        run / "checkpoint-1" / "global_step1",
+        {name.partition(".")[2]: torch.randn(one.size) for name, one in state.items()},
+    )
+    (run / "checkpoint-1" / "latest").write_text("global_step1")
+
+
+def hide_record(run: Path, proof: Path) -> None:
+    """A second pickle in a ZeRO file, the name of which differs by case."""
+    to_zero(run, proof)
+    path = run / "checkpoint-1" / "global_step1" / "mp_rank_00_model_states.pt"
+    with zipfile.ZipFile(path) as archive:
+        name = next(one for one in archive.namelist() if one.endswith("data.pkl"))
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
+        archive.writestr(name.replace("data.pkl", "Data.pkl"), pickle.dumps(Evil(proof), 2))
+
+
+@pytest.mark.parametrize("hide", [hide_metadata, hide_record, to_zero])
+def test_logits_are_compared_through_our_readers_alone(
+    hide: Callable[[Path, Path], None], run_folder: Path, tmp_path: Path
+) -> None:
+    proof, out = tmp_path / "proof", tmp_path / "out"
+    export(run_folder, out)
+    hide(run_folder, proof)
+    found, _ = checkpoint.find(run_folder)
+    with pytest.raises(UserError, match="no archive") if hide is hide_record else contextlib.nullcontext():
+        logits.difference(out, found, papers.find(found, None))
+    assert not proof.exists()
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, in another order in memory."""
+    return tensor.mT.clone().mT if tensor.dim() == 2 else tensor
+
+
+def test_logits_of_every_kind_of_checkpoint(run_folder: Path, tmp_path: Path) -> None:
+    """Laid out by the library that wrote them: none differs from its export, and each from one with another weight."""
+    out = tmp_path / "out"
+    export(run_folder, out)
+    state = load_file(out / "model.safetensors")
+    config = (run_folder / "model" / "config.json").read_text()
+    kinds = {kind: tmp_path / kind / "checkpoint-1" for kind in ("zero", "safetensors", "file")}
+    zero_files(kinds["zero"] / "global_step1", state)
+    for kind in ("safetensors", "file"):
+        kinds[kind].mkdir(parents=True)
+    save_file(state, kinds["safetensors"] / "model.safetensors")
+    torch.save({"model": {name: turned(one) for name, one in state.items()}}, kinds["file"] / "model.pth")
+    kinds["sharded"] = run_folder / "checkpoint-1"
+    for folder in kinds.values():
+        (folder / "config.json").write_text(config)
+        found, _ = checkpoint.find(folder)
+        difference, largest = logits.difference(out, found, papers.find(found, None))
+        assert difference == 0 < largest, found.kind
+    state["model.norm.weight"] *= 2
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    for folder in kinds.values():
+        found, _ = checkpoint.find(folder)
+        assert logits.difference(out, found, papers.find(found, None))[0] > 0
