@@ -19,6 +19,11 @@ TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
 FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
+NULL_IS_ABSENT = frozenset({
+    "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch", "fsdp_state_dict_type",
+    "fsdp_ignored_modules",
+})  # fmt: skip
+"""FSDP keys that the launcher hands on only if they are not null."""
 SWITCHES = ("use_dora", "load_in_8bit", "predict_with_generate")
 """The script's arguments that the table of combinations knows as flags."""
 
@@ -41,7 +46,10 @@ class Edit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `key` is a dotted path, `line` counts from 1; `edits` the repair, if one is right."""
+    """One thing that is wrong. `key` is a dotted path, `line` counts from 1; `edits` the repair, if one is right.
+
+    `milder` is the severity of a case that does less harm than its rule's others.
+    """
 
     key: str
     what: str
@@ -51,6 +59,7 @@ class Finding:
     code: str = ""
     severity: Severity = "error"
     line: int | None = None
+    milder: Severity | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,8 @@ class Subject:
 
     `values` as PyYAML reads them, `source` the text they were read from, `args` the training script's arguments,
     `starter` the word that their command line begins with (accelerate, torchrun, python), empty if they came as a
-    mapping, and `launcher` the flags of that line that belong to `accelerate launch`.
+    mapping, and `launcher` the flags of that line that belong to `accelerate launch`. `absent` are keys of
+    `deepspeed_config` whose file isn't there: "beside" if it is beside the YAML, "elsewhere" if not even its folder is.
     """
 
     values: Mapping[str, Any]
@@ -72,13 +82,14 @@ class Subject:
     here: HereFacts | None = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def engine(self) -> Engine:
         """The engine that Accelerate will choose."""
         kind = str(self.values.get("distributed_type"))
         if kind == "FSDP":
-            return Engine.FSDP2 if str(self.fsdp("fsdp_version")) == "2" else Engine.FSDP1
+            return Engine.FSDP1 if self.fsdp_version in ("1", "") else Engine.FSDP2
         if kind in DDP_TYPES:
             return Engine.DDP
         return {"DEEPSPEED": Engine.DEEPSPEED, "XLA": Engine.TPU}.get(kind, Engine.NONE)
@@ -91,12 +102,13 @@ class Subject:
         return {full_name(name, str(key)): value for key, value in content.items()}
 
     def has(self, key: str) -> bool:
-        """Whether an FSDP key is written in the file."""
-        return key in self.section("fsdp_config")
+        """Whether an FSDP key is written in the file; null counts where it doesn't mean the same as no key."""
+        section = self.section("fsdp_config")
+        return key in section and (section[key] is not None or key not in NULL_IS_ABSENT)
 
     def fsdp(self, key: str) -> Any:
         """The value of an FSDP key, or what Accelerate takes when it is absent."""
-        return self.section("fsdp_config").get(key, BY_NAME["fsdp_config", key].default)
+        return self.section("fsdp_config")[key] if self.has(key) else BY_NAME["fsdp_config", key].default
 
     def on(self, key: str) -> bool:
         """A boolean FSDP key as Accelerate's environment variables carry it."""
@@ -106,6 +118,12 @@ class Subject:
         """The word that stands behind a top-level key in the file, where it has a line of its own."""
         found = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
         return found[1] if found else otherwise
+
+    @property
+    def fsdp_version(self) -> str:
+        """The version that is meant, also where Accelerate can't read it, as 2.0 or v2; empty if not known."""
+        found = re.fullmatch(r"(?:v|fsdp)?(\d+)(?:\.0*)?", str(self.fsdp("fsdp_version")).lower())
+        return found[1] if found else ""
 
     def top(self, key: str) -> Any:
         """The value of a top-level key, or its default."""
@@ -277,38 +295,67 @@ def known_fields(section: str) -> dict[str, Field]:
     return {key: field for (place, key), field in BY_NAME.items() if place == section}
 
 
+MISSPELT = ("AF102", "AF103")
+"""The rules about names that nothing reads: those of the top level first, as they say what the sections are."""
+
+
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
-    """All findings of all rules, in the order of their codes."""
+    """All findings of all rules, in the order of their codes.
+
+    What is surely a misspelling is one finding: the rules that follow see the file as it was meant.
+    """
+    seen = dict.fromkeys(rules, subject)
+    for code in MISSPELT:
+        renamed = _as_meant(subject, [one for found in RULES[code].check(subject) for one in found.edits])
+        seen |= {other: renamed for other in rules if other not in MISSPELT[: MISSPELT.index(code) + 1]}
+        subject = renamed
     return [
         replace(
             found,
-            edits=found.edits if all(_fits(subject, edit) for edit in found.edits) else (),
+            edits=found.edits if all(_fits(seen[code], edit) for edit in found.edits) else (),
             code=code,
-            severity=one.severity,
+            severity=found.milder or one.severity,
         )
         for code, one in sorted(rules.items())
-        for found in one.check(subject)
+        for found in one.check(seen[code])
     ]
+
+
+def _as_meant(subject: Subject, edits: Iterable[Edit]) -> Subject:
+    """The subject with new names for misspelt ones, each in its place."""
+    values = dict(subject.values)
+    for edit in (edit for edit in edits if edit.new_key):
+        place = values.get(edit.section) if edit.section else values
+        if isinstance(place, Mapping):
+            names = (edit.key, short_name(edit.section, edit.key))
+            renamed = {edit.new_key if key in names else key: value for key, value in place.items()}
+            values = {**values, edit.section: renamed} if edit.section else renamed
+    return replace(subject, values=values) if values != subject.values else subject
 
 
 def _fits(subject: Subject, edit: Edit) -> bool:
     """Whether there is a mapping to edit, or room for one (AF106 tells of the other case)."""
+    if not edit.section and edit.new_key:
+        return edit.new_key not in subject.values
     return not edit.section or isinstance(subject.values.get(edit.section) or {}, Mapping)
 
 
 def locate(findings: list[Finding], document: Any) -> list[Finding]:
-    """Adds line numbers from a ruamel.yaml document."""
-    return [replace(found, line=_line(document, found.key)) for found in findings]
+    """Adds line numbers from a ruamel.yaml document, which may spell a name otherwise than the findings do."""
+    misspelt = [edit for found in findings if found.code in MISSPELT for edit in found.edits]
+    spelt = {(edit.section, edit.new_key): edit.key for edit in misspelt}
+    return [replace(found, line=_line(document, found.key, spelt)) for found in findings]
 
 
-def _line(document: Any, dotted: str) -> int | None:
+def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> int | None:
     section, _, key = dotted.rpartition(".")
-    inside = document.get(section) if section else document
-    for candidate in (key, short_name(section, key)):
+    place = section if section in document else spelt.get(("", section), section)
+    inside = document.get(place) if section else document
+    for candidate in (key, short_name(section, key), spelt.get((section, key))):
         if hasattr(inside, "lc") and candidate in inside:
             return int(inside.lc.key(candidate)[0]) + 1
-    if section and section in document:
-        return int(document.lc.key(section)[0]) + 1
+    if section and place in document:
+        return int(document.lc.key(place)[0]) + 1
     return None
 
 

@@ -19,6 +19,7 @@ from accel_fsdp.types import CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
 
 
+LONGEST_PATH = 4096
 PORT = 29500
 """Where the launcher meets unless the file says otherwise."""
 
@@ -89,9 +90,10 @@ def read_subject(path: Path, sources: Sources | None = None, given: Given | None
     given = given or read_given(sources)
     document = config.load(path)
     try:
-        values = yaml.safe_load(document.source)
+        values = json.loads(document.source) if document.is_json else yaml.safe_load(document.source)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise unreadable(path, str(error).splitlines()[0]) from error
+        kind = "not JSON, which Accelerate reads from a file of that name: " if document.is_json else ""
+        raise unreadable(path, kind + str(error).splitlines()[0]) from error
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no keys for PyYAML")
     subject = Subject(
@@ -105,8 +107,24 @@ def read_subject(path: Path, sources: Sources | None = None, given: Given | None
         here=_read_here(values, given.args or {}) if sources.here else None,
         launcher=given.launcher,
         source=document.source,
+        absent=_absent(values, path),
     )
     return subject, document
+
+
+def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
+    """DeepSpeed's own file where it can't be opened from here: beside the YAML, in no folder of ours, or nowhere."""
+    section = values.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if not isinstance(named, str) or not named or "\0" in named or len(named) > LONGEST_PATH:
+        return {}
+    given = Path(named).expanduser()
+    if given.exists():
+        return {}
+    if (path.parent / given).exists():
+        return {"deepspeed_config_file": "beside"}
+    elsewhere = given.is_absolute() and not given.parent.exists()
+    return {"deepspeed_config_file": "elsewhere" if elsewhere else ""}
 
 
 def _read_here(values: dict[str, Any], args: Mapping[str, Any]) -> HereFacts:

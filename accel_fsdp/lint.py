@@ -10,6 +10,7 @@ from accel_fsdp import (  # noqa: F401 (rules register)
     files,
     render,
     rules_args,
+    rules_beside,
     rules_checkpoint,
     rules_fsdp,
     rules_job,
@@ -26,7 +27,7 @@ from accel_fsdp.inputs import Given, Sources, read_given, read_subject
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 6
-NAMES = frozenset({"AF103", "AF104", "AF105", "AF108"})
+NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that mend the names of keys."""
 
 
@@ -122,6 +123,7 @@ def _repair(path: Path, options: Options, given: Given) -> None:
 def _as_json(one: Finding) -> dict[str, Any]:
     shown = asdict(one)
     fixable = bool(shown.pop("edits"))
+    del shown["milder"]
     return {**shown, "fixable": fixable}
 
 

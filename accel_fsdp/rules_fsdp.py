@@ -1,5 +1,6 @@
 """Rules about what the FSDP settings do together."""
 
+import math
 from collections.abc import Iterator
 
 from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, combined, rule
@@ -13,7 +14,8 @@ def version_missing(subject: Subject) -> Iterator[Finding]:
 
     In the YAML that means FSDP1; the same omission in `TrainingArguments` means FSDP2. The settings of one are ignored
     by the other. A boolean `fsdp_reshard_after_forward` without keys of FSDP1 looks as if FSDP2 was meant, while FSDP1
-    is what runs: `--fix` then leaves the choice to you.
+    is what runs: `--fix` then leaves the choice to you. Beside keys of FSDP1, as older releases of Accelerate wrote
+    files, it is a note.
     """
     if subject.is_fsdp and not subject.has("fsdp_version"):
         both = _looks_like_2(subject)
@@ -24,13 +26,17 @@ def version_missing(subject: Subject) -> Iterator[Finding]:
             "most keys mean something under one version only",
             "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if both else "fsdp_version: 1",
             () if both else (Edit("fsdp_config", "fsdp_version", 1),),
+            milder="note" if any(subject.has(key) for key in ONLY_1) else None,
         )
 
 
+ONLY_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
+"""Keys that show that FSDP1 is meant."""
+
+
 def _looks_like_2(subject: Subject) -> bool:
-    only_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
     boolean = str(subject.fsdp("fsdp_reshard_after_forward")).lower() in TRUE_WORDS + FALSE_WORDS
-    return subject.has("fsdp_reshard_after_forward") and boolean and not any(subject.has(key) for key in only_1)
+    return subject.has("fsdp_reshard_after_forward") and boolean and not any(subject.has(key) for key in ONLY_1)
 
 
 @rule("AF302", pains=("P04",))
@@ -39,17 +45,22 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
     Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
     given, and that one is used. `--fix` renames a strategy's name and removes what stands beside a strategy; false may
-    have meant SHARD_GRAD_OP, which is not what runs, and stays.
+    have meant SHARD_GRAD_OP, which is not what runs, and stays. Where it says what runs all the same, as in TRL's file
+    for FSDP1, it is a note, and a warning where a strategy beside it says something else.
     """
     if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
         return
     fix, edits = _instead_of_reshard(subject)
+    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
+    same = value == subject.strategy or (value.lower() in TRUE_WORDS and RESHARDS.get(subject.strategy) is True)
+    same = same or (value.lower() in FALSE_WORDS and RESHARDS.get(subject.strategy) is False)
     yield Finding(
         "fsdp_config.fsdp_reshard_after_forward",
         "FSDP1 ignores fsdp_reshard_after_forward",
-        f"the model is trained with {subject.strategy}",
+        f"the model is trained with {subject.strategy}" + (", which is what it says" if same else ""),
         fix,
         edits,
+        milder="note" if same else "warning" if subject.has("fsdp_sharding_strategy") else None,
     )
 
 
@@ -125,7 +136,7 @@ def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF306", pains=("P09",))
+@rule("AF306", "warning", pains=("P09",))
 def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
     """`fsdp_auto_wrap_policy` is missing, so the whole model is one unit.
 
@@ -227,7 +238,7 @@ def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
         edit = Edit("fsdp_config", "fsdp_activation_checkpointing_offload")
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing_offload",
-            "FSDP1 can't offload checkpoints",
+            "FSDP1 can't offload checkpoints: fsdp_activation_checkpointing_offload",
             "Accelerate stops",
             "remove it, or fsdp_version: 2",
             (edit,),
@@ -236,7 +247,7 @@ def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
         edit = Edit("fsdp_config", "fsdp_activation_checkpointing", True)
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing_offload",
-            "there are no checkpoints to offload",
+            "fsdp_activation_checkpointing_offload finds nothing to offload: fsdp_activation_checkpointing is off",
             "Accelerate stops",
             "fsdp_activation_checkpointing: true",
             (edit,),
@@ -269,45 +280,64 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
 
 
 @rule("AF315", pains=("P41",))
-def mesh_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
     """A dimension in `parallelism_config` that the engine doesn't use.
 
-    FSDP2 uses all but `sp`, DeepSpeed only `sp`, DDP `dp_replicate` and `tp`; FSDP1 and TPU none.
+    FSDP2 uses all but `sp`; DDP `dp_replicate` and `tp`; FSDP1 and TPU none. DeepSpeed uses `sp`, and beside it
+    `dp_replicate` and `dp_shard` as the number of batches; without `sp` those two change nothing.
     """
-    for key, size in subject.section("parallelism_config").items():
-        known = BY_NAME.get(("parallelism_config", key))
-        if known and key.endswith("_size") and str(size) != "1" and subject.engine not in known.engines:
-            yield Finding(
-                f"parallelism_config.{key}",
-                f"{subject.engine.value} does not use {key}",
-                "Accelerate stops, or runs without it",
-                f"{key}: 1, or "
-                + ("distributed_type: DEEPSPEED" if known.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
-            )
+    sizes = mesh_sizes(subject)
+    sequences = subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
+    for name, size in sizes.items():
+        key = f"parallelism_config_{name}_size"
+        known = BY_NAME["parallelism_config", key]
+        counts = subject.engine is Engine.DEEPSPEED and name.startswith("dp_")
+        if size == 1 or subject.engine in known.engines or (counts and sequences):
+            continue
+        yield Finding(
+            f"parallelism_config.{key}",
+            f"{subject.engine.value} does not use {key}",
+            "DeepSpeed shards as zero_stage says" if counts else "Accelerate stops, or runs without it",
+            f"{key}: 1, or "
+            + ("distributed_type: DEEPSPEED" if known.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
+            milder="warning" if counts else None,
+        )
+
+
+def mesh_sizes(subject: Subject) -> dict[str, int]:
+    """The dimensions of the mesh by name: 1 where nothing is given, or what is no whole number."""
+    mesh = subject.section("parallelism_config")
+    sizes = {name: mesh.get(f"parallelism_config_{name}_size", 1) for name in DIMENSIONS}
+    return {name: size if type(size) is int else 1 for name, size in sizes.items()}
+
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 @rule("AF316", pains=("P42",))
 def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
-    """The sizes in `parallelism_config` multiplied are not `num_processes`: Accelerate stops.
+    """The sizes in `parallelism_config` multiplied are not `num_processes`.
 
-    A mesh whose sizes are all 1 is none.
+    Accelerate stops; DeepSpeed with `sp` does, whose batch then isn't the one that Accelerate told it. A mesh whose
+    sizes are all 1 is none.
     """
     mesh = subject.section("parallelism_config")
-    if subject.engine not in (Engine.FSDP2, Engine.DDP) or not mesh:
+    engines = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
+    numbers = all(type(mesh.get(f"parallelism_config_{name}_size", 1)) is int for name in DIMENSIONS)
+    if subject.engine not in engines or not mesh or not numbers:
         return
-    total = 1
-    for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
-        size = mesh.get(f"parallelism_config_{name}_size", 1)
-        if not isinstance(size, int):
-            return
-        total *= size
-    processes = subject.top("num_processes")
-    if isinstance(processes, int) and processes > 0 and total not in (1, processes):
+    sizes = mesh_sizes(subject)
+    total, processes = math.prod(sizes.values()), subject.number("num_processes")
+    if processes and total not in (1, processes):
+        largest = max((name for name in DIMENSIONS if sizes[name] != 1), key=lambda name: sizes[name])
+        product = " x ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
         yield Finding(
-            "parallelism_config",
-            f"the mesh has {total} ranks, num_processes is {processes}",
-            "Accelerate stops: total_size does not match num_processes",
-            f"sizes whose product is {processes}",
+            f"parallelism_config.parallelism_config_{largest}_size",
+            f"parallelism_config has {total} ranks ({product}), num_processes is {processes}",
+            "DeepSpeed stops: train_batch_size is not equal to micro batches times ranks"
+            if subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
+            else "Accelerate stops: total_size does not match num_processes",
+            f"parallelism_config_..._size whose product is {processes}, or num_processes: {total}",
         )
 
 

@@ -66,9 +66,13 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF404", "warning", pains=("P45",))
+@rule("AF404", "note", pains=("P45",))
 def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
-    """`machine_rank` in a file for several machines: copied to all of them it makes each one number 0."""
+    """`machine_rank` in a file for several machines.
+
+    Right in a file of one machine's own, as `accelerate config` writes it on each; copied to all it makes each one the
+    same number.
+    """
     machines = subject.top("num_machines")
     if isinstance(machines, int) and machines > 1 and "machine_rank" in subject.values:
         yield Finding(
@@ -79,7 +83,7 @@ def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF405", pains=("P83",))
+@rule("AF405", "warning", pains=("P83",))
 def use_cpu_under_fsdp(subject: Subject) -> Iterator[Finding]:
     """`use_cpu: true` under FSDP, which the launcher does not hand to the ranks."""
     if subject.is_fsdp and subject.values.get("use_cpu") is True:
@@ -92,9 +96,12 @@ def use_cpu_under_fsdp(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF406")
+@rule("AF406", "note")
 def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
-    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes no model."""
+    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes a checkpoint of shards and no model.
+
+    The weights are in it; `accel-fsdp export` makes a model of them. train/sft.py asks for the key.
+    """
     section = subject.section("deepspeed_config")
     own_file = "deepspeed_config_file" in section
     off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
@@ -103,8 +110,8 @@ def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "deepspeed_config.zero_stage",
             "ZeRO-3 gathers no weights when it saves",
-            "the output folder holds no model",
-            "zero3_save_16bit_model: true",
+            "the output folder holds shards and no model, and train/sft.py refuses it",
+            "zero3_save_16bit_model: true; a folder of shards: accel-fsdp export",
             (edit,),
         )
 
@@ -128,7 +135,7 @@ def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF502", "warning", pains=("P10", "P11"))
+@rule("AF502", "note", pains=("P10", "P11"))
 def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     """TRANSFORMER_BASED_WRAP without a layer class.
 
@@ -203,7 +210,7 @@ def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
         yield from combined(subject, "fsdp_config.fsdp_version", *names)
 
 
-@rule("AF606", pains=("P81",))
+@rule("AF606", "warning", pains=("P81",))
 def precision_differs(subject: Subject) -> Iterator[Finding]:
     """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
     asked = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)

@@ -75,7 +75,7 @@ def declared_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF504", pains=("P11",))
+@rule("AF504", "warning", pains=("P11",))
 def no_class_declared(subject: Subject) -> Iterator[Finding]:
     """No layer class in the file and none in the model's `_no_split_modules`: no layer becomes a unit.
 

@@ -36,11 +36,12 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
                     f"the last one wins: {value}",
                     f"remove {first}" if same else "keep one of them",
                     (Edit(section, first),) if same else (),
+                    milder="warning" if same else None,
                 )
             seen[name] = str(key), value
 
 
-@rule("AF209")
+@rule("AF209", "warning")
 def text_that_counts_as_true(subject: Subject) -> Iterator[Finding]:
     """`debug: "false"` in quotes: any text counts as true there, and debugging slows each collective down."""
     names = ("debug", "tpu_use_cluster", "tpu_use_sudo") if subject.engine is Engine.TPU else ("debug",)
@@ -160,6 +161,13 @@ def deepspeed_number(subject: Subject) -> Iterator[Finding]:
             "deepspeed_config.gradient_accumulation_steps",
             f"gradient_accumulation_steps: {steps} is neither a whole number nor auto",
             "DeepSpeed gets it as text",
+            "gradient_accumulation_steps: 1, or auto",
+        )
+    elif steps is not None and str(steps).isdigit() and int(steps) == 0:
+        yield Finding(
+            "deepspeed_config.gradient_accumulation_steps",
+            "gradient_accumulation_steps: 0",
+            "DeepSpeed stops: Gradient accumulation steps: 0 has to be greater than 0",
             "gradient_accumulation_steps: 1, or auto",
         )
 

@@ -3,13 +3,36 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_fsdp.check import FALSE_WORDS, TRUE_WORDS, Edit, Finding, Subject, full_name, known_fields, rule
+from accel_fsdp.check import (
+    FALSE_WORDS,
+    NULL_IS_ABSENT,
+    TRUE_WORDS,
+    Edit,
+    Finding,
+    Subject,
+    full_name,
+    known_fields,
+    rule,
+)
 from accel_fsdp.errors import did_you_mean, near_key, typo_of
 from accel_fsdp.fields import BY_NAME, MISNAMED, RETIRED, Engine, Field, Kind
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
 OLD_TOP_KEYS = ("fp16", "dynamo_backend")
 """Top-level keys of old releases that Accelerate still understands."""
+USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable_cpu_affinity": ("false",)}
+"""What changes nothing against the launcher's defaults: the network only chooses what `rdzv_backend` should be."""
+DEEPSPEEDS_OWN = {"deepspeed_config": {"seq_parallel_communication_data_type"}}
+"""Keys of DeepSpeed's own file that TRL's examples show among Accelerate's."""
+SAGEMAKER_KEYS = frozenset({
+    "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
+    "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
+})  # fmt: skip
+"""Top-level keys of a file for SageMaker (accelerate, `SageMakerConfig`)."""
+
+
+def _is_sagemaker(subject: Subject) -> bool:
+    return subject.values.get("compute_environment") == "AMAZON_SAGEMAKER"
 
 
 def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
@@ -42,15 +65,25 @@ def no_distributed_type(subject: Subject) -> Iterator[Finding]:
 def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     """A top-level key that Accelerate does not know.
 
-    It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`.
+    It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`. `--fix` renames what is surely
+    a typo, such as `fsdp_confg`.
     """
     known = known_fields("")
     for key in subject.section(""):
-        if key not in known and key not in OLD_TOP_KEYS:
-            inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
-            near = near_key(key, known)
-            hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
-            yield Finding(key, f"unknown key {key}.{hint}", "Accelerate refuses the file", f"correct or remove {key}")
+        if key in known or key in OLD_TOP_KEYS or (_is_sagemaker(subject) and key in SAGEMAKER_KEYS):
+            continue
+        inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
+        sure = "" if inside else typo_of(key, known)
+        near = sure or near_key(key, known)
+        hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
+        fits = bool(sure) and sure not in subject.values
+        yield Finding(
+            key,
+            f"unknown key {key}.{hint}",
+            "Accelerate refuses the file",
+            f"rename it to {sure}" if fits else f"correct or remove {key}",
+            (Edit("", key, new_key=sure),) if fits else (),
+        )
 
 
 @rule("AF103", pains=("P05", "P84"))
@@ -65,7 +98,7 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
         known = known_fields(section)
         for key in subject.section(section):
             prefixed = f"parallelism_config_{key}" in known
-            if key not in known and key not in RETIRED and not prefixed:
+            if key not in known and key not in RETIRED and not prefixed and key not in DEEPSPEEDS_OWN.get(section, ()):
                 sure = MISNAMED.get(key) or typo_of(key, known)
                 meant = sure or near_key(key, known)
                 fits = bool(sure) and sure not in subject.section(section)
@@ -132,24 +165,42 @@ def section_is_no_mapping(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF107", "warning")
+@rule("AF107", "note")
 def key_without_effect(subject: Subject) -> Iterator[Finding]:
-    """A key that Accelerate takes from the command line only, or that its launcher forgets to hand on.
+    """Keys that Accelerate takes from the command line only, or that its launcher forgets to hand on.
 
     `rdzv_backend`, `same_network` and `enable_cpu_affinity` have defaults on the command line, and those win over the
-    file. The NVMe paths of `deepspeed_config` are not exported to the ranks, so offload to NVMe needs a
-    `deepspeed_config_file` for all of its settings.
+    file. `accelerate config` writes them into every file; at their defaults they are one note. Some keys of DeepSpeed's
+    own file are accepted in `deepspeed_config` and dropped. NVMe paths are AF216's.
     """
-    for path, known, _ in written(subject):
-        if not known.engines and known.kind is not Kind.SECTION:
-            device = known.key.replace("_nvme_path", "_device")
-            needed = device != known.key and str(subject.section(known.section).get(device)).lower() == "nvme"
+    usual: list[str] = []
+    for path, known, value in written(subject):
+        if known.engines or known.kind is Kind.SECTION or known.key.endswith("_nvme_path"):
+            continue
+        if value is None or str(value).lower() in USUAL.get(known.key, ()):
+            usual.append(path)
+            continue
+        yield Finding(
+            path,
+            f"{known.key}: {str(value).lower() if isinstance(value, bool) else value} has no effect in the file",
+            known.help,
+            f"--{known.key} on the command line of accelerate launch, or remove it",
+        )
+    if usual:
+        several = len(usual) > 1
+        yield Finding(
+            usual[0],
+            f"{', '.join(usual)} {'have' if several else 'has'} no effect in the file",
+            f"the launcher takes {'them' if several else 'it'} from its command line only; these are the usual values",
+            "nothing to do",
+        )
+    for section, keys in DEEPSPEEDS_OWN.items():
+        for key in keys & subject.section(section).keys():
             yield Finding(
-                path,
-                f"{known.key} has no effect in the file",
-                known.help,
-                f"a deepspeed_config_file for {device}: nvme and its path" if needed else f"remove {known.key}",
-                () if needed else (Edit(known.section, known.key),),
+                f"{section}.{key}",
+                f"{key} has no effect in the file",
+                "it is a key of DeepSpeed's own file, and Accelerate drops it",
+                f"a deepspeed_config_file with {key}",
             )
 
 
@@ -201,12 +252,12 @@ def distributed_type_is_a_boolean(subject: Subject) -> Iterator[Finding]:
 def null_value(subject: Subject) -> Iterator[Finding]:
     """A key with nothing behind it in `fsdp_config` or `dynamo_config`.
 
-    Accelerate turns the null into the text "None" and stops with "invalid truth value none", or looks for a layer class
-    of that name.
+    Accelerate turns the null into the text "None" and stops with "invalid truth value none". Wrap policy, layer class,
+    prefetch, state dict type and ignored modules may be null, as `accelerate config` writes them: the same as no key.
     """
     for path, known, value in written(subject):
-        if known.key == "dynamo_backend":
-            continue  # null counts as no
+        if known.key == "dynamo_backend" or known.key in NULL_IS_ABSENT:
+            continue  # null counts as no, or as no key
         if value is None and known.section in ("fsdp_config", "dynamo_config"):
             yield Finding(
                 path,
@@ -227,11 +278,13 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
         if known.takes(str(value)):
             continue
         hint = did_you_mean(str(value), known.choices)
+        meant = subject.fsdp_version if known.key == "fsdp_version" else ""
         yield Finding(
             path,
             f"{known.key}: {value} is unknown.{hint}",
             "Accelerate stops, or takes something else",
             "one of " + ", ".join(known.choices),
+            (Edit(known.section, known.key, int(meant)),) if meant in known.choices else (),
         )
 
 
@@ -282,7 +335,7 @@ def _as_number(value: Any) -> int | None:
 
 @rule("AF206", pains=("P65",))
 def names_in_a_list(subject: Subject) -> Iterator[Finding]:
-    """Layer classes as a YAML list, or with spaces after the commas.
+    """Layer classes as a YAML list, with spaces after the commas, or none at all.
 
     The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
     part of the name.
@@ -292,7 +345,14 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
             continue
         parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")
         wanted = ",".join(part.strip() for part in parts if part.strip())
-        if value != wanted:
+        if not wanted:
+            yield Finding(
+                path,
+                f"{known.key} names no class",
+                "Accelerate looks for a class without a name and stops",
+                f"{known.key}: NAME, or remove it, and the model decides",
+            )
+        elif value != wanted:
             yield Finding(
                 path,
                 f"{known.key} is not one text of names joined by commas",

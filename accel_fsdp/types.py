@@ -112,8 +112,10 @@ class HereFacts:
         """The GPUs that a process started here would see."""
         if self.gpus is None or self.visible is None:
             return self.gpus
-        count = 0
-        for entry in (word.strip() for word in self.visible.split(",")):
+        count, numbers = 0, [word.strip() for word in self.visible.split(",")]
+        if len(set(numbers)) < len(numbers):
+            return 0  # CUDA offers none where one is named twice
+        for entry in numbers:
             if not entry or (entry.lstrip("-").isdecimal() and not 0 <= int(entry) < self.gpus):
                 break  # CUDA drops the first bad entry and all after it
             count += 1

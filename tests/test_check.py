@@ -21,6 +21,7 @@ from accel_fsdp.fields import BY_NAME
 from accel_fsdp.inputs import parse_command_line, read_args
 from accel_fsdp.types import Answers
 
+ZERO3 = DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"
 GOLDEN: dict[str, tuple[str, str]] = {
     "AF101": ("num_processes: 2\nfsdp_config: {fsdp_version: 2}\n", V2),
     "AF102": (V2 + "fdsp_config: {}\n", V2),
@@ -30,6 +31,18 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF106": (TOP + "fsdp_config: FULL_SHARD\n", V2),
     "AF107": (V2 + "rdzv_backend: c10d\n", V2 + "main_process_port: 29501\n"),
     "AF108": (V2 + "  offload_params: true\n  fsdp_offload_params: true\n", V2 + "  offload_params: true\n"),
+    "AF109": ("compute_environment: AMAZON_SAGEMAKER\n" + V2, "compute_environment: LOCAL_MACHINE\n" + V2),
+    "AF110": (
+        V2 + "dynamo_backend: EAGER\ndynamo_config: {dynamo_backend: INDUCTOR}\n",
+        V2 + "dynamo_config: {dynamo_backend: INDUCTOR}\n",
+    ),
+    "AF216": (ZERO3 + "  offload_param_device: nvme\n", ZERO3 + "  offload_param_device: cpu\n"),
+    "AF326": (V2 + "fp8_config: {backend: TE}\n", V2.replace("'no'", "fp8") + "fp8_config: {backend: TE}\n"),
+    "AF327": (DS + "  offload_param_device: cpu\n", ZERO3 + "  offload_param_device: cpu\n"),
+    "AF415": (
+        V2 + "num_machines: 2\nmain_process_ip: http://10.0.0.1\n", V2 + "num_machines: 2\nmain_process_ip: 10.0.0.1\n"
+    ),
+    "AF416": (V2 + "gpu_ids: '0,0'\n", V2 + "gpu_ids: '0,1'\n"),
     "AF208": ("distributed_type: NO\nnum_processes: 1\n", "distributed_type: 'NO'\nnum_processes: 1\n"),
     "AF209": (V2 + "debug: 'false'\n", V2 + "debug: false\n"),
     "AF210": (V2 + "  fsdp_ignored_modules: [a, b]\n", V2 + "  fsdp_ignored_modules: '.*mlp'\n"),

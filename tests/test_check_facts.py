@@ -18,6 +18,7 @@ SHARDED = "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
 OFFLOAD = "  fsdp_offload_params: true\n"
 UNNAMED = TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
 FP8 = V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n"
+DS_FILE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
 TWO = "num_machines: 2\nmain_process_ip: a\n"
 GIB = 1 << 30
 BILLION = 10**9
@@ -53,6 +54,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF319": (
         subject(V2.replace("Layer\n", "Layer,Embedding\n"), model=TIED),
         subject(V2.replace("Layer\n", "Layer,Embedding\n"), model=LLAMA),
+    ),
+    "AF217": (
+        subject(DS_FILE, absent={"deepspeed_config_file": ""}),
+        subject(DS_FILE),
     ),
     "AF320": (subject(V2.replace("FSDP", "XLA")), subject(V2)),
     "AF321": (subject(FP8), subject(FP8.replace("AO", "TE"))),
@@ -191,7 +196,16 @@ def test_rule_is_silent_without_the_facts(code: str) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "visible", "usable"),
-    [(8, None, 8), (8, "", 0), (8, "0,1", 2), (8, "-1", 0), (2, "0,7,1", 1), (8, "GPU-a,GPU-b", 2), (None, "0", None)],
+    [
+        (8, None, 8),
+        (8, "", 0),
+        (8, "0,1", 2),
+        (8, "-1", 0),
+        (8, "1,1", 0),
+        (2, "0,7,1", 1),
+        (8, "GPU-a,GPU-b", 2),
+        (None, "0", None),
+    ],
 )
 def test_gpus_that_a_process_sees(gpus: int | None, visible: str | None, usable: int | None) -> None:
     """As CUDA reads the variable: the first bad entry ends the list."""

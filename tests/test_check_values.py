@@ -360,7 +360,7 @@ def test_reshard_under_fsdp1_keeps_its_meaning(rest: str, left: dict[str, Any], 
 def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
     text = DS + "  zero_stage: 2\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
     assert repaired(text, tmp_path) == yaml.safe_load(text)
-    (found,) = (one for one in lint.lint(tmp_path / "fixed.yaml", lint.Options()) if one.code == "AF107")
+    (found,) = (one for one in lint.lint(tmp_path / "fixed.yaml", lint.Options()) if one.code == "AF216")
     assert "deepspeed_config_file" in found.fix
     assert "as above" not in found.why
     useless = repaired(text.replace("nvme\n", "cpu\n"), tmp_path)["deepspeed_config"]

@@ -73,10 +73,12 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_well_formed_file_is_left_alone(name: str, tmp_path: Path) -> None:
+def test_a_well_formed_file_is_left_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = VARIANTS[name]
     path = tmp_path / "accelerate.yaml"
     path.write_text(text)
+    (tmp_path / "ds.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     findings = lint.lint(path, lint.Options(model=model, fix=True))
     assert [one for one in findings if one.severity != "note"] == []
     assert path.read_text() == text
