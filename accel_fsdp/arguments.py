@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import config, cpu, jobs
+from accel_fsdp import config, cpu, facts, jobs, sensible
 from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
@@ -179,8 +179,17 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
             )
     try:
         model, data, training = parser.parse_args_into_dataclasses()
-    except ValueError as error:
-        raise UsageError(str(error).splitlines()[0], why="Trainer refuses these arguments", fix=SEE_HELP) from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        ImportError,
+        RuntimeError,
+        OSError,
+    ) as error:
+        raise UsageError(facts.first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
     if data.streaming and training.max_steps < 1:
@@ -206,6 +215,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     if data.streaming:  # a rank that hands out batches to the others needs them of one length
         training.accelerator_config.dispatch_batches = False
     _check_trackers(training.report_to)
+    sensible.check(model, data, training)
     return model, data, training
 
 

@@ -182,12 +182,12 @@ def _quantization(options: ModelArguments) -> Any:
 
 def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: ModelArguments) -> None:
     """Makes room for the tokenizer's tokens, where allowed to. Never shrinks: many models pad their vocabulary."""
-    rows, tokens = _vocabulary_rows(model), len(tokenizer)
+    rows, tokens = _vocabulary_rows(model), max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
     if tokens <= rows:
         return
     if not options.resize_vocab:
         raise UserError(
-            f"the tokenizer has {tokens} tokens, the model's embedding only {rows} rows",
+            f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows",
             why="a token without a row stops training with an index error",
             fix="--resize_vocab adds the rows, or use the tokenizer that belongs to this model",
         )

@@ -109,7 +109,7 @@ LAYERS = [
     {"encoding"},
     {"packing"},
     {"tokenizing", "batching", "lineage"},
-    {"wizard", "jobs", "arguments", "inputs", "reedit"},
+    {"wizard", "jobs", "arguments", "sensible", "inputs", "reedit"},
     {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
     {"models", "prepare", "surviving", "disks", "forecast", "cards"},
     {"reporting", "losses"},
