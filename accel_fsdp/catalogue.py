@@ -6,9 +6,9 @@ models again.
 """
 
 import json
+import os
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from accel_fsdp.types import LayerClass, ModelFacts
@@ -32,7 +32,7 @@ def canonical(name: str) -> str | None:
 
 def hub_id(name: str) -> str:
     """What to give a program that knows hub ids and folders alone: a folder as it is, a catalogue's name in full."""
-    return name if Path(name).exists() else canonical(name) or name
+    return name if os.path.exists(name) else canonical(name) or name
 
 
 def find(name: str) -> ModelFacts | None:

@@ -257,7 +257,7 @@ def load(path: Path) -> Any:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"cannot read {path}: {reason}",
-            why="it decides how the job runs",
+            why="the command works on an Accelerate YAML that exists",
             fix="make one: accel-fsdp config -o FILE",
         ) from error
     except (YAMLError, ValueError, TypeError, RecursionError) as error:

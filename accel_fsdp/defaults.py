@@ -70,6 +70,11 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
     """On where the plan needs it, and Accelerate can do it."""
+    if context["engine"] == "fsdp" and context["method"] != "full":
+        return (
+            False,
+            "PEFT would lose the adapter; the launch line gets --gradient_checkpointing true where it is needed",
+        )
     if why := refusals.reason("activation_checkpointing", True, context):
         return False, why
     if not notes.checkpoints_in_yaml(context):

@@ -43,7 +43,7 @@ def read_model(name: str) -> ModelFacts:
     Raises:
         UserError: there is no such folder or repository, or `build` refuses its config.
     """
-    known = None if Path(name).exists() else catalogue.find(name)
+    known = None if os.path.exists(name) else catalogue.find(name)
     return known or model_facts(name, read_config(name))
 
 
@@ -154,9 +154,12 @@ def check_local_path(name: str, what: str) -> None:
         UserError: with the nearest sibling's name, if one is near.
     """
     path = Path(name)
-    if path.exists() or _looks_like_hub_id(name):
+    if os.path.exists(name) or _looks_like_hub_id(name):  # of any length, which Path.exists refuses
         return
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    try:
+        siblings = os.listdir(path.parent)
+    except OSError:
+        siblings = []
     raise UserError(
         f"{what} {name} does not exist.{did_you_mean(path.name, siblings)}",
         why="nothing can be read from it",

@@ -10,6 +10,11 @@ CPU = MachineFacts(accelerator=None, count=0)
 WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX", "QUADRO", "RTX 20", "RTX20")
 """GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
 
+LONGEST = 80
+"""Letters of a description."""
+LONGEST_NAME = 253
+"""Letters of a host name (RFC 1035)."""
+
 _MEMORY = r"(?:[ -](?P<memory>\d+)Gi?B)?"
 _SHAPE = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<count>\d+)x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I)
 _ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})(?:[ -][A-Za-z]+)?){_MEMORY}", re.I)
@@ -26,12 +31,12 @@ def parse(text: str) -> tuple[MachineFacts, int]:
     """
     if text.strip().lower() == "cpu":
         return CPU, 1
-    found = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip())
+    found = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip()) if len(text) < LONGEST else None
     parts = found.groupdict() if found else {}
     count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
     if not parts or min(count, machines, memory) < 1:
         raise UsageError(
-            f"--gpus {text} can't be read",
+            f"--gpus {text[:LONGEST]} can't be read",
             why="it has to say how many GPUs of which kind train",
             fix="--gpus 8xH100-80GB, --gpus 2x8xA100-40GB for two machines, or --gpus cpu",
         )
@@ -60,7 +65,8 @@ def address_problem(text: str) -> str:
     """Why machines can't meet at this address; empty where they can, as far as its form tells."""
     if "://" in text:
         return "it is a URL, and the launcher takes a host name or an IP address alone"
-    if re.search(r"[^\w.:-]", text, re.ASCII) or not re.search(r"[A-Za-z0-9]", text):
+    inside = text.strip(":")  # ::1
+    if not re.fullmatch(r"[^\W_]|[^\W_][\w.:-]*[^\W_]", inside, re.ASCII) or len(text) > LONGEST_NAME:
         return "a host name or an IP address has letters, digits, dots and dashes alone"
     if text.count(":") == 1:
         return "the port has a question and a key of its own, main_process_port"

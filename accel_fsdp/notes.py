@@ -4,10 +4,10 @@ It is silent where the GPU isn't in the table, and knows of a model outside of t
 take. The prediction is imported when it is asked for: `accel-fsdp --help` lists the questions and needs none.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import gpus, machines, refusals
@@ -160,7 +160,7 @@ def _job(context: Context, layout: Layout | None) -> "Job | None":
 
 def _is_folder(context: Context) -> bool:
     """A folder that is called like a model of the catalogue may hold another."""
-    return Path(context["model"]).exists()
+    return os.path.exists(context["model"])
 
 
 def _better(context: Context) -> Iterator[str]:

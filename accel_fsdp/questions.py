@@ -100,7 +100,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "model",
         "Which model? (hub id or local folder)",
-        defaults.always("", "its layer class decides the FSDP units"),
+        defaults.always("", "its layers become the FSDP units"),
         check=refusals.check_model,
         metavar="ID_OR_FOLDER",
     ),
@@ -143,7 +143,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "fsdp_version",
         "fsdp_version",
-        defaults.always(2, "resumes Adam exactly; PyTorch's work goes there"),
+        defaults.always(2, "it resumes the optimizer exactly, and PyTorch goes on developing it"),
         applies=_engine_is("fsdp"),
     ),
     _asks(
@@ -201,7 +201,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "main_process_ip",
         "main_process_ip",
-        defaults.always("", "where the others find it"),
+        defaults.always("", "where the other machines find the first"),
         section="",
         applies=_several_machines,
         check=refusals.check_ip,

@@ -1,14 +1,21 @@
 """The answers that can't be used, each with its reason: options that are out of place, values that would fail. Pure."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from accel_fsdp import catalogue, gpus, machines
-from accel_fsdp.asking import Context, is_ddp
+from accel_fsdp.asking import Context, Given, is_ddp
+from accel_fsdp.combinations import Setup, clashes
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean
+from accel_fsdp.fields import Engine
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that are typed for digits."""
+MEMORY_MATTERS = "what fits follows from a GPU's memory"
+LONGEST_PATH, LONGEST_SHOWN = 1024, 80
+MORE_MEMORY = 1.5
+"""How much more than the largest card of a name somebody may have: a new edition of it."""
 MOST_RANKS = 1_000_000
 """More machines or processes than any cluster has: a slip of the key."""
 
@@ -16,38 +23,49 @@ MOST_RANKS = 1_000_000
 def reason(question: str, value: Any, context: Context) -> str:
     """Why this option can't be taken with the answers so far; empty when it can."""
     check = _OPTIONS.get((question, value))
-    return check(context) if check else ""
+    return (check(context) if check else "") or _clash(question, value, context)
+
+
+def _clash(question: str, value: Any, context: Context) -> str:
+    """What the table of combinations has against an option and the answers before it."""
+    given = {**context.given, question: value}
+    if question not in _PARTS or (question == "activation_checkpointing" and not value):
+        return ""
+    setup = Setup(
+        _engine(given),
+        given["method"],
+        recompute="engine" if question == "activation_checkpointing" else "none",
+        wrap_policy=given.get("wrap_policy", ""),
+        state_dict=given.get("state_dict_type", ""),
+    )
+    return next((one.what for one in clashes(setup) if _PARTS[question] in one.parts), "")
+
+
+def _engine(given: Given) -> Engine:
+    """The engine of answers that may lack the later ones."""
+    if given["engine"] != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
+        return {"deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}.get(given["engine"], Engine.DDP)
+    return {1: Engine.FSDP1, 2: Engine.FSDP2}.get(given.get("fsdp_version", 0), Engine.NONE)
+
+
+_PARTS = {
+    **dict.fromkeys(("engine", "fsdp_version"), "method"),
+    "wrap_policy": "wrap_policy",
+    "activation_checkpointing": "recompute",
+    "state_dict_type": "state_dict",
+}
+"""The questions that the table of combinations knows, and which part of a job their options decide with what is known
+by then."""
 
 
 def _unless(allowed: Callable[[Context], bool], why: str) -> Callable[[Context], str]:
     return lambda context: "" if allowed(context) else why
 
 
-def _keeps_adapter(context: Context) -> bool:
-    return bool(context["method"] == "full")
-
-
-def _tpu(context: Context) -> str:
-    if context["num_machines"] > 1:
-        return "a TPU pod is started by gcloud, not by main_process_ip"
-    return "bitsandbytes has no TPU kernels" if context["method"] == "qlora" else ""
-
-
-def _checkpointing(context: Context) -> str:
-    if context["engine"] == "fsdp" and context["wrap_policy"] == "NO_WRAP":
-        return "Accelerate checkpoints what the wrap policy names, and NO_WRAP names nothing"
-    if context["engine"] == "fsdp" and not _keeps_adapter(context):
-        return "PEFT 0.21 saves an empty adapter with it; train with --gradient_checkpointing true"
-    return ""
-
-
 _OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
     ("engine", "deepspeed"): _unless(lambda c: c["method"] != "qlora", "ZeRO-3 can't partition 4-bit weights"),
-    ("engine", "tpu"): _tpu,
-    ("fsdp_version", 1): _unless(_keeps_adapter, "PEFT 0.21 saves an empty adapter under FSDP1"),
-    ("activation_checkpointing", True): _checkpointing,
-    ("wrap_policy", "SIZE_BASED_WRAP"): _unless(
-        lambda c: c["fsdp_version"] == 1, "under FSDP2 Accelerate 1.15 would shard ModuleList and stop"
+    ("engine", "tpu"): _unless(
+        lambda c: c["num_machines"] == 1, "a TPU pod is started by gcloud, not by main_process_ip"
     ),
     ("mixed_precision", "fp16"): _unless(lambda c: c["engine"] != "tpu", "a TPU computes in bf16"),
     ("mixed_precision", "no"): _unless(
@@ -61,42 +79,46 @@ def check_model(context: Context, value: Any) -> str:
     name = str(value).strip()
     if not name:
         raise UsageError("--model is missing", why="the layer class is read from it", fix="--model HUB_ID_OR_FOLDER")
-    if UNPRINTABLE.search(name) or "\n" in name or "\t" in name:
+    if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
         raise UsageError(
-            f"--model {name} has control characters",
-            why="the name stands in the YAML's first lines, which they would break",
-            fix="--model HUB_ID_OR_FOLDER, typed by hand",
+            f"--model {name[:LONGEST_SHOWN]} is no hub id and no folder",
+            why="neither begins with a dash, has control characters or is that long",
+            fix="--model HUB_ID_OR_FOLDER",
         )
     return catalogue.hub_id(name)
 
 
 def check_gpus(context: Context, value: Any) -> str:
     """Refuses text that doesn't describe a machine, and a GPU whose memory can't be known."""
-    text = str(value).strip() or "cpu"
-    machine, _ = machines.parse(text)
+    text = str(value).strip()
+    machine, number = machines.parse(text)
     name = machine.accelerator
     if name is None or text == machines.describe(context.found):
         return text
-    try:
-        gpus.find(name, machine.memory_gib)
-    except UsageError as error:
-        meant = _lookalike(name)
-        if machine.memory_gib and not meant:
-            return text  # newer or rarer than our table
-        raise UsageError(
-            f"--gpus {text}: " + (f"{name} is no GPU. Did you mean {meant}?" if meant else error.what),
-            why="what fits follows from a GPU's memory",
-            fix=f"--gpus {text.replace(name, meant)}" if meant else f"--gpus with its memory, such as {text}-80GB",
-        ) from error
+    if name.lower() == "cpu":
+        raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a flag of their own", "cpu")
+    if machine.count * number > MOST_RANKS:
+        raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
+    meant = "" if gpus.is_known(name) else name.translate(LOOKALIKES)
+    if gpus.is_known(meant):
+        what = f"{name} is no GPU. Did you mean {gpus.find(meant).name}?"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, meant))
+    if gpus.is_known(name):
+        most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)
+        if machine.memory_gib and machine.memory_gib > most * MORE_MEMORY:
+            what = f"no {name} has {machine.memory_gib:,.0f} GiB"
+            raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
+    elif not machine.memory_gib:  # with it, it is newer or rarer than the table
+        known = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
+        what = f"{name} is no GPU that this tool knows.{did_you_mean(name, known)}"
+        raise _wrong_gpus(
+            text, what, MEMORY_MATTERS, f"{text}-80GB, with the memory of one GPU; known are: {', '.join(known)}"
+        )
     return text
 
 
-def _lookalike(name: str) -> str:
-    """The GPU that is meant where letters stand for digits: H1OO."""
-    try:
-        return "" if name == name.translate(LOOKALIKES) else gpus.find(name.translate(LOOKALIKES)).name
-    except UsageError:
-        return ""
+def _wrong_gpus(text: str, what: str, why: str, fix: str) -> UsageError:
+    return UsageError(f"--gpus {text}: {what}", why=why, fix=f"--gpus {fix}")
 
 
 def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
@@ -108,6 +130,12 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
             "no transformer layer class is known",
             why="without it FSDP makes one unit of the whole model and saves no memory",
             fix="--layer-class NAME, the class of the model's repeated layers",
+        )
+    if wrong := next((name for name in names if not name.isidentifier()), ""):
+        raise UserError(
+            f"layer class {wrong[:LONGEST_SHOWN]} is no name of a class",
+            why="Accelerate looks for a module class of that name",
+            fix="--layer-class NAME, such as LlamaDecoderLayer",
         )
     if context.model is not None:
         check_layer_classes(names, context.model.classes)
@@ -133,7 +161,9 @@ def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
     text = str(value).strip()
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
     if not 1 <= number <= most:
-        raise UserError(f"{flag} {value} is not a whole number from 1 to {most}", why=why, fix=f"{flag} {fix}")
+        raise UserError(
+            f"{flag} {text[:LONGEST_SHOWN]} is not a whole number from 1 to {most}", why=why, fix=f"{flag} {fix}"
+        )
     return number
 
 
@@ -206,7 +236,7 @@ def check_ip(context: Context, value: Any) -> str:
         )
     if problem := machines.address_problem(text):
         raise UserError(
-            f"--main-process-ip {text} is no address to meet at",
+            f"--main-process-ip {text[:LONGEST_SHOWN]} is no address to meet at",
             why=problem,
             fix="--main-process-ip with the first machine's host name or IP address, such as 10.0.0.1",
         )

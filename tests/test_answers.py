@@ -4,11 +4,15 @@ import dataclasses
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accel_fsdp import config, configure, facts, layouts, lint, plan, planning, questions, wizard
 from accel_fsdp.errors import UserError
@@ -211,3 +215,42 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
         ):
             assert option.label.endswith(f"~{table[name].device.allocated / GIB:,.1f} GiB")
+
+
+NONSENSE = st.one_of(
+    st.text(max_size=40),
+    st.text(alphabet="8xH10-GB. :/#'\"\\$;`\n\x1b\x00é\u202e\ud800", max_size=20),
+    st.sampled_from(["", " ", "-1", "1e9", "9" * 5000, "x" * 5000, "--help", "NO", "null", "2xcpu", "8xH100-99999GB"]),
+)
+TEXTS: dict[str, dict[str, str]] = {
+    "model": {"layer_class": "Layer", "gpus": "8xH100"},
+    "layer_class": {"model": "/no/such/folder", "gpus": "8xH100"},
+    "gpus": {"model": "gpt2"},
+    "min_num_params": {"model": "gpt2", "gpus": "8xH100", "fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP"},
+    "num_processes": {"model": "gpt2", "gpus": "8xH100"},
+    **dict.fromkeys(("num_machines", "main_process_ip", "main_process_port"), TWO_MACHINES),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(field=st.sampled_from(sorted(TEXTS)), text=NONSENSE)
+def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str) -> None:
+    """The judges are PyYAML, and the shell that would read the command in the header."""
+    refused = ""
+    try:
+        made = settled(**{**TEXTS[field], field: text})
+    except UserError as error:
+        refused = str(error)
+    if refused:
+        assert field in ("model", "layer_class") or f"--{field.replace('_', '-')}" in refused
+        assert len(refused) < 1500
+        assert "\x1b" not in refused
+        return
+    written = config.to_text(made)
+    assert yaml.safe_load(written) == config.to_mapping(made)
+    lines = written.splitlines()
+    assert [line[:1] for line in lines[:5]] == ["#"] * 5
+    assert not lines[5].startswith("#")
+    words = shlex.split(lines[2].removeprefix("#"))[3:]
+    names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
+    assert settled(**dict(zip(names, words[1::2], strict=True))) == made

@@ -37,7 +37,7 @@ def test_help_imports_no_heavy_library() -> None:
         ([], 2, "--model is missing"),
         (["--model", "{model}", "--layer-class", "LlamaDecoderLyer"], 1, "Did you mean LlamaDecoderLayer?"),
         (["--model", "{model}", "--strategy", "FULL_SHRAD"], 2, "Did you mean FULL_SHARD?"),
-        (["--model", "{model}", "--wrap-policy", "SIZE_BASED_WRAP"], 2, "would shard ModuleList"),
+        (["--model", "{model}", "--wrap-policy", "SIZE_BASED_WRAP"], 2, "lists of layers, which have no forward"),
         (["--model", "{model}", "--wrap-policy", "NO_WRAP", "--activation-checkpointing", "true"], 2, "names nothing"),
         (["--model", "{model}", "--strategy", "3", "--cpu-offload", "true"], 2, "has no effect"),
         (["--model", "{model}", "--num-machines", "2"], 1, "--main-process-ip is missing"),
