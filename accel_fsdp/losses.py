@@ -22,8 +22,10 @@ from accel_fsdp import complete, render
 from accel_fsdp.batching import Collator
 from accel_fsdp.encoding import IGNORED
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.surviving import SurvivingTrainer
+from accel_fsdp.surviving import SurvivingTrainer, numel
 
+OTHER_LOSS = 0.02
+"""Of the loss: what rounding to bfloat16 never makes, and another target or another mean always does."""
 SKIPPED_IN_A_ROW = 40
 """Steps that fp16's scaler may leave out, halving its scale each time: from 2 ** 16 it would be nothing by then."""
 
@@ -102,6 +104,10 @@ class LossTrainer(SurvivingTrainer):
         self._step_loss: Tensor | float = 0.0
         self._scored: Tensor | float = 0.0
         self._skipped = 0
+        self._compared = False
+        embedded = self.model.get_input_embeddings()
+        outside = [one for one in self.model.parameters() if one is not embedded.weight]
+        self._weights = sum(numel(one) for one in outside)
 
     # Training
 
@@ -122,8 +128,35 @@ class LossTrainer(SurvivingTrainer):
         wanted = targets(inputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss if parts == 1 else loss / parts
+        if model.training and not self._compared:
+            loss = self._compare(loss, outputs, wanted, num_items_in_batch)
         self._score(outputs, wanted)
         return (loss, outputs) if return_outputs else loss
+
+    def _compare(self, loss: Tensor, outputs: Any, wanted: Tensor, count: Tensor | int | None) -> Tensor:
+        """Holds the model's own loss of the first batch against the next token's; where it is another, it isn't used.
+
+        Bart's decoder doesn't shift the labels, and others take no number of tokens. Row by row, to spare memory.
+        """
+        self._compared = True
+        if self.compute_loss_func is not None or count is None or outputs.get("logits") is None:
+            return loss
+        if outputs.get("aux_loss") is not None or "loss" not in outputs:
+            return loss
+        with torch.no_grad():
+            summed = [cross_entropy(*row) for row in zip(outputs["logits"], wanted, strict=True)]
+            own = torch.stack(summed).sum() / count
+        other = (outputs["loss"].detach() - own).abs() > OTHER_LOSS * own
+        if not self.accelerator.gather(other[None].to(self.args.device)).any():
+            return loss
+        self._say("the model's own loss is not the mean over next tokens; that mean is computed from its predictions")
+        self.compute_loss_func = partial(self._own_loss, smoothing=0.0)
+        scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
+        return cross_entropy(outputs["logits"], wanted) / count * scale
+
+    def floating_point_ops(self, inputs: Mapping[str, Tensor]) -> int:
+        """Six per weight and token, of the whole model; transformers would count its parameters at each batch."""
+        return 6 * inputs["input_ids"].numel() * self._weights
 
     def _score(self, outputs: Any, wanted: Tensor) -> None:
         """Counts the tokens that were predicted right, from the same pass; not where a kernel keeps the logits."""

@@ -30,6 +30,11 @@ LORA = ["--use_peft", "--lora_dropout", "0.0", "--learning_rate", str(LORA_LEARN
 SMOOTH = ["--label_smoothing_factor", "0.5", "--eval_strategy", "steps", "--eval_steps", str(STEPS)]
 SMOOTH += ["--dataset_test_split", "train", "--per_device_eval_batch_size", "5"]
 """48 rows: the last batches have 3 rows on one process, 5 and 3 on two, 5, 3, none and none on four."""
+HELD_OUT = {
+    "packed": [*SMOOTH, "--learning_rate", "0", "--packing", "true", "--max_length", "256"],
+    "streamed": [*SMOOTH, "--learning_rate", "0", "--streaming", "true", "--max_length", "256"],
+}
+"""Six packed rows: of four ranks three evaluate none."""
 MESH = ["--num_machines", "1", "--parallelism_config_dp_replicate_size", "2"]
 SHIPPED = {
     "fsdp1_full_shard": 2,
@@ -131,7 +136,8 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH // ranks)
     args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
     smooth = {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
-    env = probed(tmp_path, {"lora": LORA, **smooth})
+    held_out = HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
+    env = probed(tmp_path, {"lora": LORA, **smooth, **held_out})
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
     assert finished.code == 0, finished.output
 
@@ -141,6 +147,9 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
         assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
         adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
         assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
+    for kind in held_out:
+        untrained = train(tiny_model, text_data, steps=0, global_batch=1)
+        assert noted(tmp_path, kind)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
     total = sum(tensor.numel() for tensor in reference.weights.values())
     for rank in range(ranks):
         seen = noted(tmp_path, "full", rank)

@@ -16,7 +16,15 @@ from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
 from test_training import logged_losses, make_config, sft_args
 from torch.nn import functional
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from accel_fsdp import losses, runs
 from accel_fsdp.encoding import IGNORED
@@ -46,6 +54,22 @@ def test_every_predicted_token_counts_once_whatever_the_class_is_called(
     model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2", tiny_model)
     finished = sft(*accumulating(model, text_data, tmp_path / "run"))
     assert finished.code == 0, finished.output
+    expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
+
+
+def test_a_model_whose_own_loss_is_another_gets_the_next_tokens(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Bart's decoder compares each prediction with the token that it was made at, and learns to repeat it."""
+    torch.manual_seed(0)
+    dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    sizes = {"vocab_size": 509, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    config = BartConfig(**sizes, **dropout, is_decoder=True, is_encoder_decoder=False, pad_token_id=0)
+    model = saved(BartForCausalLM(config), tmp_path / "bart", tiny_model)
+    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
+    assert "the model's own loss is not the mean over next tokens" in finished.output
     expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
     assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
 
