@@ -38,7 +38,7 @@ def parse(text: str) -> tuple[MachineFacts, int]:
         raise UsageError(
             f"--gpus {text[:LONGEST]} can't be read",
             why="it has to say how many GPUs of which kind train",
-            fix="--gpus 8xH100-80GB, --gpus 2x8xA100-40GB for two machines, or --gpus cpu",
+            fix="--gpus 8xH100-80GB, or --gpus 2x8xA100-40GB for two machines",
         )
     return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
 

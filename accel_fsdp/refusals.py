@@ -91,7 +91,10 @@ def check_model(context: Context, value: Any) -> str:
 def check_gpus(context: Context, value: Any) -> str:
     """Refuses text that doesn't describe a machine, and a GPU whose memory can't be known."""
     text = str(value).strip()
-    machine, number = machines.parse(text)
+    try:
+        machine, number = machines.parse(text)
+    except UsageError as error:
+        raise UsageError(error.what, why=error.why, fix=f"{error.fix}; --gpus cpu without any") from error
     name = machine.accelerator
     if name is None or text == machines.describe(context.found):
         return text

@@ -71,7 +71,8 @@ class Interview:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
-                render.say(f"note: {error.what.rstrip('.')}; {error.why}", style="yellow", wrap=True)
+                note = _in_words(f"{error.what.rstrip('.')}; {error.why}")
+                render.say(f"note: {note}", style="yellow", wrap=True)
         return settle(question, context, question.default(context)[0])
 
     def _with_model(self, context: Context) -> Context:
@@ -176,10 +177,14 @@ def _at_prompt(error: UserError, question: Question) -> str:
     fix = error.fix
     if fix.startswith(f"{question.flag} "):
         fix = f"type {fix.replace(f'{question.flag} ', '')}"
-    texts = [error.what, error.why, fix]
-    for other in QUESTIONS:
-        texts = [re.sub(rf"{other.flag}(?![\w-])", other.field.replace("_", " "), text) for text in texts]
-    return str(UserError(texts[0], why=texts[1], fix=texts[2]))
+    return str(UserError(_in_words(error.what), why=_in_words(error.why), fix=_in_words(fix)))
+
+
+def _in_words(text: str) -> str:
+    """Flags as the review calls the questions."""
+    for question in QUESTIONS:
+        text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", " "), text)
+    return text
 
 
 @cache

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp import config, configure, facts, layouts, lint, plan, planning, questions, wizard
+from accel_fsdp import cli, config, configure, facts, layouts, lint, plan, planning, questions, wizard
 from accel_fsdp.errors import UserError
 from accel_fsdp.inputs import read_subject
 from accel_fsdp.overheads import GIB
@@ -215,6 +215,39 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
         ):
             assert option.label.endswith(f"~{table[name].device.allocated / GIB:,.1f} GiB")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["plan", "--model", model, "--gpus", "8xH100"] for model in ("/no/such", "no/such", "gtp2")),
+        *(["plan", "--model", "gpt2", "--gpus", gpus] for gpus in ("8x", "8xFoo", "cpu", "2xcpu", "")),
+        ["plan", "--model", "gpt2", "--gpus", "8xH100", "--seq-len", "2048"],
+        *(["config", "--yes", "--model", model, "-o", "-"] for model in ("/no/such", "no/such", "")),
+        *(["config", "--yes", "--model", "gpt2", "--gpus", gpus] for gpus in ("8x", "8xFoo", "1xH100 --engine ddp")),
+        ["config", "--yes", "--model", "gpt2", "--layer-class", "Block", "-o", "-"],
+        ["config", "--yes", "--model", "gpt2", "--main-process-port", "1", "-o", "-"],
+        ["check", "{yaml}", "--model", "/no/such"],
+        ["check", "{yaml}", "--args", "/no/such"],
+        ["check", "/no/such.yaml"],
+        ["migrate", "/no/such.yaml", "--to", "fsdp2"],
+    ],
+)
+def test_a_fix_names_flags_that_the_command_has(words: list[str], tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "made.yaml"
+    path.write_text(config.to_text(settled(model="gpt2", gpus="8xH100")))
+    typed = " ".join(words).format(yaml=path).split(" ")
+    try:
+        cli._run(*cli._parse(typed))
+        said = capsys.readouterr().err
+    except UserError as error:
+        said = str(error)
+    fix = said.partition("  fix: ")[2]
+    assert fix
+    command = {"plan": cli.PlanCommand, "config": cli.Config, "check": cli.Check, "migrate": cli.Migrate}[words[0]]
+    known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(command)} | {"--to"}
+    other = re.sub(r"(accel-fsdp|accelerate) \w+ [^;,]*|pip install [^;,]*", "", fix)  # another command, with its own
+    assert set(re.findall(r"--[a-z][a-z-]+", other)) <= known
 
 
 NONSENSE = st.one_of(

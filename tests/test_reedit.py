@@ -7,8 +7,10 @@ import yaml
 from checking import DDP, V1, V2
 from conftest import ROOT, accel_fsdp
 
-from accel_fsdp import lint
+from accel_fsdp import configure, lint
+from accel_fsdp.errors import UsageError
 
+SHIPPED = ROOT / "tests/shipped"
 SHORT_V1 = V1.replace("mixed_precision: 'no'\n", "")
 DS_FILE = (
     "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
@@ -28,6 +30,30 @@ def test_nothing_changed_changes_nothing(text: str, tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(text)
     assert re_edited(path) == text
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_file_that_others_ship_loses_nothing(path: Path, tmp_path: Path) -> None:
+    """Unchanged it comes back byte for byte; with one answer changed, one line differs."""
+    text, copy = path.read_text(), tmp_path / path.name
+    content, flags = yaml.safe_load(text), {"model": "meta-llama/Llama-3.1-8B"}
+    copy.write_text(text)
+    options = configure.Options(from_file=copy, yes=True)
+    if content["distributed_type"] == "NO":
+        with pytest.raises(UsageError, match="can't be re-edited"):
+            configure.configure(options, flags)
+        return
+    if content.get("main_process_ip") == "1234":  # a placeholder
+        content["main_process_ip"] = flags["main_process_ip"] = "10.0.0.1"
+    else:
+        configure.configure(options, flags)
+        assert copy.read_text() == text
+    content["mixed_precision"] = flags["mixed_precision"] = "no" if content.get("mixed_precision") == "bf16" else "bf16"
+    configure.configure(options, flags)
+    after = copy.read_text()
+    assert yaml.safe_load(after) == content
+    untouched = [line for line in text.splitlines() if "mixed_precision" not in line and "main_process_ip" not in line]
+    assert [line for line in untouched if line not in after.splitlines()] == []
 
 
 def test_what_is_left_out_counts_as_accelerate_takes_it(tmp_path: Path) -> None:
