@@ -124,23 +124,50 @@ class PlanCommand:
         str, tyro.conf.arg(metavar="ID_OR_FOLDER", help="A hub id, a local folder, or a catalogue name: llama-3.1-8b.")
     ]
     gpus: Annotated[str, tyro.conf.arg(metavar="NxNAME[-MEMORYGB]", help="8xH100-80GB; 2x8xA100-40GB: two machines.")]
-    nodes: Annotated[int | None, tyro.conf.arg(help="Machines of that kind.")] = None
+    nodes: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="Machines of that kind.", help_behavior_hint="(default: 1)")
+    ] = None
     seq_len: Annotated[
         int | None,
-        tyro.conf.arg(help="Tokens per row.", help_behavior_hint="(default: 2048, or the model's positions if fewer)"),
+        tyro.conf.arg(
+            metavar="TOKENS",
+            help="Tokens per sequence.",
+            help_behavior_hint="(default: 2048, or the model's positions if fewer)",
+        ),
     ] = None
     batch: Annotated[
         int | None,
         tyro.conf.arg(
-            help="Rows per GPU and micro-batch.", help_behavior_hint="(default: 1 in the table, searched otherwise)"
+            metavar="N",
+            help="Micro-batch: sequences per GPU (per_device_train_batch_size).",
+            help_behavior_hint="(default: 1 in the table, searched otherwise)",
         ),
     ] = None
-    accumulation: Annotated[int, tyro.conf.arg(help="Micro-batches per step.")] = 1
+    global_batch: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="N",
+            help="Sequences per optimizer step on all GPUs; the best way to it is searched.",
+            help_behavior_hint="(default: any)",
+        ),
+    ] = None
+    accumulation: Annotated[int, tyro.conf.arg(help="Micro-batches per step (gradient_accumulation_steps).")] = 1
     method: Annotated[Method, tyro.conf.arg(help="What is trained.")] = "full"
-    precision: Annotated[Precision, tyro.conf.arg(help="Mixed precision.")] = "bf16"
+    precision: Annotated[
+        Precision | None,
+        tyro.conf.arg(
+            metavar="{bf16,fp16,no}",
+            help="Mixed precision.",
+            help_behavior_hint="(default: bf16, or fp16 on GPUs without it)",
+        ),
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        tyro.conf.arg(help="Dtype of the loaded weights.", help_behavior_hint="(default: float32, with LoRA bfloat16)"),
+        tyro.conf.arg(
+            metavar="{" + ",".join(DTYPES) + "}",
+            help="Dtype of the loaded weights.",
+            help_behavior_hint="(default: float32, with LoRA bfloat16)",
+        ),
     ] = None
     optimizer: Annotated[OptimizerName, tyro.conf.arg(help="Trainer's name of the optimizer.")] = "adamw_torch_fused"
     checkpointing: Annotated[Checkpointing, tyro.conf.arg(help="Activation checkpointing in the table.")] = "none"
@@ -152,8 +179,19 @@ class PlanCommand:
     kernels: Annotated[
         Kernels, tyro.conf.arg(help="Fused kernels: Trainer's use_liger_kernel, or fms-acceleration's foak.")
     ] = "none"
+    host_memory: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="GIB",
+            help="Memory of one machine, which bounds offload.",
+            help_behavior_hint="(default: 3 times that of its GPUs)",
+        ),
+    ] = None
     config: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
+    ] = None
+    output: Annotated[
+        Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE", help="Also write the YAML of what is recommended.")
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False
     html: Annotated[
@@ -329,12 +367,13 @@ def _terminate(number: int, _: object) -> None:
 
 
 def _plan(command: PlanCommand) -> int:
-    from accel_fsdp import planning
+    from accel_fsdp import machines, planning
 
+    precision = command.precision or ("bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16")
     dtype = command.dtype or ("float32" if command.method == "full" else "bfloat16")
     recipe = Recipe(
         command.method,
-        command.precision,
+        precision,
         dtype,
         accumulation=command.accumulation,
         optimizer=command.optimizer,
@@ -344,10 +383,22 @@ def _plan(command: PlanCommand) -> int:
         attention=command.attention,
         kernels=command.kernels,
     )
-    shown = (command.json, command.config, command.html, command.force)
-    return planning.show_plan(
-        planning.Options(command.model, command.gpus, command.nodes, recipe, command.batch, command.seq_len, *shown)
+    options = planning.Options(
+        model=command.model,
+        gpus=command.gpus,
+        nodes=command.nodes,
+        recipe=recipe,
+        rows=command.batch,
+        length=command.seq_len,
+        json=command.json,
+        config=command.config,
+        html=command.html,
+        force=command.force,
+        global_rows=command.global_batch,
+        host_gib=command.host_memory,
+        output=command.output,
     )
+    return planning.show_plan(options)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

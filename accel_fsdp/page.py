@@ -26,6 +26,7 @@ AGAINST = {kind: kind for kind in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS
     BUFFERS: "buffers (DDP: its buckets)",
 }
 TOO_THIN = 0.01
+LOGARITHMIC = "Each mark is twice the one before, on both axes."
 CASTS = " DDP's are larger here: it keeps tensors in two dtypes where FSDP computes in one."
 SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of two micro-batches, optimizer step (step)."
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -131,7 +132,7 @@ def _strategies(job: Job, found: Plan) -> str:
 
 def _bar(one: Candidate, name: str) -> Bar:
     live = one.prediction.peak.live
-    fits = {"yes": "fits", "tight": "tight", "no": "over"}[one.device.verdict]
+    fits = {"yes": "fits", "tight": "tight", "no": "over", "fails": "fails"}[one.verdict]
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
     return Bar(name, f"{gib(one.prediction.peak.total / GIB)} GiB, {fits}", parts)
 
@@ -161,13 +162,13 @@ def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> s
     tokens = shown.recipe.length
     gpus = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
     first = _lines(job, by_gpus, "GPUs", (job.ranks, gpus))
-    second = _lines(job, by_tokens, "tokens per row", (tokens, f"{tokens:,} tokens"))
+    second = _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens"))
     return _section(
         "More GPUs, longer sequences",
         f"With {how}; sharded by FSDP2, without offload. More GPUs make the sharded state smaller, not the "
         "activations; longer sequences make the activations larger.",
-        f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per row. Both scales double.')}"
-        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {gpus}. Both scales double.')}",
+        f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per sequence. {LOGARITHMIC}')}"
+        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {gpus}. {LOGARITHMIC}')}",
     )
 
 
@@ -213,13 +214,13 @@ def _timeline(job: Job, recipe: Recipe, layout: Layout) -> memory.Timeline:
 
 
 def _numbers(job: Job, found: Plan) -> str:
-    titles = ("strategy", "rows", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
+    titles = ("strategy", "batch", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
     rows = [_cells(one, name_of(one.layout)) for one in found.rows]
     if found.choice:
         rows.insert(0, _cells(found.choice, f"{name_of(found.choice.layout)} (recommended)"))
     return _section(
         "The numbers",
-        f"All predicted, {job.recipe.length:,} tokens per row. GiB at the highest point of the step, then what is "
+        f"All predicted, {job.recipe.length:,} tokens per sequence. GiB at the highest point of the step, then what is "
         "alive there.",
         _table(titles, rows, "wide"),
     )
@@ -230,7 +231,7 @@ def _cells(one: Candidate, name: str) -> list[str]:
     how = (f"{one.recipe.rows}", one.recipe.checkpointing)
     sizes = [_size(peak.total), *(_size(peak.live[kind]) for kind in KINDS)]
     speed = [f"{one.step.step_seconds:.2f}", f"{one.tokens_per_s:,.0f}"]
-    return [escape(name), *how, one.device.verdict, *sizes, peak.phase, *speed]
+    return [escape(name), *how, one.verdict, *sizes, peak.phase, *speed]
 
 
 def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
@@ -238,7 +239,7 @@ def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
     folded = (
         ("One step: the highest point of each phase", _table(("phase", "GiB"), phases)),
         ("Number of GPUs", _series_table("GPUs", by_gpus)),
-        ("Sequence length", _series_table("tokens per row", by_tokens)),
+        ("Sequence length", _series_table("tokens per sequence", by_tokens)),
     )
     return "".join(f"<details><summary>{name}, predicted</summary>{table}</details>" for name, table in folded)
 

@@ -41,6 +41,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         window=_window(text, modules),
         positions=int(_first(text, "max_position_embeddings", "n_positions")),
         untraced=tuple(place for place, group in enumerate(groups.values()) if not traced.intersection(group)),
+        eager_only=not getattr(model, "_supports_sdpa", True),
     )
 
 

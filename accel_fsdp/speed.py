@@ -252,7 +252,7 @@ def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
 
     Where sliding and full layers alternate the first layer slides, as in Gemma 2 and 3 and gpt-oss.
     """
-    if recipe.attention == "eager":
+    if recipe.attention == "eager" or shape.eager_only:
         return recipe.length
     slides = shape.window and 0 in block.layers
     window = min(shape.window, recipe.length) if slides else recipe.length
@@ -294,4 +294,4 @@ def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) ->
         yield f"{gpu.name} has no bf16 units and computes it at the rate of float32; --precision fp16 is faster."
     if compute_bytes(recipe) == 4:
         yield "Float32 products run without TF32, torch's default."
-    yield "Kernels are PyTorch's own, not compiled; data arrive in time and rows are full."
+    yield "Kernels are PyTorch's own, not compiled; reading data takes no time, and sequences have no padding."

@@ -255,7 +255,8 @@ class ModelShape:
     A tied head has no parameter of its own. `buffers_bytes` are stored or computed buffers, on every rank. `experts`
     and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
     window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
-    places of the blocks that images go through, whose activations aren't known.
+    places of the blocks that images go through, whose activations aren't known. `eager_only`: transformers has no other
+    attention for the model.
     """
 
     name: str
@@ -273,6 +274,7 @@ class ModelShape:
     window: int = 0
     positions: int = 0
     untraced: tuple[int, ...] = ()
+    eager_only: bool = False
 
     @property
     def layers(self) -> int:

@@ -87,4 +87,4 @@ def test_one_number_says_what_a_gpu_has() -> None:
     assert "14.8 GiB" in shown
     assert "16 GiB" not in shown
     content = json.loads(accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4", "--json").output)
-    assert content["gpu_memory_bytes"] == round(14.75 * GIB)
+    assert content["gpu_memory_usable_bytes"] == round(14.75 * GIB)

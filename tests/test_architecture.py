@@ -87,7 +87,7 @@ LAYERS = [
         ),
         *("kernels", *RULES),
     },
-    {"questions", "migrate_fsdp", "traces", "page"},
+    {"questions", "migrate_fsdp", "traces", "page", "remedies"},
     {"migrate_zero", "fitting"},
     {"migrate", "tracing"},
     {
@@ -110,7 +110,7 @@ LAYERS = [
     {"packing"},
     {"tokenizing", "batching", "lineage"},
     {"wizard", "jobs", "arguments", "sensible", "inputs", "reedit"},
-    {"lint", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
+    {"lint", "proposing", "telling", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
     {"models", "prepare", "surviving", "disks", "forecast", "cards"},
     {"reporting", "losses"},
     {"training"},

@@ -92,7 +92,7 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
     assert recommended[0] == f"{choice['strategy']} (recommended)"
     for row, one in zip(rows, strategies, strict=True):
         sizes = [one["peak_bytes"], *(one["breakdown_bytes"].get(kind, 0) for kind in KINDS)]
-        how = [one["strategy"], str(one["rows"]), one["checkpointing"], one["fits"]]
+        how = [one["strategy"], str(one["batch_per_gpu"]), one["checkpointing"], one["fits"]]
         speed = [f"{one['step_seconds']:.2f}", f"{one['tokens_per_s_per_gpu']:,.0f}"]
         assert row == [*how, *map(str, sizes), one["peak_phase"], *speed]
         note = {"yes": "fits", "no": "over", "tight": "tight"}[one["fits"]]

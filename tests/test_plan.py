@@ -11,6 +11,7 @@ from conftest import ROOT, accel_fsdp, run
 from accel_fsdp import gpus, memory, notes, plan, recorded, states
 from accel_fsdp.asking import Context
 from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from accel_fsdp.speed import RANGE
 from accel_fsdp.tapes import variant_of
 from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
 
@@ -35,7 +36,7 @@ def test_the_table_of_a_known_model() -> None:
     for name in ("DDP", "FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "ZeRO-3"):
         assert name in shown.output
     assert "Take FSDP2" in shown.output
-    assert "Next is" in shown.output
+    assert "As fast as far as a prediction can tell" in shown.output
 
 
 def test_no_heavy_library_is_imported() -> None:
@@ -92,13 +93,19 @@ def test_what_does_not_fit_comes_with_what_would() -> None:
     assert content["changes"]
 
 
-def test_the_choice_fits_and_is_the_fastest_that_was_found() -> None:
-    content = planned("--model", LLAMA, "--gpus", "8xH100-80GB", "--seq-len", "4096")
-    choice, second = content["choice"], content["runner_up"]
+def test_the_choice_fits_and_nothing_is_faster_by_more_than_a_prediction_can_tell() -> None:
+    """Differences below the range of a step's time are ties; of these the one with least to bear is taken."""
+    content = planned("--model", LLAMA, "--gpus", "8xH100-80GB", "--seq-len", "4096", "--checkpointing", "full")
+    choice, ties, second = content["choice"], content["ties"], content["runner_up"]
     assert isinstance(choice, dict)
-    assert isinstance(second, dict)
+    assert isinstance(ties, list)
     assert choice["fits"] == "yes"
-    assert choice["tokens_per_s_per_gpu"] >= second["tokens_per_s_per_gpu"]
+    assert choice["strategy"] == "FSDP2 FULL_SHARD"
+    fastest = max(one["tokens_per_s_per_gpu"] for one in (choice, *ties))
+    for one in (choice, *ties):
+        assert one["fits"] == "yes"
+        assert one["tokens_per_s_per_gpu"] >= RANGE[0] * fastest
+    assert second is None or second["tokens_per_s_per_gpu"] < RANGE[0] * fastest
     assert sum(choice["breakdown_bytes"].values()) == choice["peak_bytes"]
 
 
@@ -262,7 +269,7 @@ def test_advice_for_a_yaml_that_does_not_fit_names_the_strategy_it_is_about() ->
     path = ROOT / "accelerate_configs" / "ddp.yaml"
     shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--config", path)
     assert shown.code == 1
-    assert "FSDP2 FULL_SHARD, 1 row per GPU" in shown.output
+    assert "FSDP2 FULL_SHARD, 1 sequence per GPU" in shown.output
 
 
 def test_a_checkpoint_of_an_adapter_is_the_adapter_s() -> None:
