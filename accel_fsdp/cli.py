@@ -15,7 +15,7 @@ from accel_fsdp.asking import Question
 from accel_fsdp.errors import UsageError, guard, nearest
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
-from accel_fsdp.types import Attention, Checkpointing, Kernels, Method, OptimizerName, Precision, Recipe
+from accel_fsdp.types import Attention, Checkpointing, Kernels, Method, OptimizerName, Precision
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -333,7 +333,9 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
         given = (command.output, command.force, command.json, command.dry_run, command.layer_class)
         return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
     if isinstance(command, PlanCommand):
-        return _plan(command)
+        from accel_fsdp import planning
+
+        return planning.show_plan(planning.options_of(command))
     if isinstance(command, Export):
         return _export(command)
     if isinstance(command, Init):
@@ -364,41 +366,6 @@ def _terminate(number: int, _: object) -> None:
     """Ends as Ctrl-C does, so that nothing half-written stays; a second signal doesn't stop the cleaning."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
-
-
-def _plan(command: PlanCommand) -> int:
-    from accel_fsdp import machines, planning
-
-    precision = command.precision or ("bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16")
-    dtype = command.dtype or ("float32" if command.method == "full" else "bfloat16")
-    recipe = Recipe(
-        command.method,
-        precision,
-        dtype,
-        accumulation=command.accumulation,
-        optimizer=command.optimizer,
-        checkpointing=command.checkpointing,
-        chunked_loss=command.chunked_loss,
-        lora_rank=command.lora_rank,
-        attention=command.attention,
-        kernels=command.kernels,
-    )
-    options = planning.Options(
-        model=command.model,
-        gpus=command.gpus,
-        nodes=command.nodes,
-        recipe=recipe,
-        rows=command.batch,
-        length=command.seq_len,
-        json=command.json,
-        config=command.config,
-        html=command.html,
-        force=command.force,
-        global_rows=command.global_batch,
-        host_gib=command.host_memory,
-        output=command.output,
-    )
-    return planning.show_plan(options)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accel_fsdp import files, gpus, layouts, machines, page, plan, proposing, render, telling, tracing
 from accel_fsdp.check import Subject
@@ -38,6 +39,38 @@ class Options:
     global_rows: int | None = None
     host_gib: int | None = None
     output: Path | None = None
+
+
+def options_of(command: Any) -> Options:
+    """The options of a command line, with what its flags leave open."""
+    precision = command.precision or ("bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16")
+    recipe = Recipe(
+        command.method,
+        precision,
+        command.dtype or ("float32" if command.method == "full" else "bfloat16"),
+        accumulation=command.accumulation,
+        optimizer=command.optimizer,
+        checkpointing=command.checkpointing,
+        chunked_loss=command.chunked_loss,
+        lora_rank=command.lora_rank,
+        attention=command.attention,
+        kernels=command.kernels,
+    )
+    return Options(
+        model=command.model,
+        gpus=command.gpus,
+        nodes=command.nodes,
+        recipe=recipe,
+        rows=command.batch,
+        length=command.seq_len,
+        json=command.json,
+        config=command.config,
+        html=command.html,
+        force=command.force,
+        global_rows=command.global_batch,
+        host_gib=command.host_memory,
+        output=command.output,
+    )
 
 
 def show_plan(options: Options) -> int:
