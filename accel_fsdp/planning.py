@@ -3,16 +3,16 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accel_fsdp import files, gpus, layouts, machines, page, plan, proposing, render, telling, tracing
 from accel_fsdp.check import Subject
 from accel_fsdp.errors import UsageError
 from accel_fsdp.inputs import Sources, read_subject
 from accel_fsdp.plan import Job
+from accel_fsdp.plan_flags import PlanCommand
 from accel_fsdp.proposing import Proposer
 from accel_fsdp.telling import Told
-from accel_fsdp.types import Layout, MachineFacts, ModelShape, Recipe
+from accel_fsdp.types import Layout, MachineFacts, ModelShape, Precision, Recipe
 
 DEFAULT_LENGTH = 2048
 
@@ -41,12 +41,12 @@ class Options:
     output: Path | None = None
 
 
-def options_of(command: Any) -> Options:
+def options_of(command: PlanCommand) -> Options:
     """The options of a command line, with what its flags leave open."""
-    precision = command.precision or ("bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16")
+    usual: Precision = "bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16"
     recipe = Recipe(
         command.method,
-        precision,
+        command.precision or usual,
         command.dtype or ("float32" if command.method == "full" else "bfloat16"),
         accumulation=command.accumulation,
         optimizer=command.optimizer,

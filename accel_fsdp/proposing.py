@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import catalogue, config, lint, wizard
+from accel_fsdp import catalogue, combinations, config, lint, wizard
 from accel_fsdp.check import Finding, Subject, run
 from accel_fsdp.errors import UserError
 from accel_fsdp.presets import MODEL as PRESET_MODEL
@@ -45,18 +45,20 @@ class Proposer:
         return next((said for code, said in faults.items() if code not in self.common), "")
 
     def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
-        """What wizard and linter say against a way, by the rule's code."""
+        """What the table of combinations, wizard and linter say against a way, by the row's name or the rule's code."""
         if layout.engine == "single":
             return {}  # one process needs no YAML
         key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
         if key not in self._faults:
+            clashes = combinations.clashes(combinations.of_plan(layout, recipe))
+            self._faults[key] = {one.name: f"{one.what}: {one.why}" for one in clashes}
             try:
                 values = config.to_mapping(self.answers(recipe, layout))
             except UserError as error:
-                self._faults[key] = {"": f"{error.what.rstrip('.')}: {error.why}"}
+                self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
                 found = _findings(Subject(values, arguments(recipe, layout)))
-                self._faults[key] = {one.code: sentence(one) for one in found if one.severity != "note"}
+                self._faults[key] |= {one.code: sentence(one) for one in found if one.severity != "note"}
         return self._faults[key]
 
     def answers(self, recipe: Recipe, layout: Layout) -> Answers:
@@ -130,7 +132,7 @@ def _is_fsdp(layout: Layout) -> bool:
 
 def in_yaml(recipe: Recipe, layout: Layout) -> bool:
     """Whether activation checkpointing is the YAML's: with an adapter, and outside of FSDP, it is the script's."""
-    return recipe.recomputes and recipe.method == "full" and _is_fsdp(layout)
+    return recipe.checkpointing == "full" and combinations.of_plan(layout, recipe).recompute == "engine"
 
 
 def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -142,6 +144,8 @@ def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     }
     if recipe.recomputes and not in_yaml(recipe, layout):
         given["gradient_checkpointing"] = True
+    if recipe.checkpointing == "reentrant":
+        given["gradient_checkpointing_kwargs"] = '{"use_reentrant": true}'
     if recipe.method != "full":
         given |= {"use_peft": True, "lora_r": recipe.lora_rank}
     if recipe.method == "qlora":
@@ -158,7 +162,7 @@ def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
 def argument_line(recipe: Recipe, layout: Layout) -> str:
     """The same as a command line has them."""
     given = arguments(recipe, layout).items()
-    return " ".join(f"--{name} {config.flag_text(value)}" for name, value in given)
+    return " ".join(f"--{name} {shlex.quote(config.flag_text(value))}" for name, value in given)
 
 
 def sentence(found: Finding) -> str:

@@ -301,6 +301,8 @@ def model_notes(shape: ModelShape, recipe: Recipe) -> tuple[str, ...]:
         )
     if shape.model_type == "gpt_oss":
         notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")
+    if recipe.checkpointing == "selective":
+        notes.append("Selective checkpointing is no flag of Trainer's: the script has to apply it itself.")
     if recipe.method == "qlora" and any(one.kind == "experts" for block in shape.blocks for one in block.parameters):
         notes.append("bitsandbytes quantises linear layers; the experts, which are none, stay in 16 bits.")
     return tuple(notes)

@@ -110,7 +110,7 @@ LAYERS = [
     {"packing"},
     {"tokenizing", "batching", "lineage"},
     {"wizard", "jobs", "arguments", "sensible", "inputs", "reedit"},
-    {"lint", "proposing", "telling", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
+    {"lint", "plan_flags", "proposing", "telling", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
     {"models", "prepare", "surviving", "disks", "forecast", "cards"},
     {"reporting", "losses"},
     {"training"},
