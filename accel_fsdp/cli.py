@@ -52,7 +52,7 @@ class ConfigOptions:
 
 @dataclass(frozen=True)
 class Launch:
-    """Lint the YAML, then run the script with it: accel-fsdp launch [--dry-run] FILE SCRIPT [script arguments]."""
+    """Lint the YAML, then run the script with it: accel-fsdp launch [flags] FILE SCRIPT [script arguments]."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     script: Annotated[
@@ -62,6 +62,10 @@ class Launch:
     dry_run: Annotated[
         bool, tyro.conf.arg(help="Print the command and the environment of the ranks; start nothing.")
     ] = False
+    machine_rank: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="N", help="Which of the YAML's machines this is, from 0.", help_behavior_hint=""),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -286,7 +290,8 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """Everything after the script of `launch` belongs to the script, as with `accelerate launch`."""
     if words[:1] != ["launch"]:
         return words, ()
-    positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-")]
+    values = {i + 1 for i, word in enumerate(words) if word.replace("-", "_") == "__machine_rank"}
+    positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
     end = positions[1] + 1 if len(positions) > 1 else len(words)
     script_args = tuple(words[end:])
     if "--dry-run" in script_args:  # tyro's usage line puts flags last, and a job would start
@@ -299,16 +304,17 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
-    from accel_fsdp import jobs, lint, render
+    from accel_fsdp import config, jobs, lint, render
 
     if lint.stops(command.file):
         return 1
     args = jobs.launcher_args(command.file, command.script, script_args)
+    jobs.take_machine_rank(args, config.load(command.file), command.machine_rank)
     if not command.dry_run:
         return jobs.launch(args)
     for name, value in sorted(jobs.environment(args).items()):
         render.put(f"{name}={shlex.quote(value)}")
-    render.put(shlex.join(jobs.command(command.file, command.script, script_args)))
+    render.put(shlex.join(jobs.command(args)))
     return 0
 
 
