@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from accel_fsdp import complete, weights, zero_checkpoint
+from accel_fsdp import complete, foreign, weights, zero_checkpoint
 from accel_fsdp.dcp import METADATA
 from accel_fsdp.errors import UsageError, UserError
 
@@ -139,8 +139,8 @@ def _size(path: Path) -> int:
 def _safetensors(folder: Path) -> Found | None:
     try:
         names = weights.named_files(folder)
-    except UserError:
-        return Found("safetensors", folder, folder, (f"a sound {weights.INDEX}",))
+    except UserError as error:
+        return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
     if not names and not (folder / "model.safetensors").is_file():
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
@@ -230,7 +230,15 @@ def find(path: Path) -> tuple[Found, list[Found]]:
             why="it is half-written, or its other half lies on another machine",
             fix="export an older checkpoint; on several machines train to a shared disk",
         )
+    _check_links(whole[-1], place if place.is_dir() else place.parent)
     return whole[-1], found[found.index(whole[-1]) + 1 :]
+
+
+def _check_links(found: Found, named: Path) -> None:
+    """Refuses parts of a checkpoint that a link puts there, from outside of what the user named."""
+    for part in (found.folder, found.weights, found.optimizer):
+        if part is not None and part.is_relative_to(named):
+            foreign.check_folder(part, named)
 
 
 def of_adapter(found: Found, name: str) -> Found:
@@ -239,6 +247,7 @@ def of_adapter(found: Found, name: str) -> Found:
     Raises:
         UsageError: there is none of that name.
     """
+    foreign.check_folder(found.folder / name, found.folder)
     inner = _adapter(found.folder / name)
     if inner is None and name != "default":
         held = ["default", *others(found)]
@@ -258,9 +267,10 @@ def others(found: Found) -> list[str]:
 def _meant(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
-    if path.is_file() and (path.suffix == ".distcp" or path.name == METADATA):
-        return path.parent
-    return path
+    place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
+    if place.is_file() and (place.suffix == ".distcp" or place.name == METADATA):
+        return place.parent
+    return place
 
 
 def _of_file(path: Path) -> Found | None:

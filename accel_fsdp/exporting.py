@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_fsdp import checkpoint, describing, files, hub, papers, render, sources, stream, verifying
+from accel_fsdp import checkpoint, describing, files, foreign, hub, papers, render, sources, stream, verifying
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.papers import Papers
@@ -80,7 +80,7 @@ def run(options: Options) -> int:
         try:
             report = export(options, out.resolve())
         except OSError as error:
-            raise _cannot_write(out, error) from error
+            raise _failed(options.src, out, error) from error
     _show(report, options)
     if options.push_to_hub:
         render.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
@@ -326,7 +326,10 @@ def _check_space(out: Path, needed: int) -> None:
         )
 
 
-def _cannot_write(out: Path, error: OSError) -> UserError:
+def _failed(src: Path, out: Path, error: OSError) -> UserError:
+    """Says which side it was."""
+    if isinstance(error.filename, str) and Path(error.filename).absolute().is_relative_to(src.absolute()):
+        return foreign.unreadable(Path(error.filename), error.strerror or str(error))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return UserError(
         f"cannot write {out}: {error.strerror or error}",

@@ -14,7 +14,6 @@ Each function ends in one of three ways: the content, None (or FileNotFoundError
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from accel_fsdp.errors import UserError
 LARGEST_JSON = 1 << 27
 LARGEST_COPY = 1 << 30
 """Bytes of the papers of a model; the largest tokenizers have 50 MB."""
+COPIED_AT_ONCE = 1 << 22
 MOST_VALUES = 3_000_000
 """In one JSON file: each may take 200 bytes of memory, many times what it takes on disk."""
 DEEPEST = 100
@@ -65,13 +65,25 @@ def _place(path: Path, within: Path) -> Path:
     raise UserError(
         f"{path} is a link to {place}, outside of its folder",
         why="a checkpoint has no business there; nothing was read",
-        fix="if the link is yours, put the file itself in its place; else don't trust this checkpoint",
+        fix=f"if the link is yours, name {place} itself, or put it in the link's place; else don't trust this folder",
     )
 
 
 def _in_hub_cache(place: Path, root: Path) -> bool:
     """Whether it is what huggingface_hub's links lead to, from `REPO/snapshots/REVISION/` right into `REPO/blobs/`."""
     return root.parent.name == "snapshots" and place.parent == root.parent.parent / "blobs"
+
+
+def check_folder(folder: Path, within: Path) -> None:
+    """Refuses a folder that is a link out of the one that the user named, or lies behind one.
+
+    Raises:
+        UserError: it is.
+    """
+    try:
+        _place(folder, within)
+    except (OSError, RuntimeError, ValueError):  # whoever looks into it will say so
+        return
 
 
 def inside(folder: Path, name: str, index: str) -> Path:
@@ -223,4 +235,12 @@ def copy(path: Path, target: Path, within: Path | None = None, largest: int = LA
         if size > largest:
             raise broken(path, f"is too large to be copied: {size:,} bytes, {largest:,} at most")
         with target.open("wb") as made:
-            shutil.copyfileobj(file, made)
+            while content := _part(file, path):
+                made.write(content)
+
+
+def _part(file: BinaryIO, path: Path) -> bytes:
+    try:
+        return file.read(COPIED_AT_ONCE)
+    except OSError as error:  # of the source, not of where it is copied to
+        raise unreadable(path, error.strerror or str(error)) from error

@@ -1,8 +1,13 @@
 """Uploads an export to the Hugging Face hub; what has been uploaded stays there when it is cut off and tried again."""
 
+import os
 from pathlib import Path
 
+from accel_fsdp import foreign
 from accel_fsdp.errors import UsageError, UserError
+
+HIDDEN = [".*", "*/.*"]
+"""What no export writes: it stays at home."""
 
 
 def check_name(repository: str) -> None:
@@ -29,17 +34,19 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
     Raises:
         UsageError: it is no name of a repository.
-        UserError: the hub refuses it or can't be reached; the folder stays.
+        UserError: a file is a link out of the folder; or the hub refuses them or can't be reached. The folder stays.
     """
     from huggingface_hub import HfApi, errors
 
     check_name(repository)
+    for path in (path for path in sorted(folder.rglob("*")) if not path.is_dir()):
+        os.close(foreign.open_file(path, within=folder))  # the hub's library would follow any link, and wait for pipes
     # Of the HTTP library that this version of huggingface_hub uses; RuntimeError is its own, for a file of the upload.
     transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
     api = HfApi()
     try:
         url = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Model")
+        api.upload_folder(repo_id=url.repo_id, folder_path=folder, ignore_patterns=HIDDEN, commit_message="Model")
     except (transport, OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"the hub doesn't take {repository}: {(str(error) or type(error).__name__).splitlines()[0]}",

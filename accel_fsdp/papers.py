@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import checkpoint, describing, facts, files, weights
+from accel_fsdp import checkpoint, describing, facts, files, foreign, weights
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UserError
 from accel_fsdp.stored import TORCH_NAMES
@@ -75,7 +74,7 @@ class Papers:
     def copy_adapter(self, target: Path) -> None:
         """Puts what belongs to an adapter into `target`."""
         if self.adapter is not None:
-            shutil.copyfile(self.adapter / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
+            foreign.copy(self.adapter / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
         self._copy_files(target)
 
     def _copy_files(self, target: Path) -> None:
@@ -83,9 +82,9 @@ class Papers:
             for pattern in COPIED:
                 for path in folder.glob(pattern):
                     copy = target / path.relative_to(folder)
-                    if path.is_file() and not copy.exists():
+                    if not path.is_dir() and not copy.exists():
                         copy.parent.mkdir(exist_ok=True)
-                        shutil.copyfile(path, copy)
+                        foreign.copy(path, copy, within=folder)
 
 
 def describe(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -121,6 +120,8 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
     """
     near = tuple(dict.fromkeys(_near(found)))
     named = [folder / adapter_name for folder in near] if adapter_name else []
+    for folder in named:
+        foreign.check_folder(folder, folder.parent)
     places = [*named, *(near if adapter_name in (None, "default", found.folder.name) else ())]
     adapter = next((folder for folder in places if (folder / ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / CONFIG).is_file()]
@@ -137,7 +138,11 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
 
 
 def _near(found: Found) -> Iterator[Path]:
+    """Folders that may hold papers; those that a link puts there, from outside of the run, are refused."""
     run = found.folder.parent
+    for folder in (run / DESCRIBED, run / "final"):
+        foreign.check_folder(folder, run)
+    foreign.check_folder(found.folder / DESCRIBED, found.folder)
     yield found.folder
     if (found.folder / "trainer_state.json").is_file() or found.folder.name.startswith(("checkpoint", "step", "epoch")):
         yield from (run / DESCRIBED, run / "final", run)

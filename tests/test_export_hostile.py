@@ -1,6 +1,7 @@
 """`accel-fsdp export` of checkpoints whose makers mean harm: no code runs, no file of another folder is read."""
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -14,9 +15,9 @@ import sharded
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_fsdp import checkpoint, exporting, logits, papers
+from accel_fsdp import checkpoint, exporting, hub, logits, papers
 from accel_fsdp.errors import UserError
 
 SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 6}
@@ -135,3 +136,104 @@ def test_logits_of_every_kind_of_checkpoint(run_folder: Path, tmp_path: Path) ->
     for folder in kinds.values():
         found, _ = checkpoint.find(folder)
         assert logits.difference(out, found, papers.find(found, None))[0] > 0
+
+
+def elsewhere(name: str, run: Path) -> None:
+    """Moves a file or folder of a run out of it, and leaves a link."""
+    path = run / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("secret")
+    target = run.parent / "elsewhere" / path.name
+    target.parent.mkdir()
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+def as_full(run: Path) -> None:
+    """The checkpoint as one file of FSDP."""
+    shutil.rmtree(run / "checkpoint-1")
+    (run / "checkpoint-1").mkdir()
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(run / "model"))
+    torch.save(model.state_dict(), run / "checkpoint-1" / "pytorch_model_fsdp.bin")
+
+
+def as_safetensors(run: Path) -> None:
+    """The checkpoint as files that `from_pretrained` loads, as an adapter too."""
+    as_full(run)
+    (run / "checkpoint-1" / "pytorch_model_fsdp.bin").unlink()
+    LlamaForCausalLM(LlamaConfig.from_pretrained(run / "model")).save_pretrained(run / "checkpoint-1")
+
+
+def as_zero(run: Path) -> None:
+    to_zero(run, run)
+
+
+def as_adapter(run: Path) -> None:
+    as_full(run)
+    (run / "checkpoint-1" / "pytorch_model_fsdp.bin").unlink()
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{prefix}.lora_A.weight": torch.ones(2, 36), f"{prefix}.lora_B.weight": torch.ones(36, 2)}
+    save_file(tensors, run / "checkpoint-1" / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": 2,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(run / "model"),
+    }
+    (run / "checkpoint-1" / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def as_it_is(run: Path) -> None:
+    """Sharded."""
+
+
+ZERO = "checkpoint-1/global_step1"
+LINKS = [
+    *((as_it_is, f"model/{name}") for name in ("config.json", "README.md", "tokenizer.json", "vocab.txt")),
+    *((as_it_is, f"model/{name}") for name in ("generation_config.json", "chat_template.jinja")),
+    (as_it_is, "model/additional_chat_templates/tool.jinja"),
+    (as_it_is, "README.md"),
+    *(
+        (as_it_is, name)
+        for name in ("model", "checkpoint-1", str(INNER), f"{INNER}/.metadata", f"{INNER}/__1_0.distcp")
+    ),
+    (as_full, "checkpoint-1/pytorch_model_fsdp.bin"),
+    *((as_safetensors, f"checkpoint-1/{name}") for name in ("model.safetensors", "model.safetensors.index.json")),
+    *(
+        (as_zero, f"{ZERO}/{name}")
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    ),
+    *((as_zero, name) for name in (ZERO, "checkpoint-1/latest")),
+    *((as_adapter, f"checkpoint-1/{name}") for name in ("adapter_model.safetensors", "adapter_config.json")),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), LINKS, ids=[name for _, name in LINKS])
+def test_links_out_of_a_run_are_refused(
+    make: Callable[[Path], None], name: str, run_folder: Path, tmp_path: Path
+) -> None:
+    """Whatever they replace: what lies elsewhere is neither read nor copied."""
+    make(run_folder)
+    elsewhere(name, run_folder)
+    with pytest.raises(UserError, match=r"is a link to .*/elsewhere/"):
+        export(run_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_may_be_named_by_a_link(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run link").symlink_to(run_folder)
+    (tmp_path / "link").symlink_to(run_folder / "checkpoint-1")
+    as_full(tmp_path / "run link")
+    (tmp_path / "file.bin").symlink_to(run_folder / "checkpoint-1" / "pytorch_model_fsdp.bin")
+    for number, name in enumerate(("run link", "link", "file.bin")):
+        export(tmp_path / name, tmp_path / f"out {number}", model=str(run_folder / "model"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "inner/vocab.txt", ".hidden"])
+def test_a_push_follows_no_link(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "inner").mkdir(parents=True)
+    elsewhere(name, out)
+    with pytest.raises(UserError, match=r"is a link to .*/elsewhere/"):
+        hub.push(out, "me/model", private=True)
