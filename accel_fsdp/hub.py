@@ -29,6 +29,26 @@ def check_name(repository: str) -> None:
         ) from error
 
 
+def check_login(token: str | None) -> None:
+    """Asks the hub who this is, before hours of work end with an upload.
+
+    Raises:
+        UserError: it can't be reached, or doesn't know the token.
+    """
+    from huggingface_hub import HfApi, errors
+
+    transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    try:
+        HfApi().whoami(token)
+    except (transport, OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"--push_to_hub, and the hub can't be used: {(str(error) or type(error).__name__).splitlines()[0]}",
+            why="the upload would stop the run",
+            fix="check the network and `hf auth login`; or leave it out, and push the export when it is done: "
+            "accel-fsdp export --check OUTPUT_DIR/final --push-to-hub NAME/MODEL",
+        ) from error
+
+
 def push(folder: Path, repository: str, private: bool) -> str:
     """Makes the repository if need be, and uploads all files; returns its address.
 

@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils import is_liger_kernel_available
 
-from accel_fsdp import combinations, cpu
+from accel_fsdp import combinations, cpu, hub
 from accel_fsdp.combinations import Setup
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.facts import first_line
@@ -88,6 +88,8 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
             why="there is no kernel to use",
             fix="pip install liger-kernel, or leave it out",
         )
+    if training.push_to_hub and os.environ.get("RANK", "0") == "0":
+        hub.check_login(training.hub_token)
     mode = training.torch_compile_mode
     if mode is not None and mode not in COMPILE_MODES:
         raise UsageError(
