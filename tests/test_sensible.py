@@ -58,7 +58,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
         (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr"),
         (["--torch_compile_mode", "max-autotun"], "Did you mean max-autotune?"),
         (["--use_liger_kernel", "true"], "pip install liger-kernel"),
-        (["--push_to_hub", "true"], "the hub can't be used: Cannot reach"),
+        (["--push_to_hub", "true"], "--push_to_hub, and the hub can't be used: "),
         (["--optim", "galore_adamw", "--optim_target_modules", "all-linear"], "galore_torch"),
         (["--optim", "lomo"], "--optim lomo needs a package that isn't installed"),
         (["--optim", "schedule_free_adamw"], "needs a package that isn't installed"),
