@@ -32,6 +32,10 @@ class BadRow(ValueError):
     """A row that can't be trained on; the text says what is wrong with it."""
 
 
+class Empty(BadRow):
+    """A row without text, as scraped data have some: it is left out and counted."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """Turns with role and content. The last `answers` assistant turns are the completion, where there is one."""
@@ -70,7 +74,8 @@ class Reader:
         """Reads a row.
 
         Raises:
-            BadRow: it lacks a part, or a part has another type.
+            Empty: a part has no text.
+        BadRow: a part has another type.
         """
         found = {part: row[column] for part, column in self.column.items()}
         if self.kind == "messages":
@@ -245,7 +250,9 @@ def _asked(prompt: str, completion: str) -> Chat:
 
 
 def _text(value: object, column: str) -> str:
-    if not isinstance(value, str) or not value:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise Empty(f"{column} is empty")
+    if not isinstance(value, str):
         raise BadRow(f"{column} is not a text")
     return value
 
@@ -259,7 +266,9 @@ def _pair(prompt: object, completion: object) -> Example:
 
 def _turns(value: object, column: str) -> list[dict[str, Any]]:
     """Turns with the names that chat templates know; keys that Arrow filled with None are taken out again."""
-    if not isinstance(value, list) or not value:
+    if value is None or value == []:
+        raise Empty(f"{column} is empty")
+    if not isinstance(value, list):
         raise BadRow(f"{column} is not a list of turns with role and content")
     return [_turn(turn, column) for turn in value]
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+FILE_ENDINGS = (*FILE_BUILDERS, ".txt", ".arrow", ".zip", ".gz", ".tar")
+"""How no name on the hub ends, so that a path of two parts is told from one."""
 SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` leaves in a folder."""
 
@@ -27,8 +29,8 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
     """
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-    check_local_path(name, "data set")
     path = Path(name)
+    check_local_path(f"./{name}" if path.suffix in FILE_ENDINGS and not path.is_absolute() else name, "data set")
     try:
         if any((path / file).is_file() for file in SAVED):
             saved = load_from_disk(name)
@@ -37,7 +39,8 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
             return load_dataset(_builder(path), data_files=name, streaming=streaming)
         return load_dataset(name, config_name, streaming=streaming)
     except _load_errors() as error:
-        raise _unreadable(name, _broken(path) or _cause(error)) from error
+        here = "" if path.exists() else " (and there is no file or folder of that name here)"
+        raise _unreadable(name, (_broken(path) or _cause(error)) + here) from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from accel_fsdp import chats
-from accel_fsdp.columns import BadRow, Chat, Example, Pair, Reader
+from accel_fsdp.columns import BadRow, Chat, Empty, Example, Pair, Reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ class Encoder:
     def _finished(self, one: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
         """Ids and labels within the length limit, the length before that, and what is wrong with the row."""
         if isinstance(one, BadRow):
-            return _NONE, _NONE, 0, str(one)
+            return _NONE, _NONE, 0, "" if isinstance(one, Empty) else str(one)
         ids = np.asarray(one.ids, np.int32)
         labels = ids
         if one.trained is not None:

@@ -82,6 +82,12 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
         raise UsageError(
             f"--max_steps {training.max_steps}", why="it has to be 1 or more", fix="leave it out to train epochs"
         )
+    if training.dataloader_persistent_workers and not training.dataloader_num_workers:
+        raise UsageError(
+            "--dataloader_persistent_workers without workers",
+            why="there are none to keep",
+            fix="--dataloader_num_workers N",
+        )
     if training.use_liger_kernel and not is_liger_kernel_available():
         raise UserError(
             "--use_liger_kernel, and the package isn't installed",

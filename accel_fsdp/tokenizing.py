@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,9 @@ ROWS_PER_PROCESS = 2000
 STREAMED = 100
 """Rows of a stream that are tokenised together: enough for the tokenizer's threads, soon enough for the first step."""
 
+TOO_LONG, NO_TURN = "the prompts fill the length limit", "nowhere does an assistant speak"
+"""Why no row is left."""
+
 KEPT = ["input_ids", "labels"]
 
 
@@ -42,6 +45,7 @@ class TokenSummary:
     truncated_rows: int
     dropped_long: int
     dropped_untrained: int
+    dropped_empty: int
     batch_size: int | None
 
     @property
@@ -60,6 +64,7 @@ class TokenSummary:
             "of them trained": self.trained if self.trained < self.tokens - rows else 0,
             "rows cut at the length limit": self.truncated_rows,
             "longer rows dropped": self.dropped_long,
+            "empty rows dropped": self.dropped_empty,
             "rows dropped that had no token to train": self.dropped_untrained,
         }
         said = [f"{n:,} {what if n > 1 else what.replace('rows', 'row')}" for what, n in counts.items() if n]
@@ -86,10 +91,7 @@ def tokenize(
         UserError: no usable columns, a malformed row (named by file and number), messages without a chat template, a
             template whose assistant turns can't be told, or no row left.
     """
-    try:
-        encoder = make_encoder(rows[0], tokenizer, options)
-    except columns.BadRow as bad:
-        raise _bad_row(_place(rows, 0, options), str(bad)) from bad
+    encoder = _first_encoder(rows, tokenizer, options, lambda number: _place(rows, number, options))
     processes = options.dataset_num_proc or max(1, min(_cores(), len(rows) // ROWS_PER_PROCESS))
     encoded = rows.map(
         encoder,
@@ -112,11 +114,8 @@ def stream(
     """
     first = next(iter(rows), None)
     if first is None:
-        raise _nothing_left(options)
-    try:
-        encoder = make_encoder(first, tokenizer, options)
-    except columns.BadRow as bad:
-        raise _bad_row(f"the first row of {options.dataset_name}", str(bad)) from bad
+        raise _nothing_left(options, "it has no rows")
+    encoder = _first_encoder(rows, tokenizer, options, lambda number: f"row {number + 1} of {options.dataset_name}")
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         found = encoder(batch)
@@ -130,6 +129,23 @@ def stream(
     shuffled = rows.repeat(None).shuffle(seed=seed, buffer_size=options.streaming_buffer)
     encoded = shuffled.map(encode, batched=True, batch_size=STREAMED, remove_columns=list(first))
     return packing.pack_stream(encoded, options.max_length, options.streaming_buffer) if options.packing else encoded
+
+
+def _first_encoder(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: DataArguments,
+    place: Callable[[int], str],
+) -> Encoder:
+    """How the rows are read, as the first that isn't empty says; `place` names one for the user."""
+    for number, row in enumerate(rows):
+        try:
+            return make_encoder(row, tokenizer, options)
+        except columns.Empty:
+            continue
+        except columns.BadRow as bad:
+            raise _bad_row(place(number), str(bad)) from bad
+    raise _nothing_left(options, "all rows are empty")
 
 
 def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", options: DataArguments) -> Encoder:
@@ -223,11 +239,16 @@ def _bad_row(place: str, problem: str) -> UserError:
     return UserError(f"{place}: {problem}", why="training on it would teach nonsense", fix="mend or drop that row")
 
 
-def _nothing_left(options: DataArguments) -> UserError:
+def _nothing_left(options: DataArguments, reason: str) -> UserError:
+    fix = "a larger --max_length, or --truncation_mode keep_end"
+    if reason == NO_TURN:
+        fix = "leave out --assistant_only_loss, or give conversations in which the role assistant speaks"
+    elif reason != TOO_LONG:
+        fix = "other data, or another column: --dataset_text_field, --columns"
     return UserError(
-        f"no row of {options.dataset_name} has a token to train on",
+        f"no row of {options.dataset_name} has a token to train on: {reason}",
         why="training would change nothing",
-        fix="a larger --max_length, or --truncation_mode keep_end; the prompts may fill the limit",
+        fix=fix,
     )
 
 
@@ -239,8 +260,10 @@ def _kept(
     long = length > options.max_length
     dropped_long = long & (options.truncation_mode == "drop")
     keep = (trained > 0) & ~dropped_long
+    empty = length == 0
     if not keep.any():
-        raise _nothing_left(options)
+        reason = NO_TURN if options.assistant_only_loss else "none has a token to predict"
+        raise _nothing_left(options, "all rows are empty" if empty.all() else TOO_LONG if long.any() else reason)
     kept = encoded.select_columns(KEPT)
     if not keep.all():
         kept = kept.select(np.flatnonzero(keep))
@@ -252,7 +275,8 @@ def _kept(
         trained=int(trained[keep].sum()),
         truncated_rows=int((long & keep).sum()),
         dropped_long=int(dropped_long.sum()),
-        dropped_untrained=int((~keep & ~dropped_long).sum()),
+        dropped_untrained=int((~keep & ~dropped_long & ~empty).sum()),
+        dropped_empty=int(empty.sum()),
         batch_size=batch_size,
     )
     return packed or kept, summary

@@ -13,6 +13,8 @@ from accel_fsdp import chats, data, tokenizing
 from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UserError
 
+SAID = '{"messages": [{"role": "user", "content": "a"}]}'
+
 
 @pytest.fixture
 def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
@@ -41,7 +43,7 @@ def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerBase, tmp_p
     text = "<|im_start|>user\nIs it sharded?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
     assert tokens[0]["input_ids"] == tokenizer(text)["input_ids"]
     assert tokens[0]["labels"] == tokens[0]["input_ids"]
-    assert summary == f"1 rows, {len(tokens[0]['input_ids'])} tokens"
+    assert summary == f"1 row, {len(tokens[0]['input_ids'])} tokens"
 
 
 def test_text_ends_with_the_end_token_and_long_rows_are_cut_or_dropped(
@@ -53,7 +55,7 @@ def test_text_ends_with_the_end_token_and_long_rows_are_cut_or_dropped(
     for mode, kept in (("keep_start", long[:20]), ("keep_end", long[-20:]), ("drop", None)):
         tokens, summary = tokens_of(path, tokenizer, max_length=20, dataset_text_field="body", truncation_mode=mode)
         assert tokens["input_ids"][:] == ([short, kept] if kept else [short])
-        assert ("1 rows cut at the length limit" if kept else "1 longer rows dropped") in summary
+        assert ("1 row cut at the length limit" if kept else "1 longer row dropped") in summary
         assert f"{len(short) + (20 if kept else 0)} tokens" in summary
 
 
@@ -63,7 +65,7 @@ def test_rows_that_the_limit_leaves_nothing_to_train_are_dropped(
     rows = [{"prompt": "why " * n, "completion": "So."} for n in (2, 90)]
     tokens, summary = tokens_of(write(tmp_path / "pairs.jsonl", *rows), tokenizer, max_length=40)
     assert len(tokens) == 1
-    assert "1 rows dropped that had no token to train" in summary
+    assert "1 row dropped that had no token to train" in summary
     with pytest.raises(UserError, match=r"no row of .* has a token to train on"):
         tokens_of(write(tmp_path / "long.jsonl", rows[1]), tokenizer, max_length=40)
 
@@ -151,8 +153,8 @@ def test_columns_that_nobody_can_find_are_refused(
     ("lines", "message"),
     [
         (['{"text": "a"}', '{"text": "b"'], r"two\.jsonl, line 2: .* at column"),
-        (['{"text": "a"}', '{"text": ""}'], r"two\.jsonl, row 2: text is not a text"),
-        (['{"text": "a"}', '{"text": null}', '{"text": ""}'], r"two\.jsonl, row 2: text is not a text \(2 such rows\)"),
+        ([SAID, SAID.replace('"a"', "null")], r"two\.jsonl, row 2: messages is not a list of turns"),
+        ([SAID, *[SAID.replace('"a"', "null")] * 2], r"two\.jsonl, row 2: messages is .* \(2 such rows\)"),
     ],
 )
 def test_a_corrupt_row_is_named_with_its_file(
@@ -161,7 +163,7 @@ def test_a_corrupt_row_is_named_with_its_file(
     """In a folder of several files, alone, and when the row comes from a stream."""
     folder = tmp_path / "train"
     folder.mkdir()
-    write(folder / "one.jsonl", {"text": "fine"}, {"text": "fine"})
+    write(folder / "one.jsonl", json.loads(lines[0]), json.loads(lines[0]))
     (folder / "two.jsonl").write_text("\n".join(lines) + "\n")
     for path in (tmp_path, folder / "two.jsonl"):
         with pytest.raises(UserError, match=message):
@@ -169,11 +171,67 @@ def test_a_corrupt_row_is_named_with_its_file(
 
 
 def test_a_bad_row_of_a_stream_is_shown(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", {"text": "a"}, {"text": ""})
+    turns = [{"role": "user", "content": "a"}]
+    path = write(tmp_path / "rows.jsonl", {"messages": turns}, {"messages": [{"role": "user", "content": None}]})
     rows = data.split(data.load(str(path), streaming=True), "train")
-    with pytest.raises(UserError, match=r"a row of .*rows.jsonl, \{'text': ''\}: text is not a text"):
+    with pytest.raises(UserError, match=r"a row of .*rows.jsonl, .*: messages is not a list of turns"):
         list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0).take(9))
-    assert data.whole(rows)["text"][:] == ["a", ""]
+    assert len(data.whole(rows)) == 2
+
+
+@pytest.mark.parametrize(
+    ("full", "empty"),
+    [
+        ({"text": "a"}, [{"text": ""}, {"text": " \n"}, {"text": None}]),
+        ({"prompt": "a", "completion": "b"}, [{"prompt": "", "completion": "b"}, {"prompt": "a", "completion": None}]),
+        ({"instruction": "a", "output": "b"}, [{"instruction": None, "output": "b"}]),
+        ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": []}, {"messages": None}]),
+    ],
+)
+def test_empty_rows_are_dropped_and_counted(
+    full: dict[str, Any], empty: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Also the first one, which says how others are read; scraped data have some, and one of them ended the job."""
+    path = write(tmp_path / "rows.jsonl", *empty, full, *empty, full)
+    tokens, summary = tokens_of(path, tokenizer)
+    (expected, _), _ = tokens_of(write(tmp_path / "full.jsonl", full, full), tokenizer)
+    assert tokens["input_ids"][:] == [expected["input_ids"]] * 2
+    assert f"{2 * len(empty)} empty rows dropped" in summary
+    rows = data.split(data.load(str(path), streaming=True), "train")
+    options = DataArguments(str(path), streaming=True, max_length=256)
+    assert [list(row["input_ids"]) for row in tokenizing.stream(rows, tokenizer, options, seed=0).take(3)] == [
+        expected["input_ids"]
+    ] * 3
+
+
+def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    empty = write(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""})
+    with pytest.raises(UserError, match="all rows are empty"):
+        tokens_of(empty, tokenizer)
+    silent = write(tmp_path / "silent.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
+    with pytest.raises(UserError, match="nowhere does an assistant speak") as refused:
+        tokens_of(silent, tokenizer, assistant_only_loss=True)
+    assert "--max_length" not in str(refused.value)
+    long = write(tmp_path / "long.jsonl", {"prompt": "why " * 90, "completion": "So."})
+    with pytest.raises(UserError, match="the prompts fill the length limit") as refused:
+        tokens_of(long, tokenizer, max_length=20)
+    assert "a larger --max_length" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["data/tran.jsonl", "tran.jsonl", "data/rows.parquet"])
+def test_a_file_that_is_not_there_is_no_matter_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", {"text": "a"})
+    with pytest.raises(UserError, match="does not exist") as refused:
+        data.load(name)
+    assert "Hub" not in str(refused.value)
+    if name == "data/tran.jsonl":
+        assert "Did you mean train.jsonl?" in str(refused.value)
+    with pytest.raises(UserError, match="there is no file or folder of that name here"):
+        data.load("data/nothing")
 
 
 def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -187,7 +245,7 @@ def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, 
 
 
 @pytest.mark.parametrize(
-    "bad", ["Hi", [], [{"role": "user"}], [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]]
+    "bad", ["Hi", [{"role": "user"}], [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]]
 )
 def test_what_is_no_turn_is_refused(bad: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})

@@ -59,6 +59,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
         (["--torch_compile_mode", "max-autotun"], "Did you mean max-autotune?"),
         (["--use_liger_kernel", "true"], "pip install liger-kernel"),
         (["--push_to_hub", "true"], "--push_to_hub, and the hub can't be used: "),
+        (["--dataloader_persistent_workers", "true"], "--dataloader_num_workers N"),
         (["--optim", "galore_adamw", "--optim_target_modules", "all-linear"], "galore_torch"),
         (["--optim", "lomo"], "--optim lomo needs a package that isn't installed"),
         (["--optim", "schedule_free_adamw"], "needs a package that isn't installed"),
