@@ -89,7 +89,7 @@ def _original(path: Path, written: Mapping[str, str], talk: wizard.Interview) ->
     """What the file says today, completed where a YAML says nothing: with the model of the interview, and defaults."""
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in talk.given.items() if name in unwritten}
-    answers = wizard.answers(wizard.Interview({}, {**before, **written}))
+    answers = wizard.answers(wizard.Interview({}, {**before, **written}, as_written=True))
     return Original(path, path.read_text(encoding="utf-8"), answers)
 
 

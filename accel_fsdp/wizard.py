@@ -25,12 +25,14 @@ GREETING = (
 class Interview:
     """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file.
 
+    With `as_written` they are what a file says, and text that would be refused stays, so that it can be replaced.
     `fixed` are the fields that nobody asks about, `asked` those that were answered in the terminal, the latest last.
     """
 
     flags: Mapping[str, str]
     given: dict[str, Any]
     quiet: bool = False
+    as_written: bool = False
     fixed: frozenset[str] = frozenset()
     asked: list[str] = field(default_factory=list)
 
@@ -70,9 +72,12 @@ class Interview:
             except UserError as error:
                 if question.field in self.flags:
                     raise
+                if self.as_written and question.options is None:
+                    return replace(context, given={**context.given, question.field: self.given[question.field]})
                 del self.given[question.field]
                 note = _in_words(f"{error.what.rstrip('.')}; {error.why}")
-                render.say(f"note: {note}", style="yellow", wrap=True)
+                if not self.as_written:
+                    render.say(f"note: {note}", style="yellow", wrap=True)
         return settle(question, context, question.default(context)[0])
 
     def _with_model(self, context: Context) -> Context:
