@@ -201,9 +201,13 @@ class LossTrainer(SurvivingTrainer):
     def _check_step(self, norm: Tensor | float | None) -> None:
         """Looks at the step's loss and gradient norm, on all ranks alike; the one time per step that the host waits.
 
+        Not on TPU, whose steps are compiled ahead: there the weights are looked at, before each save and at the end.
+
         Raises:
             Diverged: one of them is NaN or infinite.
         """
+        if self._on_tpu:
+            return
         seen = (self._step_loss, 0.0 if norm is None else norm)
         self._step_loss = 0.0
         own = torch.stack([torch.as_tensor(one, dtype=torch.float32, device=self.args.device) for one in seen])

@@ -5,13 +5,16 @@
 
 import json
 import math
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Finished, accelerate_launch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from conftest import ROOT, Finished, accelerate_launch, free_port
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
 from test_training import logged_losses, make_config, sft_args
@@ -26,8 +29,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from accel_fsdp import losses, runs
+from accel_fsdp import cpu, losses, runs
 from accel_fsdp.encoding import IGNORED
+from accel_fsdp.errors import guard
 
 STEPS = 6
 PER_RANK, ACCUMULATED = 2, 2
@@ -137,6 +141,28 @@ def test_a_run_that_diverges_ends_there(
     assert (out / "loss.svg").is_file()
 
 
+def test_the_plain_script_ends_there_too(
+    tiny_model: Path,
+    text_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cpu, "mend_fsdp1", lambda: None)  # it would outlast the test
+    words = {"model_name_or_path": tiny_model, "dataset_name": text_data, "output_dir": tmp_path, "max_steps": 3}
+    given = [f"--{name}={value}" for name, value in {**words, "learning_rate": 1e30, "max_grad_norm": 1e9}.items()]
+    monkeypatch.setattr("sys.argv", ["native.py", *given])
+    try:
+        assert guard(runpy.run_path(str(ROOT / "train" / "native.py"), run_name="native")["main"]) == 1
+    finally:
+        dist.destroy_process_group()
+    assert "error: training diverged: the loss is nan" in capfd.readouterr().err
+    assert not (tmp_path / "final").exists()
+
+
 def test_infinite_weights_are_never_saved(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
@@ -186,7 +212,9 @@ def test_what_a_scaler_leaves_out_is_no_divergence(precision: str, left_out: int
     trainer.args = SimpleNamespace(
         device="cpu", ignore_nan_inf=False, output_dir="none", learning_rate=1e-3, max_grad_norm=1.0
     )
-    trainer.accelerator = SimpleNamespace(mixed_precision=precision, gather=lambda one: one)
+    trainer.accelerator = SimpleNamespace(
+        mixed_precision=precision, gather=lambda one: one, distributed_type=DistributedType.NO
+    )
     trainer.state, trainer._skipped, trainer._step_loss = SimpleNamespace(global_step=0), 0, 0.0
     trainer.log, trainer._get_learning_rate = lambda logs: None, lambda: 1e-3
     for _ in range(left_out):

@@ -9,6 +9,7 @@ runs on GPUs and, with gloo, on CPU processes; a checkpoint resumes on any numbe
 
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -202,10 +203,14 @@ def train_step(model: Any, batches: list[dict[str, Tensor]], job: Job, device: t
         total += loss.detach()
     dist.all_reduce(total)
     if job.fsdp_version == 1:
-        model.clip_grad_norm_(job.max_grad_norm)
+        norm = float(model.clip_grad_norm_(job.max_grad_norm))
     else:
-        nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
-    return float(total / tokens)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm).full_tensor())
+    mean = float(total / tokens)
+    if not math.isfinite(mean + norm):  # on all ranks alike, and before the optimizer's step
+        what = f"training diverged: the loss is {mean}, the gradient norm {norm}"
+        raise UserError(what, why="every later step would be NaN too", fix="a lower --learning_rate, and --resume")
+    return mean
 
 
 # Checkpoints: every rank writes its shards, and any number of ranks can read them
