@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 during training: all ranks stop after the same step, with a checkpoint."""
+"""SIGTERM, SIGUSR1 and Ctrl-C during training: all ranks stop after the same step, with a checkpoint."""
 
 import contextlib
 import os
@@ -11,9 +11,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from accel_fsdp import render
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 5.0
 """A scheduler signals launcher and ranks alike, and then the launcher its ranks: that is one wish, not two."""
+SAME_KEY_SECONDS = 1.0
+"""The terminal sends Ctrl-C to launcher and ranks alike, and the launcher hands it on at once; a person who presses it
+again does so later."""
 KEY = "accel_fsdp/stop"
 
 
@@ -80,9 +85,20 @@ class Stop(TrainerCallback):  # type: ignore[misc]
                 continue
             if not self.signal:
                 self.signal, self._noted_at = number[0], time.monotonic()
-            elif time.monotonic() - self._noted_at > SAME_SIGNAL_SECONDS:
+                self._announce()
+            elif time.monotonic() - self._noted_at > self._one_wish(number[0]):
                 os._exit(128 + number[0])
         os.close(reader)
+
+    def _one_wish(self, number: int) -> float:
+        """Seconds within which a further signal is an echo of the first."""
+        twice = self.signal == number == signal.SIGINT
+        return SAME_KEY_SECONDS if twice else SAME_SIGNAL_SECONDS
+
+    def _announce(self) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            name = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+            render.say(f"{name}: saves after this step, and stops; a second one ends it at once", style="yellow")
 
     def ignore(self) -> None:
         """Lets nothing interrupt a rank that has saved and leaves: the launcher signals those that it sees last."""

@@ -61,7 +61,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 
         Raises:
             UserError: the checkpoint can't be resumed as this run is set up, the disk is too small, or a rank is gone.
-            Stopped: SIGTERM or SIGUSR1 came, and there is a checkpoint to go on from.
+            Stopped: SIGTERM, SIGUSR1 or Ctrl-C came, and there is a checkpoint to go on from.
         """
         if resume_from_checkpoint is not None and not self._on_tpu:  # its files are others again
             grouping = str(self.args.train_sampling_strategy) in GROUPING
