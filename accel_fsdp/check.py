@@ -70,6 +70,7 @@ class Subject:
     `starter` the word that their command line begins with (accelerate, torchrun, python), empty if they came as a
     mapping, and `launcher` the flags of that line that belong to `accelerate launch`. `absent` are keys of
     `deepspeed_config` whose file isn't there: "beside" if it is beside the YAML, "elsewhere" if not even its folder is.
+    `ours` says that the script is train/sft.py, which mends what others suffer from.
     """
 
     values: Mapping[str, Any]
@@ -83,13 +84,15 @@ class Subject:
     launcher: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
+    ours: bool = False
 
     @cached_property
     def engine(self) -> Engine:
         """The engine that Accelerate will choose."""
         kind = str(self.values.get("distributed_type"))
         if kind == "FSDP":
-            return Engine.FSDP1 if self.fsdp_version in ("1", "") else Engine.FSDP2
+            first = self.fsdp_version == "1" or self.fsdp("fsdp_version") is None
+            return Engine.FSDP1 if first else Engine.FSDP2
         if kind in DDP_TYPES:
             return Engine.DDP
         return {"DEEPSPEED": Engine.DEEPSPEED, "XLA": Engine.TPU}.get(kind, Engine.NONE)
@@ -226,7 +229,7 @@ class Subject:
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
     """What the table of combinations says of these rows, as findings about `key`."""
     for one in clashes(subject.setup):
-        if one.name in names:
+        if one.name in names and not (one.mended and subject.ours):
             yield Finding(key, one.what, one.why, one.fix, edits)
 
 
@@ -295,7 +298,7 @@ def known_fields(section: str) -> dict[str, Field]:
     return {key: field for (place, key), field in BY_NAME.items() if place == section}
 
 
-MISSPELT = ("AF102", "AF103")
+MISSPELT = ("AF102", "AF103", "AF104", "AF105")
 """The rules about names that nothing reads: those of the top level first, as they say what the sections are."""
 
 

@@ -66,6 +66,7 @@ class Launch:
         int | None,
         tyro.conf.arg(metavar="N", help="Which of the YAML's machines this is, from 0.", help_behavior_hint=""),
     ] = None
+    no_check: Annotated[bool, tyro.conf.arg(help="Launch although the linter finds errors; they are shown.")] = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Check:
 
     files: Annotated[
         tyro.conf.Positional[tuple[Path, ...]],
-        tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs.", help_behavior_hint="(one or more)"),
+        tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs; - for stdin.", help_behavior_hint="(one or more)"),
     ] = ()
     model: Annotated[
         str | None, tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")
@@ -294,11 +295,11 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
     end = positions[1] + 1 if len(positions) > 1 else len(words)
     script_args = tuple(words[end:])
-    if "--dry-run" in script_args:  # tyro's usage line puts flags last, and a job would start
+    if ours := {"--dry-run", "--no-check"} & set(script_args):  # tyro's usage line puts flags last
         raise UsageError(
-            "--dry-run after SCRIPT would be the script's",
-            why="the job would really start",
-            fix="accel-fsdp launch --dry-run FILE SCRIPT [script arguments]",
+            f"{min(ours)} after SCRIPT would be the script's",
+            why="the job would really start" if "--dry-run" in ours else "the file would be checked",
+            fix=f"accel-fsdp launch {min(ours)} FILE SCRIPT [script arguments]",
         )
     return words[:end], script_args
 
@@ -306,7 +307,7 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
     from accel_fsdp import config, jobs, lint, render
 
-    if lint.stops(command.file):
+    if lint.stops(command.file, command.script, script_args, command.no_check):
         return 1
     args = jobs.launcher_args(command.file, command.script, script_args)
     jobs.take_machine_rank(args, config.load(command.file), command.machine_rank)

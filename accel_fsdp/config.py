@@ -3,7 +3,10 @@
 import difflib
 import io
 import json
+import os
+import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,11 @@ HEADER = "# Made by accel-fsdp"
 
 
 COMMAND = "accel-fsdp config --yes"
+STDIN = "-"
+"""The name under which a command reads its standard input."""
+DEEPEST = 100
+LARGEST = 1 << 20
+"""Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 ENGINES: dict[str, tuple[str, Engine]] = {
     "ddp": ("MULTI_GPU", Engine.DDP),
     "deepspeed": ("DEEPSPEED", Engine.DEEPSPEED),
@@ -242,23 +250,72 @@ def _round_trip() -> "YAML":
     return round_trip
 
 
+def _text(path: Path) -> str:
+    """A file's text with Unix line ends, or that of stdin for `-`; a pipe that nobody writes to counts as empty.
+
+    Raises:
+        UsageError: it can't be read, is too large, or no text.
+    """
+    try:
+        if str(path) == STDIN:
+            data = sys.stdin.buffer.read(LARGEST + 1)
+        else:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                os.set_blocking(descriptor, True)
+                data = file.read(LARGEST + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"cannot read {path}: {reason}",
+            why="the command works on an Accelerate YAML that exists",
+            fix="make one: accel-fsdp config -o FILE",
+        ) from error
+    if len(data) > LARGEST:
+        raise UsageError(
+            f"{path} is larger than {LARGEST >> 20} MiB",
+            why="an Accelerate YAML has a few dozen lines",
+            fix="give the YAML that accelerate launch --config_file takes",
+        )
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if _depth(text) > DEEPEST:
+        raise UsageError(
+            f"{path} is nested more than {DEEPEST} levels deep",
+            why="an Accelerate YAML has two levels, and a parser takes minutes for thousands",
+            fix="give the YAML that accelerate launch --config_file takes",
+        )
+    return text
+
+
+def _depth(text: str) -> int:
+    """How deep a text may nest, at most: by brackets, by indentation, and by dashes on one line."""
+    deepest = open_brackets = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        open_brackets = open_brackets + 1 if bracket in "[{" else max(open_brackets - 1, 0)
+        deepest = max(deepest, open_brackets)
+    starts: list[str] = re.findall(r"^(?: |[-?] )+", text, flags=re.MULTILINE)
+    return max([deepest, *(start.count(" ") // 2 for start in starts)])
+
+
 def load(path: Path) -> Any:
     """Reads an Accelerate YAML with ruamel.yaml: a mapping whose comments, order and spelling survive a later dump.
 
     Raises:
         UsageError: no such file, not YAML (with the line), or not a mapping.
     """
+    from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+    text = _text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         content = _round_trip().load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UsageError(
-            f"cannot read {path}: {reason}",
-            why="the command works on an Accelerate YAML that exists",
-            fix="make one: accel-fsdp config -o FILE",
+            f"{path}:{line}: {str(error.problem).partition(' with value')[0]}",
+            why="Accelerate takes the last one without a word, and other readers refuse the file",
+            fix="remove all but one",
         ) from error
     except (YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from accel_fsdp.types import CheckpointFacts, HereFacts, ModelFacts, ScriptFacts
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
 
 
+LARGEST_PORT = 65535
 LONGEST_PATH = 4096
+MOST_VALUES = 10_000
+"""In one YAML, all aliases written out: Accelerate turns values into text, and so do messages."""
 PORT = 29500
 """Where the launcher meets unless the file says otherwise."""
 
@@ -45,6 +49,20 @@ class Given:
     launcher: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: CheckpointFacts | None = None
     script: ScriptFacts | None = None
+    ours: bool = False
+
+
+def read_launch(script: Path, words: tuple[str, ...]) -> Given:
+    """What stands beside a YAML that is about to be launched: the script's arguments."""
+    return Given(args=parse_command_line(list(words)), starter="accelerate", ours=is_ours(script))
+
+
+def is_ours(script: Path) -> bool:
+    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong."""
+    try:
+        return re.search(r"^from accel_fsdp\b", script.read_text(encoding="utf-8"), flags=re.MULTILINE) is not None
+    except (OSError, ValueError):
+        return script.parts[-2:] == ("train", "sft.py")
 
 
 def read_given(sources: Sources) -> Given:
@@ -66,6 +84,7 @@ def read_given(sources: Sources) -> Given:
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None else read_script(sources.script),
+        ours=is_ours(sources.script or Path(_script_in(words))),
     )
 
 
@@ -96,6 +115,8 @@ def read_subject(path: Path, sources: Sources | None = None, given: Given | None
         raise unreadable(path, kind + str(error).splitlines()[0]) from error
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no keys for PyYAML")
+    if _expanded(values, frozenset()) > MOST_VALUES:
+        raise unreadable(path, "written out, its aliases make more values than any config has")
     subject = Subject(
         values=values,
         args=given.args,
@@ -108,8 +129,22 @@ def read_subject(path: Path, sources: Sources | None = None, given: Given | None
         launcher=given.launcher,
         source=document.source,
         absent=_absent(values, path),
+        ours=given.ours,
     )
     return subject, document
+
+
+def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = None) -> int:
+    """How many values there are when each alias is written out; endless where one holds itself."""
+    sizes = {} if sizes is None else sizes
+    if id(value) in above:
+        return MOST_VALUES + 1
+    if not isinstance(value, dict | list | tuple | set):
+        return 1
+    if id(value) not in sizes:
+        inner = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_expanded(one, above | {id(value)}, sizes) for one in inner)
+    return sizes[id(value)]
 
 
 def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
@@ -131,8 +166,9 @@ def _read_here(values: dict[str, Any], args: Mapping[str, Any]) -> HereFacts:
     from accel_fsdp.here import read_here
 
     port = values.get("main_process_port", PORT)
+    usable = isinstance(port, int) and 0 <= port <= LARGEST_PORT
     output = args.get("output_dir")
-    return read_here(port if isinstance(port, int) else PORT, None if output is None else str(output))
+    return read_here(port if usable else PORT, None if output is None else str(output))
 
 
 def read_script(path: Path) -> ScriptFacts:
@@ -176,8 +212,13 @@ def launcher_flags(words: list[str]) -> dict[str, Any]:
     """The flags of `accelerate launch`, which stand before the script; none where no script can be seen."""
     if starter_of(words) != "accelerate":
         return {}
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
-    return {} if script is None else parse_command_line(words[:script])
+    script = _script_in(words)
+    return parse_command_line(words[: words.index(script)]) if script else {}
+
+
+def _script_in(words: list[str]) -> str:
+    """The script of a command line; empty where none can be seen."""
+    return next((word for word in words if word.endswith(".py")), "")
 
 
 def read_args(path: Path) -> dict[str, Any]:
@@ -205,7 +246,7 @@ def read_args(path: Path) -> dict[str, Any]:
 def _no_arguments(path: Path, reason: str) -> UsageError:
     return UsageError(
         f"cannot read {path}: {reason}",
-        why="there are no arguments to hold against the YAML",
+        why="there are no arguments to compare the YAML with",
         fix="--args with a YAML or JSON mapping, or a command line such as accelerate launch train.py --bf16",
     )
 

@@ -23,7 +23,7 @@ from accel_fsdp import (  # noqa: F401 (rules register)
 )
 from accel_fsdp.check import RULES, Finding, Rule, Severity, locate, repair, run
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.inputs import Given, Sources, read_given, read_subject
+from accel_fsdp.inputs import Given, Sources, read_given, read_launch, read_subject
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 6
@@ -51,6 +51,8 @@ def lint_all(paths: tuple[Path, ...], options: Options) -> int:
     """
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
+    if options.fix and Path(config.STDIN) in paths:
+        raise UsageError("check --fix -", why="stdin can't be repaired", fix="check --fix FILE")
     found, unread = _lint_each(paths, options)
     if options.json:
         listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
@@ -96,12 +98,19 @@ def lint(path: Path, options: Options, given: Given | None = None) -> list[Findi
     return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
 
 
-def stops(path: Path) -> bool:
-    """Shows the errors of a file that is about to be launched; true when there are any."""
-    errors = [one for one in lint(path, Options()) if one.severity == "error"]
+def stops(path: Path, script: Path, words: tuple[str, ...], unchecked: bool = False) -> bool:
+    """Shows the errors of a job that is about to be launched; true when there are any and nobody wants it all the same.
+
+    Errors are what ends the job or trains something else than the file says. The script's arguments are looked at too.
+    """
+    given = read_launch(script, words)
+    errors = [one for one in lint(path, Options(), given) if one.severity == "error"]
     if errors:
         _show(path, errors)
-    return bool(errors)
+        render.say(
+            "launched all the same: --no-check" if unchecked else "not launched; --no-check launches it as it is"
+        )
+    return bool(errors) and not unchecked
 
 
 def _repair(path: Path, options: Options, given: Given) -> None:

@@ -149,7 +149,6 @@ def parameters_stay_on_the_gpu(subject: Subject) -> Iterator[Finding]:
             f"offload_param_device: {device} has no effect with zero_stage: {stage}",
             "only stage 3 offloads parameters",
             "zero_stage: 3, or offload_param_device: none",
-            (Edit("deepspeed_config", "offload_param_device", "none"),),
         )
 
 

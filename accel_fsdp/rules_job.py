@@ -177,9 +177,12 @@ def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF603", pains=("P25",))
 def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
-    """Activation checkpointing in the YAML and in the arguments, which TRL sets by default: Trainer stops."""
+    """Activation checkpointing in the YAML and in the arguments, which TRL sets by default: Trainer stops.
+
+    train/sft.py takes the right one of the two.
+    """
     twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
-    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice:
+    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.ours:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             "activation checkpointing is on twice",

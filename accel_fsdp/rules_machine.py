@@ -99,6 +99,8 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
 def _chosen(subject: Subject) -> int:
     """How many GPUs `gpu_ids` names; 0 for all of them."""
     chosen = subject.top("gpu_ids")
+    if isinstance(chosen, int | list):  # AF207 makes text of it
+        return len(chosen) if isinstance(chosen, list) else 1
     if not isinstance(chosen, str) or chosen == "all":
         return 0
     return len([entry for entry in chosen.split(",") if entry.strip()])
