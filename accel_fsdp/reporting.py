@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 COMPARE_AFTER_STEPS = 2
 """The optimizer's state is made in the first step, so the second is the first whole one."""
 LOGGING_STEPS = 10
-"""From one line to the next where nobody said another number; in shorter runs, so many lines."""
+"""In shorter runs there are so many lines instead."""
 CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -134,8 +134,6 @@ class Report(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Reads what the plan knows of the model on the first rank, where there is GPU memory to compare with."""
-        if args.logs_often:
-            state.logging_steps = max(1, min(LOGGING_STEPS, state.max_steps // LOGGING_STEPS))
         if state.is_world_process_zero:
             if self.gpu is None and torch.cuda.is_available():
                 render.say(f"MFU: unknown, {self.why_unknown}")
@@ -269,6 +267,11 @@ def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step:
 def _accuracy(logs: Mapping[str, float], of: str = "") -> str:
     share = logs.get(f"{of}mean_token_accuracy")
     return "" if share is None else f"  accuracy {share:.1%}"
+
+
+def logging_steps(max_steps: int) -> int:
+    """Steps from one line of the log to the next where nobody said a number."""
+    return max(1, min(LOGGING_STEPS, max_steps // LOGGING_STEPS))
 
 
 def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps: tuple[int, int, int]) -> list[str]:

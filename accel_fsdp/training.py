@@ -94,7 +94,11 @@ class SftTrainer(LossTrainer):
         return torch.float32 if fsdp and precision != "no" else None
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
+        if self.args.logs_often:  # before Trainer compares it with a checkpoint's
+            self.args.logging_steps = reporting.logging_steps(max_steps)
         found = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        if self.args.logs_often:
+            self.state.logging_steps = self.args.logging_steps
         if self.args.process_index == 0:
             batch = (self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, self.args.world_size)
             steps = (steps_per_epoch, self.state.global_step, max_steps)
@@ -250,7 +254,8 @@ def summary(state: TrainerState, takes_best: bool) -> list[str]:
     for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
         values = [float(entry[key]) for entry in state.log_history if key in entry]
         if values:
-            lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
+            last = f" -> {values[-1]:.4f}" if values[1:] else ""
+            lines.append(f"{name}: {values[0]:.4f}{last}")
     if state.global_step < state.max_steps:
         lines.append(f"stopped early: after step {state.global_step} of {state.max_steps}")
     if takes_best and state.best_model_checkpoint:
