@@ -4,9 +4,10 @@ import os
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import lt, mul, sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,9 @@ TORCH_NAMES = {
 """torch's names of the same dtypes."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 GAP_BYTES = 1 << 24
+LONGEST_ROW = 1 << 22
+SPREAD, SMALL_READ = 2, 4096
+"""Bytes that are read at once may be so many times those that are wanted, or so few."""
 CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
 
 
@@ -92,8 +96,9 @@ class Stored:
 
     @property
     def unit(self) -> int:
-        """Elements: one row of a tensor whose pieces don't span rows."""
-        return 1 if self.flat else prod(self.shape[1:])
+        """Elements: one row of a tensor whose pieces don't span rows, if a row is no larger than a block."""
+        row = prod(self.shape[1:])
+        return 1 if self.flat or row > LONGEST_ROW else row
 
     def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`, multiples of `unit`.
@@ -104,7 +109,7 @@ class Stored:
         if self.flat:
             self._read_spans(reader, start, stop, buffer)
         else:
-            self._read_boxes(reader, start // self.unit, stop // self.unit, buffer)
+            self._read_boxes(reader, start, stop, buffer)
 
     def _read_spans(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
         item = ITEM_BYTES[self.dtype]
@@ -118,33 +123,78 @@ class Stored:
                 view = buffer[(low - start) * item : (high - start) * item]
                 reader.read(piece.record, piece.skip + (low - at) * item, view)
 
-    def _read_boxes(self, reader: "Reader", first: int, last: int, buffer: memoryview) -> None:
+    def _read_boxes(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
         import numpy as np
 
-        item = ITEM_BYTES[self.dtype]
-        target = np.frombuffer(buffer, f"V{item}").reshape(last - first, *self.shape[1:])
-        for piece in self.pieces:
-            low, high = max(first, piece.offsets[0]), min(last, piece.offsets[0] + piece.sizes[0])
-            if low < high:
-                box = _box(reader, piece, item, low - piece.offsets[0], high - piece.offsets[0])
-                columns = zip(piece.offsets[1:], piece.sizes[1:], strict=True)
-                rows = slice(low - first, high - first)
-                target[(rows, *(slice(at, at + size) for at, size in columns))] = box
+        item, at = ITEM_BYTES[self.dtype], 0
+        for offsets, sizes in boxes(self.shape, start, stop):
+            count = prod(sizes) * item
+            target = np.frombuffer(buffer[at : at + count], f"V{item}").reshape(sizes)
+            at += count
+            for piece in self.pieces:
+                low = tuple(map(max, offsets, piece.offsets))
+                high = tuple(
+                    min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
+                )
+                if all(map(lt, low, high)):
+                    part = target[tuple(slice(a - c, b - c) for a, b, c in zip(low, high, offsets, strict=True))]
+                    _fill(reader, piece, item, part, tuple(map(sub, low, piece.offsets)))
 
 
-def _box(reader: "Reader", piece: Piece, item: int, low: int, high: int) -> "np.ndarray[Any, Any]":
-    """Rows of one piece. One with strides of its own is read whole."""
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes, by offsets and sizes, that elements `start` to `stop` of a tensor in C order are made of."""
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all of it within one row
+        first = last = start // row
+        yield from _in_row(shape, first, start - first * row, stop - first * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, sizes in boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _fill(reader: "Reader", piece: Piece, item: int, target: "np.ndarray[Any, Any]", offsets: tuple[int, ...]) -> None:
+    """Fills `target` with the box of a piece that begins at `offsets`.
+
+    It is read at once where its bytes lie together; else it is divided along the dimension in which they lie farthest
+    apart. So a transposed tensor is read in runs of its own order, and memory holds no more than is asked for.
+    """
     import numpy as np
 
+    strides = piece.strides or c_order(piece.sizes)
+    reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
+    span = (1 + sum(reach)) * item
+    widest = max(range(len(reach)), key=reach.__getitem__)
+    if span > max(SPREAD * target.size * item, SMALL_READ) and target.shape[widest] > 1:
+        half = target.shape[widest] // 2
+        before: tuple[slice, ...] = (slice(None),) * widest
+        moved = (*offsets[:widest], offsets[widest] + half, *offsets[widest + 1 :])
+        _fill(reader, piece, item, target[(*before, slice(None, half))], offsets)
+        _fill(reader, piece, item, target[(*before, slice(half, None))], moved)
+        return
+    content = bytearray(span)
+    begin = piece.skip + sum(map(mul, offsets, strides)) * item
     if piece.strides is None:
-        row = prod(piece.sizes[1:]) * item
-        content = bytearray((high - low) * row)
-        reader.read(piece.record, piece.skip + low * row, memoryview(content))
-        return np.frombuffer(content, f"V{item}").reshape(high - low, *piece.sizes[1:])
-    whole = bytearray(piece.record.length)
-    reader.read(piece.record, 0, memoryview(whole))
-    strides = [stride * item for stride in piece.strides]
-    return np.ndarray(piece.sizes, f"V{item}", whole, piece.skip, strides)[low:high]
+        reader.read(piece.record, begin, memoryview(content))
+    else:
+        reader.read_out_of_order(piece.record, begin, memoryview(content))
+    target[...] = np.ndarray(target.shape, f"V{item}", content, 0, [stride * item for stride in strides])
+
+
+def c_order(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a box that lies in C order, in elements."""
+    return tuple(prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
 
 
 def part_of(reader: "Reader", source: Source, start: int, stop: int) -> bytearray:
@@ -174,6 +224,8 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
         raise damaged(where, f"and its siblings hold {found} of the {prod(shape)} elements of {name}")
     if _overlap(pieces):
         raise damaged(pieces[0].record.path, f"and its siblings hold some elements of {name} twice, others never")
+    if not prod(shape):
+        return Stored(dtype, shape, tuple(pieces))
     row = prod(shape[1:])
     whole_rows = all(piece.sizes[1:] == shape[1:] and piece.strides is None for piece in pieces)
     if shape and not whole_rows:
@@ -231,6 +283,19 @@ class Reader:
             part = (skip, len(view), zlib.crc32(view))
             with self._lock:
                 self._parts.setdefault(record, []).append(part)
+
+    def read_out_of_order(self, record: Record, skip: int, view: memoryview) -> None:
+        """As `read`, for many small parts; their checksum is taken in the end, of the whole record.
+
+        Raises:
+            UserError: as `read`.
+        """
+        if skip + len(view) > record.length:
+            raise damaged(record.path, "holds less than its index says")
+        self.read_bytes(record.path, record.start + skip, view)
+        if record.crc is not None:
+            with self._lock:
+                self._parts.setdefault(record, [])
 
     def read_bytes(self, path: Path, at: int, view: memoryview) -> None:
         """Fills `view` from byte `at` of a file on, unchecked."""

@@ -50,6 +50,8 @@ def whole(reader: Reader, source: Source) -> "torch.Tensor":
     import torch
 
     content = part_of(reader, source, 0, prod(source.shape))
+    if not content:
+        return torch.empty(source.shape, dtype=torch_dtype(source.dtype))
     return torch.frombuffer(content, dtype=torch_dtype(source.dtype)).view(source.shape)
 
 
