@@ -62,7 +62,8 @@ def look(folder: Path) -> Found | None:
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         found = read(folder)
         if found is not None:
-            return replace(found, missing=(*found.missing, "its end")) if _is_temporary(folder) else found
+            lacks = (*found.missing, *(["its end"] if _is_temporary(folder) else []))
+            return replace(found, missing=tuple({one.split(" (")[0]: one for one in lacks}.values()))  # each once
     return None
 
 
@@ -265,6 +266,12 @@ def others(found: Found) -> list[str]:
 
 
 def _meant(path: Path) -> Path:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(
+            f"cannot read {path}: Permission denied",
+            why="what it holds is not known",
+            fix="see to it that you may read it",
+        )
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
@@ -290,7 +297,7 @@ def _nothing(path: Path, place: Path) -> UserError:
         return UserError(
             f"{path} holds optimizer state, no weights",
             why="there is nothing to export",
-            fix=f"give one of them: {place.parent}",
+            fix=f"give the checkpoint's folder: {place.parent}",
         )
     if any(any(folder.glob(LOCAL)) for folder in (place if place.is_dir() else place.parent, *_folders(place))):
         return UserError(
@@ -301,8 +308,10 @@ def _nothing(path: Path, place: Path) -> UserError:
     near = sorted(_below(place, DEPTH), key=lambda one: one.number < 0)[:3]
     return UserError(
         f"{path} holds no checkpoint" + (" itself" if near else ""),
-        why="which of those below it is meant can't be guessed" if near else "there is nothing to export",
-        fix=f"give one of them: {', '.join(str(one.folder) for one in near)}"
+        why=f"{'one lies' if len(near) == 1 else 'some lie'} below it; which is meant isn't guessed"
+        if near
+        else "there is nothing to export",
+        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(one.folder) for one in near)}"
         if near
         else "give the --output_dir of a run, or one of its checkpoints",
     )

@@ -1,6 +1,7 @@
 """The command line: parse, call, render, exit code. The commands import torch and its friends, this module does not."""
 
 import dataclasses
+import os
 import shlex
 import signal
 import sys
@@ -16,6 +17,8 @@ from accel_fsdp.errors import UsageError, guard, nearest
 from accel_fsdp.plan_flags import DTYPES, PlanCommand
 from accel_fsdp.presets import PRESETS
 from accel_fsdp.questions import QUESTIONS
+
+EXPORT_ENDED = "OUT is as it was"
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,8 @@ def main() -> None:
         nonlocal code
         code = _run(*_parse(words))
 
-    sys.exit(guard(run, "interrupted" if launches else "interrupted, nothing written") or code)
+    ends = {"launch": "interrupted", "export": f"interrupted, {EXPORT_ENDED}"}
+    sys.exit(guard(run, ends.get(words[0] if words else "", "interrupted, nothing written")) or code)
 
 
 def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
@@ -284,6 +288,7 @@ def _export(command: Export) -> int:
 def _terminate(number: int, _: object) -> None:
     """Ends as Ctrl-C does, so that nothing half-written stays; a second signal doesn't stop the cleaning."""
     signal.signal(number, signal.SIG_IGN)
+    os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {EXPORT_ENDED}\n".encode())
     raise SystemExit(128 + number)
 
 

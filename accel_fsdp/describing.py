@@ -80,9 +80,12 @@ def aside() -> Iterator[Executor]:
         yield Here()
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
+    with _undisturbed():  # half of its semaphores would stay, and a warning about them would come
+        made = ProcessPoolExecutor(1, mp_context=context, initializer=_begin)
+    with made as pool:
         try:
-            _start(pool)
+            with _undisturbed():
+                pool.submit(os.getpid)
             yield pool
         except BaseException:
             for process in multiprocessing.active_children():
@@ -90,11 +93,12 @@ def aside() -> Iterator[Executor]:
             raise
 
 
-def _start(pool: ProcessPoolExecutor) -> None:
-    """Starts the process with Ctrl-C blocked, which it inherits: it is for this process to say that it was heard."""
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """With Ctrl-C blocked, which a process that is started inherits: it is for this one to say that it was heard."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
     try:
-        pool.submit(os.getpid)
+        yield
     finally:
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -259,8 +263,9 @@ def loads(folder: Path) -> None:
 
 
 def _refused(folder: Path, what: str) -> UserError:
+    name = "what was written" if folder.name.startswith(".") else str(folder)  # which lies in a hidden folder yet
     return UserError(
-        f"from_pretrained doesn't load {folder.name}: {what}",
+        f"from_pretrained doesn't load {name}: {what}",
         why="whoever loads the export would get an error or random weights",
         fix=FIX_CONFIG,
     )

@@ -66,6 +66,7 @@ def run(options: Options) -> int:
     Raises:
         UserError: with OUT as it was before.
     """
+    _check_local(options)
     if options.list:
         return show_list(options)
     out = options.src if options.check else options.out
@@ -80,7 +81,7 @@ def run(options: Options) -> int:
         try:
             report = export(options, out.resolve())
         except OSError as error:
-            raise _failed(options.src, out, error) from error
+            raise _failed(out.resolve(), error) from error
     _show(report, options)
     if options.push_to_hub:
         render.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
@@ -95,7 +96,8 @@ def show_list(options: Options) -> int:
         render.put(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str))
         return 0
     rows = [(str(one.folder), one.kind, _size(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
-    render.show_table(("folder", "kind", "weights", "lacks"), rows, ["yellow" if one.missing else "" for one in found])
+    styles = ["yellow" if one.missing else "" for one in found]
+    render.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
     return 0
 
 
@@ -260,7 +262,7 @@ class _Export:
         options, outputs = self.options, plan.outputs
         state = [Output(name, one.dtype, one) for name, one in sorted(plan.planner.weights.optimizer.items())]
         total = sum(one.size_bytes for one in (*outputs, *state))
-        _check_space(self.out, total)
+        _check_space(self.out, total, wide=any(one.dtype in ("F32", "F64") for one in outputs))
         if options.format == "pth":
             from accel_fsdp import pth
 
@@ -316,20 +318,38 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
         )
 
 
-def _check_space(out: Path, needed: int) -> None:
+def _check_space(out: Path, needed: int, wide: bool) -> None:
     free = shutil.disk_usage(files.existing_part(out.parent)).free
     if free < needed + SPARE_BYTES:
         raise UserError(
-            f"the export needs {_size(needed)}, the disk of {out} has {_size(free)} free",
-            why="it would end half-way",
-            fix="choose an OUT on another disk, or --dtype bfloat16",
+            f"the export needs {_size(needed + SPARE_BYTES)}, the disk of {out} has {_size(free)} free",
+            why=f"it would end half-way; {_size(SPARE_BYTES)} of it are for config, tokenizer and the file system",
+            fix="choose an OUT on another disk" + ", or --dtype bfloat16" * wide,
         )
 
 
-def _failed(src: Path, out: Path, error: OSError) -> UserError:
-    """Says which side it was."""
-    if isinstance(error.filename, str) and Path(error.filename).absolute().is_relative_to(src.absolute()):
-        return foreign.unreadable(Path(error.filename), error.strerror or str(error))
+def _check_local(options: Options) -> None:
+    """Refuses addresses, which as paths would be folders `s3:` of this machine."""
+    for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
+        address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
+        if address and not Path(str(place)).exists():
+            raise UsageError(
+                f"{flag} is {address[1]}://{address[2]}, which is no folder of this machine",
+                why="an export reads and writes local disks only",
+                fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
+                if flag == "OUT"
+                else f"copy it here first, then give its folder as {flag}",
+            )
+
+
+def _failed(out: Path, error: OSError) -> UserError:
+    """By what it is about: a file of the source, or what is being written. Errors of writing mostly name no file."""
+    path = Path(str(error.filename)) if error.filename else out
+    being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)
+    return _cannot_write(out, error) if being_written else foreign.unreadable(path, error.strerror or str(error))
+
+
+def _cannot_write(out: Path, error: OSError) -> UserError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return UserError(
         f"cannot write {out}: {error.strerror or error}",

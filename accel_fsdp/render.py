@@ -51,15 +51,30 @@ def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> Non
 
 
 def show_table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], to_stderr: bool = False
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[str],
+    to_stderr: bool = False,
+    whole: bool = False,
 ) -> None:
-    """One row per entry, folded to the width of the terminal; to stderr where stdout carries something else."""
+    """One row per entry, folded to the width of the terminal; to stderr where stdout carries something else.
+
+    With `whole`, names stay in one piece where there is no terminal.
+    """
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
         table.add_column(title, overflow="fold")
     for row, style in zip(rows, styles, strict=True):
         table.add_row(*(Text(printable(cell)) for cell in row), style=style)
-    (talk if to_stderr else data).print(table)
+    console = talk if to_stderr else data
+    if whole and not console.is_terminal:
+        lines = [titles, *([printable(cell) for cell in row] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            console.print(text.rstrip(), markup=False, soft_wrap=True)
+    else:
+        console.print(table)
 
 
 def bar(parts: Sequence[tuple[str, str, float]], whole: float, cells: int) -> Text:
