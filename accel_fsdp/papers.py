@@ -14,17 +14,16 @@ from accel_fsdp.stored import TORCH_NAMES
 
 CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", checkpoint.DESCRIBED
 COPIED = (
-    *(
-        "generation_config.json",
-        "tokenizer*.json",
-        "tokenizer.model",
-        "vocab.*",
-        "merges.txt",
-        "special_tokens_map.json",
-    ),
-    *("added_tokens.json", "chat_template.*", "additional_chat_templates/*", "*processor_config.json", "README.md"),
-    *("spiece.model", "sentencepiece*.model", "loss.svg"),
+    *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json", "README.md", "loss.svg"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
+    *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
+    *("sentencepiece*.model", "*.tokenizer", "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
 )
+"""What `save_pretrained` of tokenizers and processors writes. None of it is code."""
+CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
+"""Of configs: they name Python that lies beside them."""
+OWN = "transformers."
 DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 
 
@@ -43,20 +42,20 @@ class Papers:
     @property
     def config(self) -> dict[str, Any]:
         """The model's config."""
-        return weights.read_json(self.folder / CONFIG)
+        return _read(self.folder / CONFIG)
 
     @property
     def dtype(self) -> str | None:
         """The dtype in the config, as safetensors spells it."""
         config = self.config
-        inner = config.get("text_config") or {}
-        name = config.get("dtype") or config.get("torch_dtype") or inner.get("dtype")
+        inner = config.get("text_config")
+        name = config.get("dtype") or config.get("torch_dtype") or (isinstance(inner, dict) and inner.get("dtype"))
         return DTYPES.get(str(name).removeprefix("torch."))
 
     @property
     def settings(self) -> dict[str, Any]:
         """PEFT's settings of the adapter."""
-        return weights.read_json(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
+        return _read(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
 
     def copy(self, target: Path, dtype: str | None) -> None:
         """Puts everything but the weights into `target`; links and code are left behind."""
@@ -67,14 +66,18 @@ class Papers:
             if dtype and (part is config or "dtype" in part):
                 part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
         config.pop("torch_dtype", None)
-        config.pop("auto_map", None)
-        (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write(target / CONFIG, _without_code(config))
         self._copy_files(target)
 
     def copy_adapter(self, target: Path) -> None:
         """Puts what belongs to an adapter into `target`."""
         if self.adapter is not None:
-            foreign.copy(self.adapter / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
+            settings = self.settings
+            mapping = settings.get("auto_mapping")
+            library = mapping.get("parent_library") if isinstance(mapping, dict) else None
+            if not str(library).startswith(OWN):
+                settings["auto_mapping"] = None  # PEFT would import that module
+            _write(target / ADAPTER_CONFIG, _without_code(settings))
         self._copy_files(target)
 
     def _copy_files(self, target: Path) -> None:
@@ -82,9 +85,33 @@ class Papers:
             for pattern in COPIED:
                 for path in folder.glob(pattern):
                     copy = target / path.relative_to(folder)
-                    if not path.is_dir() and not copy.exists():
+                    if path.exists() and not path.is_dir() and not copy.exists():
                         copy.parent.mkdir(exist_ok=True)
-                        foreign.copy(path, copy, within=folder)
+                        _copy(path, copy, folder)
+
+
+def _copy(path: Path, copy: Path, folder: Path) -> None:
+    """As it is, but for the names of code."""
+    content = _read(path, folder) if path.name.endswith("config.json") else {}
+    if (kept := _without_code(content)) != content:
+        _write(copy, kept)
+    else:
+        foreign.copy(path, copy, within=folder)
+
+
+def _without_code(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _without_code(value) for key, value in content.items() if key not in CODE_KEYS}
+    return [_without_code(one) for one in content] if isinstance(content, list) else content
+
+
+def _read(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """Settings from a stranger's folder; empty where there are none."""
+    return foreign.read_json(path, within) or {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def describe(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -153,11 +180,11 @@ def _near(found: Found) -> Iterator[Path]:
 def _base(near: tuple[Path, ...], adapter: Path | None) -> str | None:
     """The model that an adapter sits on; of a model, None unless no config lies near and the run's account names it."""
     if adapter is not None:
-        name = weights.read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+        name = _read(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
         return str(name) if name else None
     if any((folder / CONFIG).is_file() for folder in near):
         return None
-    accounts = (weights.read_json(folder / "run.json") for folder in near)
+    accounts = (_read(folder / "run.json") for folder in near)
     return next((name for account in accounts if (name := _trained_model(account))), None)
 
 
