@@ -195,8 +195,9 @@ def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -
     }
 
 
-def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of an adapter with this folder's settings, on the model of `base`.
+def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The tensors of an adapter with this folder's settings, on the model of `base`: what its file must hold, and what
+    PEFT saves beside it where embeddings were adapted or have grown.
 
     Raises:
         UserError: either can't be built.
@@ -208,7 +209,10 @@ def describe_adapter(folder: Path, base: Path) -> dict[str, tuple[int, ...]]:
         settings = peft_settings(foreign.read_json(folder / "adapter_config.json") or {})
         with torch.device("meta"):
             model = get_peft_model(build(base), settings)
-        return {name: tuple(one.shape) for name, one in get_peft_model_state_dict(model).items()}
+        needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
+        more = get_peft_model_state_dict(model, save_embedding_layers=True)
+        shapes = [{name: tuple(one.shape) for name, one in each.items()} for each in (needed, more)]
+        return shapes[0], shapes[1]
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(
             f"PEFT can't build the adapter of {folder}: {first_line(error)}",

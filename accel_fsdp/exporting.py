@@ -251,7 +251,7 @@ class _Export:
         report = report if self.options.allow_non_finite else verifying.check_finite(report)
         plan.settle()
         if loading is not None:
-            report = verifying.loaded(report, loading, adapter)
+            report = verifying.loaded(report, loading)
         if plan.unknown:
             render.say("names and ties are those of the checkpoint: transformers has no such model", style="yellow")
         if self.options.verify == "logits":

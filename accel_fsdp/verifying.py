@@ -281,18 +281,20 @@ def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
     return pool.submit(describing.describe_adapter, folder, base) if base else pool.submit(describing.loads, folder)
 
 
-def loaded(report: Report, loading: "Future[Any]", adapter: bool) -> Report:
+def loaded(report: Report, loading: "Future[Any]") -> Report:
     """Waits for what `ask` has started.
 
     Raises:
         UserError: it doesn't load, or a weight would stay random.
     """
     expected = loading.result()
-    if not adapter:
+    if expected is None:
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
+    needed, more = expected
     found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith("adapter_model")}
-    if found != expected:
-        name = next(iter(found.items() ^ expected.items()))[0]
+    wrong = (needed.items() - found.items()) | {(name, one) for name, one in found.items() if more.get(name) != one}
+    if wrong:
+        name = min(name for name, _ in wrong)
         raise UserError(
             f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
             why="PEFT would leave it random or refuse it",

@@ -124,7 +124,7 @@ def test_what_peft_makes_of_it(
     run_folder = checkpoint_of(adapted, tmp_path / "run", whole)
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
-    ours = export(run_folder, tmp_path / "adapter")
+    ours = export(run_folder, tmp_path / "adapter", verify="load", model=str(tiny_model))
     same({name: one for name, one in ours.items() if ".base_layer." not in name}, theirs)
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
     merged = export(run_folder, tmp_path / "merged", merge_adapter=True)
