@@ -20,7 +20,7 @@ from accel_fsdp.facts import build
 from accel_fsdp.shapes import blocks_of, shape_of, text_layers
 from accel_fsdp.tapes import CHUNK_TOKENS, At, Variant
 from accel_fsdp.types import ModelShape
-from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, selectively, summed_in_place
+from accel_fsdp.watching import Begin, CudaRules, End, Happening, Watch, in_order_of_birth, selectively, summed_in_place
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
@@ -239,7 +239,7 @@ class Recorder:
     ) -> Raw:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, kernels, self._around)
+            return record_run(call, like, module, kernels, self._around, at_once=self.variant.selective)
 
 
 def record_run(
@@ -248,8 +248,11 @@ def record_run(
     module: nn.Module,
     kernels: bool = True,
     around: Callable[[], Any] = nullcontext,
+    at_once: bool = False,
 ) -> Raw:
-    """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
+    """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
+
+    `at_once` sorts what is released in a row."""
     watch = Watch(kernels)
     caught: list[Tensor] = []
     module.zero_grad()
@@ -278,9 +281,10 @@ def record_run(
             grads = {watch.key_of(p.grad) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
+    sort = in_order_of_birth if at_once else list
     return _settled(
-        watch.events[:split],
-        backward,
+        sort(watch.events[:split]),
+        sort(backward),
         {same.get(key, key) for key in grads},
         [same.get(key, key) for key in alive],
         output,

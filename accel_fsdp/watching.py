@@ -4,6 +4,7 @@
 they choose on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 2.13: no device guard).
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -248,6 +249,16 @@ def _dying_after(events: list[Happening], born: int) -> int | None:
         if events[number].size == events[born].size:
             return number
     return None
+
+
+def in_order_of_birth(events: list[Happening]) -> list[Happening]:
+    """The events with each run of releases sorted: the highest points stay the same.
+
+    Autocast's cache is a hash map: it lets go of 16-bit copies of adapters in any order where nothing keeps them for
+    backward.
+    """
+    runs = itertools.groupby(events, key=lambda event: event.sign < 0)
+    return [event for dies, run in runs for event in (sorted(run, key=lambda one: one.key) if dies else run)]
 
 
 def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:
