@@ -114,7 +114,8 @@ class Migrate:
     output: Annotated[
         Path | None, tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
     ] = None
-    force: Annotated[bool, tyro.conf.arg(help="Write although a meaning is lost, or over an existing OUT.")] = False
+    force: Annotated[bool, tyro.conf.arg(help="Write although a meaning is lost.")] = False
+    overwrite: Annotated[bool, tyro.conf.arg(help="Replace an existing OUT.")] = False
     json: Annotated[bool, tyro.conf.arg(help="The changes and the new YAML as JSON.")] = False
     dry_run: Annotated[bool, tyro.conf.arg(help="Write nothing; print the new YAML.")] = False
     layer_class: Annotated[
@@ -253,7 +254,7 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
     if isinstance(command, Migrate):
         from accel_fsdp import rewrite
 
-        given = (command.output, command.force, command.json, command.dry_run, command.layer_class)
+        given = (command.output, command.force, command.overwrite, command.json, command.dry_run, command.layer_class)
         return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
     if isinstance(command, PlanCommand):
         from accel_fsdp import planning

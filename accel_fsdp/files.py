@@ -61,14 +61,16 @@ def default_config() -> Path:
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
-def refuse_existing(path: Path, why: str = "it may be the config of another job", flag: str = "-o") -> None:
+def refuse_existing(
+    path: Path, why: str = "it may be the config of another job", flag: str = "-o", allow: str = "--force"
+) -> None:
     """Keeps a file from being overwritten without the user's word.
 
     Raises:
         UserError: there is such a file.
     """
     if path.exists():
-        raise UserError(f"{path} exists", why=why, fix=f"add --force, or choose another {flag} FILE")
+        raise UserError(f"{path} exists", why=why, fix=f"add {allow}, or choose another {flag} FILE")
 
 
 def existing_part(path: Path) -> Path:

@@ -25,12 +25,6 @@ TARGETS = {
 SECTIONS = {Engine.FSDP1: "fsdp_config", Engine.FSDP2: "fsdp_config", Engine.DEEPSPEED: "deepspeed_config"}
 
 
-KEEPS_DDP = (
-    "is DDP, and FSDP2 has no mode that shards nothing: stays DDP. "
-    "To shard: accel-fsdp config --from FILE --engine fsdp"
-)
-
-
 def plan(subject: Subject, target: str, layer_class: str = "") -> Migration:
     """Draws up the migration of a file to one of `TARGETS`.
 
@@ -46,8 +40,6 @@ def plan(subject: Subject, target: str, layer_class: str = "") -> Migration:
     source = _name(draft)
     if source == TARGETS[target]:
         return Migration(source, TARGETS[target], note=f"is {source} already")
-    if subject.engine is Engine.DDP and target == "fsdp2":
-        return Migration(source, TARGETS[target], note=KEEPS_DDP)
     _draw(draft, target)
     return draft.migration(source, TARGETS[target])
 
@@ -60,7 +52,7 @@ def _draw(draft: Draft, target: str) -> None:
     elif engine is Engine.DEEPSPEED:
         migrate_zero.zero_to_fsdp(draft, number)
     elif engine is Engine.DDP:
-        migrate_zero.ddp_to_fsdp1(draft)
+        (migrate_zero.ddp_to_fsdp1 if number == 1 else migrate_zero.ddp_to_fsdp2)(draft)
     elif engine is Engine.FSDP1:
         migrate_fsdp.to_fsdp2(draft)
     else:

@@ -140,11 +140,24 @@ def ddp_to_fsdp1(draft: Draft) -> None:
     draft.top("distributed_type", "changed", "the new engine", value="FSDP")
     drop_use_cpu(draft)
     draft.add("fsdp_version", 1, "the new engine")
-    draft.add("fsdp_sharding_strategy", "NO_SHARD", "DDP in FSDP1's words")
+    draft.add("fsdp_sharding_strategy", "NO_SHARD", "DDP in FSDP1's words; FULL_SHARD shards")
     add_wrapping(draft)
     draft.add("fsdp_state_dict_type", "FULL_STATE_DICT", "DDP saves whole models")
     draft.add("fsdp_cpu_ram_efficient_loading", False, "every rank loads the model, as before")
     casts_buffers(draft, "16-bit weights and buffers in place of autocast")
+
+
+def ddp_to_fsdp2(draft: Draft) -> None:
+    """DDP becomes FSDP2, which has no mode that shards nothing."""
+    draft.lose_mesh("DDP reads none")
+    draft.top("distributed_type", "changed", "FSDP2 shards parameters, gradients and optimizer state", value="FSDP")
+    drop_use_cpu(draft)
+    draft.add("fsdp_version", 2, "the new engine")
+    draft.add("fsdp_reshard_after_forward", True, "FULL_SHARD; false keeps gathered parameters until the backward pass")
+    add_wrapping(draft)
+    draft.add("fsdp_state_dict_type", "FULL_STATE_DICT", "DDP saves whole models")
+    draft.add("fsdp_cpu_ram_efficient_loading", False, "every rank loads the model, as before")
+    casts_buffers(draft, "16-bit weights in place of autocast")
 
 
 def restage(draft: Draft, stage: int) -> None:

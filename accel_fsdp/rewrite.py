@@ -16,10 +16,15 @@ STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow
 
 @dataclass(frozen=True)
 class Options:
-    """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written."""
+    """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written.
+
+    `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
+    report named, has not been told of the other.
+    """
 
     output: Path | None = None
     force: bool = False
+    overwrite: bool = False
     json: bool = False
     dry_run: bool = False
     layer_class: str = ""
@@ -29,7 +34,8 @@ def migrate(path: Path, target: str, options: Options) -> int:
     """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
 
     Raises:
-        UserError: a meaning can't be kept, or the output exists, and `options.force` is not given; nothing is written.
+        UserError: a meaning can't be kept, and `options.force` is not given, or the output exists, without
+            `options.overwrite`; nothing is written.
         UsageError: the file can't be read, or its engine can't be migrated.
     """
     subject, document = read_subject(path)
@@ -84,14 +90,14 @@ def _broken(path: Path, migration: Migration) -> UserError:
     return UserError(
         f"{path}: {migration.target} can't keep the meaning of {named}",
         why="; ".join(one.why for one in migration.broken),
-        fix="change those keys first, or accept the loss: --force. Nothing was written",
+        fix="change those keys first, or write the file without that meaning: --force. Nothing was written",
     )
 
 
 def _write(path: Path, before: str, after: str, options: Options) -> None:
     output = options.output or path
-    if options.output and not options.force:
-        files.refuse_existing(output)
+    if options.output and not options.overwrite:
+        files.refuse_existing(output, allow="--overwrite")
     if output != path or after != before:
         files.write_text(output, after)
         render.show_diff(before, after, str(path), str(output))

@@ -44,8 +44,9 @@ def expected(before: dict[str, Any], target: str) -> dict[str, Any]:
             "ram": before.get("ram", False) and stage == 3,
         }
         return after | {"saves": stage == 3, "training arguments decide": True, "torchrun": True}
-    ddp = before["strategy"] == "NO_SHARD" and target == "fsdp2"
-    after |= {"engine": "ddp" if ddp else target, "strategy": before["strategy"]}
+    ddp = before["strategy"] == "NO_SHARD" and before["engine"] != "ddp" and target == "fsdp2"
+    shards = before["engine"] == "ddp" and target == "fsdp2"
+    after |= {"engine": "ddp" if ddp else target, "strategy": "FULL_SHARD" if shards else before["strategy"]}
     if ddp:
         return after
     after |= {"ram": before.get("ram", False), "ignored": before.get("ignored")}
@@ -337,6 +338,18 @@ def test_the_layer_class_can_be_named(tmp_path: Path) -> None:
     path.write_text(DDP)
     _, output = migrated(path, "fsdp1", "LlamaDecoderLayer")
     assert meaning(output)["classes"] == ["LlamaDecoderLayer"]
+
+
+@pytest.mark.parametrize(("target", "strategy"), [("fsdp1", "NO_SHARD"), ("fsdp2", "FULL_SHARD")])
+def test_ddp_becomes_what_was_asked_for(target: str, strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "ddp.yaml"
+    path.write_text(DDP)
+    migration, output = migrated(path, target, "LlamaDecoderLayer")
+    assert (meaning(output)["engine"], meaning(output)["strategy"]) == (target, strategy)
+    assert meaning(output)["state"] == "FULL_STATE_DICT"
+    told = next(one for one in migration.changes if one.key == "distributed_type")
+    assert (told.old, told.new, told.kind) == ("MULTI_GPU", "FSDP", "changed")
+    assert target == "fsdp1" or "shards parameters" in told.why
 
 
 def test_a_bare_no_is_quoted(tmp_path: Path) -> None:

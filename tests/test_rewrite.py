@@ -67,7 +67,10 @@ def test_output_is_never_overwritten(tmp_path: Path) -> None:
     assert refused.code == 1
     assert "exists" in refused.output
     assert output.read_text() == FSDP2_COMMENTED
-    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--force").code == 0
+    assert "--overwrite" in refused.output
+    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--force").code == 1
+    assert output.read_text() == FSDP2_COMMENTED
+    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--overwrite").code == 0
     copied = tmp_path / "copy.yaml"
     assert accel_fsdp("migrate", path, "--to", "fsdp1", "-o", copied).code == 0
     assert copied.read_text() == COMMENTED
