@@ -58,6 +58,7 @@ def test_every_predicted_token_counts_once_whatever_the_class_is_called(
     model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2", tiny_model)
     finished = sft(*accumulating(model, text_data, tmp_path / "run"))
     assert finished.code == 0, finished.output
+    assert "PAD/BOS/EOS" not in finished.output  # the config's are others than the tokenizer's
     expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
     assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
 
@@ -245,3 +246,14 @@ def test_ties_count_and_ignored_places_do_not() -> None:
     logits = torch.tensor([[[1.0, 2.0, 0.0], [3.0, 3.0, 0.0], [0.0, 0.0, 9.0]]])
     assert losses.right_tokens(logits, torch.tensor([[1, 0, IGNORED]])).item() == 2
     assert losses.right_tokens(logits, torch.tensor([[0, 2, 2]])).item() == 1
+
+
+def test_a_kernel_that_keeps_the_logits_counts_itself() -> None:
+    """Liger hands out the share of right tokens, of which two out of four have a target."""
+    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
+    trainer._scored = 0.0
+    wanted = torch.tensor([[1, IGNORED, 2, IGNORED]])
+    trainer._score({"logits": None}, wanted)
+    assert trainer._scored == 0.0
+    trainer._score({"logits": None, "token_accuracy": torch.tensor(0.5)}, wanted)
+    assert trainer._scored.tolist() == [1, 2]

@@ -136,6 +136,7 @@ def test_every_offered_option_trains_and_exports(
     finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, out))
     assert finished.code == 0, finished.output
     assert reported in finished.output
+    assert "find_unused_parameters" not in finished.output
     low_precision = flags.get("mixed_precision") == "bf16"
     assert logged_losses(out) == pytest.approx(reference.losses, abs=3e-2 if low_precision else TOLERANCE)
     exported = load_file(out / "final" / "model.safetensors")
