@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import config, cpu, facts, jobs, sensible
+from accel_fsdp import config, cpu, facts, hints, jobs, sensible
 from accel_fsdp.data_arguments import DataArguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
@@ -58,6 +58,23 @@ class ModelArguments:
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
+    )
+    lora_target_parameters: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Names of parameters that get an adapter, such as experts that are no modules of their own."},
+    )
+    lora_modules_to_save: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Modules that are trained in full beside the adapter and saved with it, such as lm_head."},
+    )
+    use_rslora: bool = field(
+        default=False, metadata={"help": "Scale the adapter by alpha / sqrt(r) instead of alpha / r. Needs --use_peft."}
+    )
+    eos_token: str | None = field(
+        default=None, metadata={"help": "Token that ends a text, where the tokenizer has another or none."}
+    )
+    pad_token: str | None = field(
+        default=None, metadata={"help": "Token that fills short rows, where the tokenizer has none of its own."}
     )
 
 
@@ -174,9 +191,10 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     known = {option for action in parser._actions for option in action.option_strings}
     for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
         if flag not in known:
-            raise UsageError(
-                f"unknown argument {flag}.{did_you_mean(flag, known)}", why="it has no effect", fix=SEE_HELP
-            )
+            name = flag.removeprefix("--").replace("-", "_")
+            hint = hints.TRL.get(name)
+            guess = "" if hint else did_you_mean(flag, known)
+            raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
     try:
         model, data, training = parser.parse_args_into_dataclasses()
     except (
@@ -200,8 +218,9 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
         )
-    if model.use_dora and not model.use_peft:
-        raise UsageError("--use_dora without --use_peft", why="DoRA is a kind of adapter", fix="--use_peft")
+    for name in ("use_dora", "use_rslora", "lora_modules_to_save", "lora_target_parameters"):
+        if getattr(model, name) and not model.use_peft:
+            raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
     if model.resize_vocab and model.use_peft:
         raise UsageError(
             "--resize_vocab with --use_peft",

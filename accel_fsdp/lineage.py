@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Mapping[str, Any]]
 """Names and values, by the group that they belong to."""
 
-ADAPTER = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "load_in_4bit", "dtype")
+ADAPTER = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "load_in_4bit", "dtype"),
+    *("lora_target_parameters", "lora_modules_to_save", "use_rslora"),
+)
 DATA = (
     *("dataset_config", "dataset_train_split", "streaming", "columns", "dataset_text_field", "prompt_template"),
     *("completion_template", "chat_template_path", "assistant_only_loss", "completion_only_loss", "max_length"),

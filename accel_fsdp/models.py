@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from accel_fsdp import adapters, causal, cpu, facts, render
 from accel_fsdp.arguments import ModelArguments
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,8 +32,20 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
     tokenizer: PreTrainedTokenizerBase = facts.read_tokenizer(*asked)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    known = tokenizer.get_vocab()
+    for name in ("eos_token", "pad_token"):
+        wanted = getattr(options, name)
+        if wanted is not None and wanted not in known:
+            raise UserError(
+                f"--{name} {wanted} is no token of {options.model_name_or_path}.{did_you_mean(wanted, known)}",
+                why="a token without a row in the embedding can't be trained",
+                fix="one of its own, such as "
+                + ", ".join(map(str, tokenizer.all_special_tokens[:3] or ["those it has"])),
+            )
+    tokenizer.eos_token = options.eos_token or tokenizer.eos_token
+    tokenizer.pad_token = options.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.eos_token is None and _first_rank():
+        render.say("the tokenizer has no end token: the model won't learn where to stop (--eos_token)", style="yellow")
     return tokenizer
 
 
@@ -210,6 +222,9 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         lora_dropout=options.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         use_dora=options.use_dora,
+        use_rslora=options.use_rslora,
+        modules_to_save=options.lora_modules_to_save or None,
+        target_parameters=options.lora_target_parameters or None,
         task_type="CAUSAL_LM",
     )
     try:

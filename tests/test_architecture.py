@@ -48,6 +48,7 @@ MAY_PATCH = {"cpu", "adapters"}
 LAYERS = [
     {"types", "errors", "__init__"},
     {
+        "hints",
         "machines",
         "catalogue",
         "fields",
