@@ -165,7 +165,8 @@ def _write(answers: Answers, options: Options, original: Original | None) -> int
         what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
         render.say(f"note: {what}; launch a script of your own:", style="yellow", wrap=True)
     else:
-        render.say("train with:")
+        several = answers.num_machines > 1
+        render.say("train with, on each machine with its own --machine_rank:" if several else "train with:")
     render.put(config.launch_line(answers, str(output)))
     return 0
 

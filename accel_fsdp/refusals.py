@@ -141,12 +141,12 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
             fix="--layer-class NAME, such as LlamaDecoderLayer",
         )
     if context.model is not None:
-        check_layer_classes(names, context.model.classes)
+        check_layer_classes(names, context.model.classes, tuple(layer.name for layer in context.model.wrap_classes))
     return names
 
 
-def check_layer_classes(names: tuple[str, ...], classes: frozenset[str]) -> None:
-    """Refuses layer class names that the built model doesn't have.
+def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:
+    """Refuses layer class names that the built model doesn't have; `found` are those of its repeated layers.
 
     Raises:
         UserError: naming the first unknown one and the nearest existing class.
@@ -156,7 +156,9 @@ def check_layer_classes(names: tuple[str, ...], classes: frozenset[str]) -> None
             raise UserError(
                 f"layer class {name} is not in the model.{did_you_mean(name, classes)}",
                 why="Accelerate would stop at prepare: Could not find the transformer layer class",
-                fix="one of: " + ", ".join(sorted(classes)),
+                fix=("--layer-class " + ",".join(found) + ", or " if found else "")
+                + "one of: "
+                + ", ".join(sorted(classes.difference(found))),
             )
 
 
@@ -241,6 +243,6 @@ def check_ip(context: Context, value: Any) -> str:
         raise UserError(
             f"--main-process-ip {text[:LONGEST_SHOWN]} is no address to meet at",
             why=problem,
-            fix="--main-process-ip with the first machine's host name or IP address, such as 10.0.0.1",
+            fix="--main-process-ip NAME, the first machine's host name or IP address, such as 10.0.0.1",
         )
     return text
