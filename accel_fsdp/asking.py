@@ -3,11 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import machines
 from accel_fsdp.errors import UsageError, did_you_mean
-from accel_fsdp.types import MachineFacts, ModelFacts
+from accel_fsdp.types import MachineFacts, ModelFacts, ModelShape
+
+if TYPE_CHECKING:
+    from accel_fsdp.tapes import Tapes
 
 Given = Mapping[str, Any]
 
@@ -20,11 +23,15 @@ def is_ddp(given: Given) -> bool:
 
 @dataclass(frozen=True)
 class Context:
-    """What a question may look at: the answers so far, the model, and the machine that was found."""
+    """What a question may look at: the answers so far, the model, and the machine that was found.
+
+    `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded.
+    """
 
     given: Given
     found: MachineFacts = machines.CPU
     model: ModelFacts | None = None
+    traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
 
     @property
     def machine(self) -> MachineFacts:

@@ -1,29 +1,40 @@
 """What the planner says beside an option of the wizard, and of the answers as a whole. Pure.
 
-It is silent where the GPU isn't in the table, and knows of a model outside of the catalogue only what all its weights
-take. The prediction is imported when it is asked for: `accel-fsdp --help` lists the questions and needs none.
+It is silent where the GPU isn't in the table. Of a model outside of the catalogue it knows what the wizard has traced,
+or else what the weights alone take. The prediction is imported when it is asked for: `accel-fsdp --help` lists the
+questions and needs none.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp import gpus, machines, refusals
 from accel_fsdp.asking import Context, is_ddp
-from accel_fsdp.types import EngineKind, Layout
+from accel_fsdp.errors import UserError
+from accel_fsdp.types import EngineKind, Layout, ModelFacts, ModelShape, Precision
 
 if TYPE_CHECKING:
     from accel_fsdp.advice import Advice
     from accel_fsdp.plan import Job
+    from accel_fsdp.tapes import Tapes
 
+Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
 STATE_BYTES = {"full": 16.0, "lora": 2.0, "qlora": 0.6}
 """Per parameter: float32 weight, gradient and Adam's two moments; a frozen weight of 16 bits; one of 4 bits."""
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
 MOST_MACHINES = 64
 GIB = 1 << 30
+SMALL_STATE_GIB = 2
+"""Below this, weights and training state leave any GPU room for a row of activations."""
+
+
+def may_be_too_large(model: ModelFacts) -> bool:
+    """Whether a GPU may not hold this model with everything that training adds to it."""
+    return model.parameters * STATE_BYTES["full"] > SMALL_STATE_GIB * GIB
 
 
 def layout_of(context: Context, **changed: Any) -> Layout | None:
@@ -51,9 +62,8 @@ def note(question: str, value: int, context: Context) -> str:
     job = _job(context, layout) if layout and layout.ranks > 1 else None
     if job is None or layout is None:
         return ""
-    from accel_fsdp.advice import judge
-
-    return f", ~{judge(job, layout, False).chosen.device.allocated / GIB:,.1f} GiB"
+    found = _judged(job, layout, False)
+    return f", ~{found.chosen.device.allocated / GIB:,.1f} GiB" if found else ""
 
 
 def legend(context: Context) -> str:
@@ -68,19 +78,38 @@ def legend(context: Context) -> str:
 def advice(context: Context, **changed: Any) -> "Advice | None":
     """What to switch on so that it fits; None where the model or the GPU isn't known."""
     layout = layout_of(context, **changed)
-    if layout is None or _is_folder(context):
+    if layout is None or _is_unknown(context):
         return None
     given = {**context.given, **changed}
     layout = replace(layout, offload=False)  # what it decides
-    precision = given.get("mixed_precision", "bf16")
-    return _advise(given["model"], context.machine, layout, given["method"], precision)
+    asked = (given["model"], context.machine, layout, given["method"], _precision(context))
+    return _advise_anew(*asked, context.traced) if context.traced else _advise(*asked)
 
 
-@lru_cache
-def _advise(*asked: Any) -> "Advice | None":
+def _advise_anew(*asked: Any) -> "Advice | None":
     from accel_fsdp.advice import advise
 
-    return advise(*asked)
+    try:
+        return advise(*asked)
+    except UserError:  # what this method allocates can't be recorded
+        return None
+
+
+_advise = lru_cache(_advise_anew)
+
+
+def _judged(job: "Job", layout: Layout, checkpointing: bool) -> "Advice | None":
+    from accel_fsdp.advice import judge
+
+    try:
+        return judge(job, layout, checkpointing)
+    except UserError:
+        return None
+
+
+def _precision(context: Context) -> Precision:
+    given: Precision | None = context.given.get("mixed_precision")
+    return given or ("bf16" if machines.has_bf16(context.machine) else "fp16")
 
 
 def state_gib(context: Context) -> tuple[float, float] | None:
@@ -116,12 +145,10 @@ def misfit(context: Context) -> tuple[str, ...]:
     """
     layout = layout_of(context)
     job = _job(context, layout) if layout else None
-    if job is None or layout is None:
-        return _misfit_of_state(context)
-    from accel_fsdp.advice import judge
-
     checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
-    found = judge(job, layout, checkpointing)
+    found = _judged(job, layout, checkpointing) if job and layout else None
+    if found is None:
+        return _misfit_of_state(context)
     if found.fits:
         return ()
     how = "warning: this leaves too little free memory" if found.verdict == "tight" else "warning: this doesn't fit"
@@ -152,15 +179,15 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
 def _job(context: Context, layout: Layout | None) -> "Job | None":
     from accel_fsdp.advice import make_job
 
-    if layout is None or _is_folder(context):
+    if layout is None or _is_unknown(context):
         return None
-    precision = context.given.get("mixed_precision", "bf16")
-    return make_job(context["model"], context.machine, layout, context["method"], precision)
+    precision = _precision(context)
+    return make_job(context["model"], context.machine, layout, context["method"], precision, context.traced)
 
 
-def _is_folder(context: Context) -> bool:
+def _is_unknown(context: Context) -> bool:
     """A folder that is called like a model of the catalogue may hold another."""
-    return os.path.exists(context["model"])
+    return context.traced is None and os.path.exists(context["model"])
 
 
 def _better(context: Context) -> Iterator[str]:

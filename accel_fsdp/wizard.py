@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from accel_fsdp import facts, notes, prompts, render
+from accel_fsdp import facts, gpus, notes, prompts, render, tracing
 from accel_fsdp.asking import Context, Question, settle, skip
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.presets import MODEL as PRESET_MODEL
 from accel_fsdp.questions import QUESTIONS, to_answers
-from accel_fsdp.types import Answers, MachineFacts, ModelFacts
+from accel_fsdp.types import Answers, MachineFacts, ModelFacts, Recipe
 
 Mode = Literal["ask", "defaults", "flags"]
 FIELDS = [question.field for question in QUESTIONS]
@@ -63,6 +63,8 @@ class Interview:
         if not question.applies(context):
             return skip(question, context, self.flags)
         context = self._settle_given(question, context)
+        if question.field == "gpus":
+            return replace(context, traced=_traced(context))
         return self._with_model(context) if question.field == "model" else context
 
     def _settle_given(self, question: Question, context: Context) -> Context:
@@ -202,6 +204,22 @@ def _machine() -> MachineFacts:
 def _model(name: str) -> ModelFacts:
     with render.waiting(f"Building {name} on the meta device"):
         return facts.read_model(name)
+
+
+def _traced(context: Context) -> notes.Known:
+    """What the layers of a model outside of the catalogue allocate, where that decides anything: it takes seconds."""
+    model, gpu = context.model, context.machine.accelerator
+    if model is None or gpu is None or model.origin or not gpus.is_known(gpu):
+        return None
+    return _shape(context["model"]) if notes.may_be_too_large(model) else None
+
+
+@cache
+def _shape(name: str) -> notes.Known:
+    try:
+        return tracing.read_shape(name, Recipe())
+    except UserError:  # no plan is made for it, such as of an encoder and a decoder
+        return None
 
 
 @cache

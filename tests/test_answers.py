@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp import cli, config, configure, facts, layouts, lint, plan, planning, questions, wizard
+from accel_fsdp import catalogue, cli, config, configure, facts, layouts, lint, plan, planning, questions, wizard
 from accel_fsdp.errors import UserError
 from accel_fsdp.inputs import read_subject
 from accel_fsdp.overheads import GIB
@@ -187,6 +187,15 @@ def test_defaults_come_from_the_plan(flags: tuple[str, str, str], on: set[str]) 
     switches = ("activation_checkpointing", "cpu_offload", "script_checkpoints")
     assert {name for name in switches if getattr(made, name)} == on
     assert ("--gradient_checkpointing true" in config.to_text(made)) == ("script_checkpoints" in on)
+
+
+def test_a_folder_gets_the_same_answers_as_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name, gpus = "Qwen/Qwen2.5-7B", "4xA100-40GB"
+    (tmp_path / "config.json").write_text(json.dumps(catalogue.entries()[name]["config"]))
+    known, traced = settled(model=name, gpus=gpus), settled(model=str(tmp_path), gpus=gpus)
+    assert known.activation_checkpointing
+    assert dataclasses.replace(traced, model=name) == known
 
 
 def test_a_gpus_memory_need_not_be_typed() -> None:
