@@ -138,11 +138,12 @@ def _size(path: Path) -> int:
 
 
 def _safetensors(folder: Path) -> Found | None:
+    single = (folder / "model.safetensors").is_file()  # which from_pretrained prefers
     try:
-        names = weights.named_files(folder)
+        names = [] if single else weights.named_files(folder)
     except UserError as error:
         return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
-    if not names and not (folder / "model.safetensors").is_file():
+    if not names and not single:
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
     return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import foreign, trust
+from accel_fsdp import foreign, lora_names, trust
 from accel_fsdp.errors import UserError
 from accel_fsdp.facts import first_line, model_class, read_config, read_tokenizer
 from accel_fsdp.stored import TORCH_NAMES
@@ -208,7 +208,9 @@ def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...
     try:
         settings = peft_settings(foreign.read_json(folder / "adapter_config.json") or {})
         with torch.device("meta"):
-            model = get_peft_model(build(base), settings)
+            whole = build(base)
+            lora_names.check_patterns(vars(settings), [name for name, _ in whole.named_modules()])
+            model = get_peft_model(whole, settings)
         needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
         more = get_peft_model_state_dict(model, save_embedding_layers=True)
         shapes = [{name: tuple(one.shape) for name, one in each.items()} for each in (needed, more)]

@@ -1,9 +1,14 @@
 """How PEFT names the tensors of LoRA adapters: in a model, which may hold several, and in an adapter's own file."""
 
 import re
-from collections.abc import Iterable, Mapping
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from accel_fsdp.errors import UserError
 
 PEFT_PREFIX = "base_model.model."
 LORA = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.|$)")
@@ -20,6 +25,8 @@ LAYER = re.compile(r"\.\d+\.")
 WRAPPED = re.compile(r"\.(?:token_adapter\.)?(?:(?:base_layer|original_module)\.)+")
 UNDER = re.compile(r"\.base_layer(?=\.)")
 T = TypeVar("T")
+PATTERN_SECONDS = 5.0
+SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,54 @@ def divided(tensors: Mapping[str, T]) -> Divided[T]:
             held |= {_prefixed(name): one for name, one in base.items()}
         return Divided({}, adapters)
     return Divided({plain(name): one for name, one in base.items()}, adapters)
+
+
+def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Tries the patterns of an adapter's settings on the names of modules: some would be at it for years.
+
+    Raises:
+        UserError: one is no pattern, or takes too long.
+    """
+    given = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
+    patterns = [pattern_of(key) for each in given if isinstance(each, dict) for key in each]
+    patterns += [one for key in ("target_modules", "exclude_modules") if isinstance(one := settings.get(key), str)]
+    names, pattern = list(modules), ""
+    try:
+        with _at_most(PATTERN_SECONDS):
+            for pattern in patterns:
+                found = re.compile(pattern)
+                for name in names:
+                    found.fullmatch(name)
+    except (re.error, TimeoutError, RecursionError, OverflowError) as error:
+        raise UserError(
+            f"a pattern in adapter_config.json can't be used: {str(error) or 'nested too deep'}: {pattern[:SHOWN]}",
+            why="it chooses the modules that a rank, a scale or the adapter itself is for",
+            fix="write the names of the modules there, or a simpler pattern",
+        ) from error
+
+
+def pattern_of(key: str) -> str:
+    """How PEFT reads a key of `rank_pattern` and `alpha_pattern`."""
+    return rf"(.*\.)?({key})$"
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Ends the block with a TimeoutError after that time, where a signal can do so."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def plain(name: str) -> str:

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.lora_names import LORA, TOKENS, plain
+from accel_fsdp.lora_names import LORA, TOKENS, check_patterns, pattern_of, plain
 from accel_fsdp.stored import Reader, Source, Stored, part_of
 from accel_fsdp.stream import BLOCK_ELEMENTS, torch_dtype, whole
 
@@ -219,7 +219,9 @@ def merged(
     for name, one in adapter.items():
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
             merger.tensors[_in(merger.tensors, plain(name))] = one
-    for module in dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)):
+    modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
+    check_patterns(settings, [plain(f"{module}.").rstrip(".") for module in modules])
+    for module in modules:
         merger.lora(module)
     for name in adapter:
         if TOKENS in name:
@@ -230,7 +232,7 @@ def merged(
 def _of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
     given = patterns if isinstance(patterns, dict) else {}
-    return next((value for key, value in given.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for key, value in given.items() if re.fullmatch(pattern_of(key), module)), default)
 
 
 def _in(base: Mapping[str, Source], name: str) -> str:

@@ -14,6 +14,7 @@ from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
+SINGLE = "model.safetensors"
 Paths = Mapping[tuple[str, ...], Stored]
 
 
@@ -52,7 +53,7 @@ def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | N
 def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) -> Weights:
     if found.kind == "safetensors":
         state = _full_optimizer(found.folder, reader) if optimizer else {}
-        return Weights(dict(_filed(found.folder)), optimizer=split(state).optimizer, filed=True)
+        return Weights(of_folder(found.folder), optimizer=split(state).optimizer, filed=True)
     if found.kind == "adapter":
         return Weights({}, of_file(found.weights))
     if found.kind == "ZeRO":
@@ -76,17 +77,14 @@ def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Store
     return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}
 
 
-def _filed(folder: Path) -> Iterator[tuple[str, Stored]]:
-    for path in files_of(folder) or [folder / "model.safetensors"]:
-        yield from of_file(path).items()
-
-
 def files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder: those that its index names, else all.
+    """The safetensors files of a model's folder, as `from_pretrained` takes them: the one, else those of an index.
 
     Raises:
         UserError: the index is damaged, or names files elsewhere.
     """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     named = weights.named_files(folder)
     return [foreign.inside(folder, name, weights.INDEX) for name in named] or sorted(folder.glob("model*.safetensors"))
 
@@ -95,14 +93,18 @@ def of_folder(folder: Path) -> dict[str, Stored]:
     """The tensors of a model's folder.
 
     Raises:
-        UserError: it holds no safetensors files, or damaged ones.
+        UserError: it holds no safetensors files, or damaged ones, or lacks a tensor that its index lists.
     """
     found = {name: one for path in files_of(folder) for name, one in of_file(path).items()}
+    index = {} if (folder / SINGLE).is_file() else foreign.read_json(folder / weights.INDEX) or {}
+    lacking = sorted(set(map(str, index.get("weight_map") or ())) - found.keys())
+    if lacking:
+        raise damaged(folder / weights.INDEX, f"lists {lacking[0]}, which is in none of its files")
     if not found:
         raise UserError(
             f"{folder} holds no model*.safetensors",
-            why="there is nothing to merge the adapter into",
-            fix="give the base model with its weights: --model ID_OR_FOLDER",
+            why="its weights are needed, to be exported or for an adapter to be merged into",
+            fix="give the model with its weights: --model ID_OR_FOLDER",
         )
     return found
 
