@@ -314,7 +314,7 @@ def _nothing(path: Path, place: Path) -> UserError:
         else "there is nothing to export",
         fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(one.folder) for one in near)}"
         if near
-        else "give the --output_dir of a run, or one of its checkpoints",
+        else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",
     )
 
 

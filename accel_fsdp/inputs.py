@@ -247,7 +247,7 @@ def _no_arguments(path: Path, reason: str) -> UsageError:
     return UsageError(
         f"cannot read {path}: {reason}",
         why="there are no arguments to compare the YAML with",
-        fix="--args with a YAML or JSON mapping, or a command line such as accelerate launch train.py --bf16",
+        fix="--args with a YAML or JSON mapping, or a command line such as train/sft.py --bf16",
     )
 
 

@@ -29,7 +29,7 @@ def of_subject(subject: Subject, recipe: Recipe) -> tuple[Layout, Recipe]:
         raise UsageError(
             f"{subject.engine.value} with {ranks or 'an unknown number of'} processes can't be predicted",
             why="a plan needs FSDP, DDP or DeepSpeed, and num_processes",
-            fix="accel-fsdp check FILE, or leave out --config",
+            fix="leave out --config, or see what accel-fsdp check FILE says",
         )
     strategy, together = _strategy(subject)
     kind = KINDS[subject.engine]
@@ -106,4 +106,6 @@ def notes(subject: Subject) -> tuple[str, ...]:
 
 def _refuse(wrong: bool, what: str, why: str) -> None:
     if wrong:
-        raise UsageError(f"{what} can't be predicted", why=why, fix="accel-fsdp check FILE, or leave out --config")
+        raise UsageError(
+            f"{what} can't be predicted", why=why, fix="leave out --config, or see what accel-fsdp check FILE says"
+        )

@@ -87,7 +87,7 @@ def check_dora(model: nn.Module) -> None:
         raise UserError(
             "--use_dora under FSDP1",
             why="peft 0.21 looks at the adapter's weights outside of their units, where they are flat shards",
-            fix="fsdp_version: 2 (accel-fsdp migrate FILE --to fsdp2), or leave out --use_dora",
+            fix="leave out --use_dora, or fsdp_version: 2 (accel-fsdp migrate FILE --to fsdp2)",
         )
 
 

@@ -104,13 +104,15 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(lacking)}",
             why="Trainer would start them anew without a word",
-            fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then --model_name_or_path",
+            fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then "
+            "train/sft.py --model_name_or_path",
         )
     if stored.partition("-")[0] != here.engine.partition("-")[0] or ("-" in stored and stored != here.engine):
         raise UserError(
             f"{checkpoint} was written under {stored}, this run is under {here.engine}",
             why="the two store weights and optimizer differently",
-            fix=f"a YAML for {stored}; or a new run from its weights: accel-fsdp export, then --model_name_or_path",
+            fix=f"a YAML for {stored}; or a new run from its weights: accel-fsdp export, then "
+            "train/sft.py --model_name_or_path",
         )
     _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
     if skips_data and origin and origin.rows_per_step and origin.rows_per_step != here.rows_per_step:
