@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_fsdp.errors import UserError
 from accel_fsdp.opcodes import Admitted
 from accel_fsdp.stored import ITEM_BYTES, TORCH_NAMES, Piece, Reader, Record, Stored, damaged, tensor
 from accel_fsdp.unpickling import unpickle
@@ -24,6 +25,16 @@ STORAGES = {
     **{"LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8"},
     **{"BoolStorage": "BOOL", "UntypedStorage": "U8", "ComplexFloatStorage": "C64"},
 }
+NAMELESS = {
+    **{"ComplexDoubleStorage": "complex128", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
+    **{"QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
+}
+"""Storages of dtypes for which safetensors has no name."""
+NAMELESS_DTYPES = (
+    *NAMELESS.values(),
+    *("complex32", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
+)
 END, END64, ENTRY, LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
 ENTRY_FIELDS = struct.Struct("<4s6xH4xIIIHHH8xI")
 CRC_AT = 16
@@ -101,9 +112,19 @@ def size(numbers: Any) -> tuple[int, ...]:
     return found
 
 
+def _nameless(path: Path, dtype: str) -> UserError:
+    return UserError(
+        f"{path} holds a tensor of {dtype}",
+        why="safetensors has no such numbers",
+        fix="convert it with torch, save the checkpoint again, and export that",
+    )
+
+
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: Any = None) -> View:
     sizes, steps, (first,) = size(shape), size(strides), size((offset,))
     kind = storage.dtype if dtype is None else dtype
+    if kind in NAMELESS_DTYPES:
+        raise _nameless(storage.record.path, kind)
     if not isinstance(storage, Storage) or kind not in ITEM_BYTES or len(sizes) != len(steps):
         raise ValueError("no tensor")
     return View(storage, kind, first, sizes, steps)
@@ -138,7 +159,7 @@ TENSORS: dict[tuple[str, str], Any] = {
     ("torch.nn.parameter", "Parameter"): PARAMETER,
     ("torch", "Size"): size,
     **{("torch", name): short for name, short in DTYPES.items()},
-    **{("torch", name): name for name in STORAGES},
+    **{("torch", name): name for name in (*STORAGES, *NAMELESS, *NAMELESS_DTYPES)},
     ("torch.storage", "UntypedStorage"): "UntypedStorage",
 }
 """What a file of tensors is made of."""
@@ -226,6 +247,8 @@ class Archive:
         kind, storage, key, _, count = pid
         if kind != "storage" or not all(isinstance(one, str) for one in (storage, key)) or type(count) is not int:
             raise ValueError("no storage")
+        if storage in NAMELESS:
+            raise _nameless(self.path, NAMELESS[storage])
         dtype = STORAGES[storage]
         place = self.record(f"data/{key}")
         if place.length != count * ITEM_BYTES[dtype]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import catalogue, configs, gpus, trust, weights
+from accel_fsdp import catalogue, configs, gpus, headers, trust, weights
 from accel_fsdp.configs import first_line as first_line
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
@@ -106,7 +106,7 @@ def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> s
     return _dtype(read_config(name, revision, run_code), weights.weights_in(_local_folder(name)))
 
 
-def _dtype(config: Any, stored: Mapping[str, weights.Tensor]) -> str:
+def _dtype(config: Any, stored: Mapping[str, headers.Tensor]) -> str:
     found = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), "")
     return str(found).removeprefix("torch.")
 

@@ -183,8 +183,10 @@ def read_json(
     return None if content is None else mapping(content, path, most_values)
 
 
-def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """The mapping in some JSON, in bounded memory. Whole numbers are of reasonable length; NaN is a number.
+def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES, strict: bool = False) -> dict[str, Any]:
+    """The mapping in some JSON, in bounded memory. Whole numbers are of reasonable length.
+
+    NaN is a number, and the last of two equal keys counts, unless it is `strict`.
 
     Raises:
         UserError: there is none, or it is nested deeper, longer or stranger than any honest one.
@@ -192,7 +194,8 @@ def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES) -> dict[
     if sum(map(content.count, b",:[{")) > most_values:
         raise broken(path, f"is damaged: JSON of more than {most_values:,} values")
     try:
-        found = json.loads(content.decode(), parse_int=_whole_number)
+        hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _no_number} if strict else {}
+        found = json.loads(content.decode(), parse_int=_whole_number, **hooks)
         if b"\\ud" in content.lower():
             json.dumps(found, ensure_ascii=False).encode()  # fails on half of a character
     except RecursionError as error:
@@ -205,10 +208,21 @@ def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES) -> dict[
     return found
 
 
-def _whole_number(digits: str) -> int:
+def _whole_number(digits: str) -> int | float:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+    return -0.0 if digits == "-0" else int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
 
 
 def _check_depth(found: dict[str, Any], content: bytes, path: Path) -> None:

@@ -11,10 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import archive, dcp, weights, zero_checkpoint
+from accel_fsdp import archive, dcp, headers, zero_checkpoint
 from accel_fsdp.archive import View
 from accel_fsdp.opcodes import Inert
-from accel_fsdp.stored import ITEM_BYTES, Reader, damaged
+from accel_fsdp.stored import ITEM_BYTES, Reader
 from accel_fsdp.stream import torch_dtype
 
 if TYPE_CHECKING:
@@ -73,11 +73,8 @@ def of_safetensors(path: Path, reader: Reader) -> "dict[str, torch.Tensor]":
     """
     import torch
 
-    found = weights.tensors_of(path)
-    if found is None:
-        raise damaged(path, "is damaged or cut short")
     made = {}
-    for name, one in found.items():
+    for name, one in headers.read(path).items():
         content = bytearray(one.end - one.start)
         reader.read_bytes(path, one.start, memoryview(content))
         blank = torch.empty(one.shape, dtype=torch_dtype(one.dtype))

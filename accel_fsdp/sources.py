@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import archive, dcp, foreign, lora_names, weights, zero_checkpoint
+from accel_fsdp import archive, dcp, foreign, headers, lora_names, weights, zero_checkpoint
 from accel_fsdp.adapters import clean_name
 from accel_fsdp.archive import View
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.stored import Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Record, Stored, tensor
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
@@ -115,13 +115,16 @@ def of_file(path: Path) -> dict[str, Stored]:
     Raises:
         UserError: it is missing, cut short or none.
     """
-    read_tensors = weights.tensors_of(path)
-    if read_tensors is None:
-        raise damaged(path, "is missing" if not path.is_file() else "is damaged or cut short")
-    return {name: _of_header(name, one) for name, one in read_tensors.items()}
+    return {name: _of_header(name, one) for name, one in headers.read(path).items()}
 
 
-def _of_header(name: str, one: weights.Tensor) -> Stored:
+def _of_header(name: str, one: headers.Tensor) -> Stored:
+    if one.dtype not in ITEM_BYTES:
+        raise UserError(
+            f"{one.file} holds {name} in {one.dtype}, several elements to a byte",
+            why="the export reads and writes whole bytes",
+            fix="export it with the library that quantised it",
+        )
     record = Record(one.file, one.start, one.end - one.start)
     return tensor(name, one.dtype, one.shape, [Piece(record, (0,) * len(one.shape), one.shape)])
 

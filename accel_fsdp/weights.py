@@ -1,19 +1,15 @@
 """safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
 
-import json
 import mmap
-import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import files, foreign
-from accel_fsdp.errors import UsageError
+from accel_fsdp import files, foreign, headers
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.headers import Tensor
 from accel_fsdp.types import CheckpointFacts
 
-LENGTH_BYTES = 8
-LARGEST_HEADER = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
 TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
@@ -21,33 +17,12 @@ STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_s
 """How files begin that end like weights and are none that `from_pretrained` could load."""
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor in a safetensors file: dtype as the format spells it (BF16), and its bytes' place in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
 def tensors_of(path: Path) -> dict[str, Tensor] | None:
     """The tensors of one safetensors file by name; None if it isn't one or is cut short."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            header = json.loads(file.read(length)) if length <= LARGEST_HEADER else None
-            size = os.fstat(file.fileno()).st_size
-        data = LENGTH_BYTES + length
-        found = {
-            name: Tensor(path, one["dtype"], tuple(one["shape"]), *(data + at for at in one["data_offsets"]))
-            for name, one in (header or {}).items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return headers.read(path)
+    except UserError:
         return None
-    return found if isinstance(header, dict) and all(one.end <= size for one in found.values()) else None
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
@@ -70,7 +45,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    with tensor.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with foreign.opened(tensor.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content[tensor.start : tensor.end]
 
 

@@ -13,6 +13,7 @@ PURE = {
     *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
     *(
         "foreign",
+        "headers",
         "stored",
         "archive",
         "dcp",
@@ -64,6 +65,7 @@ LAYERS = [
         "quirks",
         "drawing",
         "foreign",
+        "headers",
         "stored",
     },
     {"weights", "trust", "configs", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
