@@ -10,7 +10,7 @@ from accel_fsdp.adapters import clean_name
 from accel_fsdp.archive import View
 from accel_fsdp.checkpoint import Found
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Record, Stored, tensor
+from accel_fsdp.stored import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})

@@ -199,7 +199,8 @@ LINKS = [
         for name in ("model", "checkpoint-1", str(INNER), f"{INNER}/.metadata", f"{INNER}/__1_0.distcp")
     ),
     (as_full, "checkpoint-1/pytorch_model_fsdp.bin"),
-    *((as_safetensors, f"checkpoint-1/{name}") for name in ("model.safetensors", "model.safetensors.index.json")),
+    (as_safetensors, "checkpoint-1/model.safetensors"),
+    (as_full, "checkpoint-1/model.safetensors.index.json"),
     *(
         (as_zero, f"{ZERO}/{name}")
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
