@@ -70,6 +70,7 @@ def main() -> None:
         with data.reading(data_args.dataset_name):  # a stream may break only now
             trainer.train(resume_from_checkpoint=checkpoint)
     except Diverged:
+        record.trained(history.segments(trainer.state.global_step))
         record.finish(trainer.state.log_history, trainer.report.totals(), status="diverged")
         raise
     record.lap("training")
