@@ -106,6 +106,12 @@ PAINS: Mapping[str, str] = {
     "P97": "older: offload with RAM-efficient loading fails, exports name FSDP's class",
     "P98": "FSDP1 resumes sharded checkpoints without optimizer state",
     "P99": "label smoothing under FSDP2 trains the model to repeat its input",
+    "P100": "Trainer's held-out loss is too low on several processes",
+    "P101": "FSDP2 rounds the loss itself to 16 bits",
+    "P102": "FSDP2's activation checkpointing draws dropout anew in backward",
+    "P103": "hybrid sharding with one rank a copy shards nothing",
+    "P104": "load_best_model_at_end overlooks the newest sharded checkpoint, and may hang",
+    "P105": "gathered checkpoints hold no adapter under FSDP1 and under FSDP's checkpointing",
 }
 
 UNSEEN: Mapping[str, str] = {
@@ -117,4 +123,5 @@ UNSEEN: Mapping[str, str] = {
     "P71": "That a hybrid strategy became FULL_SHARD can't be told from the converted file.",
     "P81": "Whether a GPU knows bf16 is asked by Trainer when it starts.",
     "P88": "Whether a certain model compiles shows when it is compiled.",
+    "P102": "Dropout in a model's own config isn't read; that in the arguments is seen.",
 }

@@ -244,3 +244,78 @@ def adapter_on_fused_experts(subject: Subject) -> Iterator[Finding]:
             "the first step often stops: shape is invalid",
             "target_modules, without the experts",
         )
+
+
+@rule("AF632", "warning", pains=("P100",))
+def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
+    """`--eval_strategy` in several processes: Trainer's held-out loss is wrong, and the lower the more there are.
+
+    Trainer 5.23 divides each rank's sum by all ranks' tokens and then takes the ranks' mean. Early stopping, the best
+    model and every curve go by it. train/sft.py sums losses and tokens over the ranks; most scripts don't.
+    """
+    asked = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
+    evaluates = subject.arg_on("do_eval", "eval_on_start") or str(asked or "no").lower() not in ("no", "none", "false")
+    if evaluates and subject.number("num_processes") > 1 and subject.engine is not Engine.NONE and not subject.ours:
+        yield Finding(
+            "num_processes",
+            f"Trainer's held-out loss of {subject.number('num_processes')} processes is too low",
+            "early stopping, the best model and the curve go by it, unless the script is train/sft.py",
+            "evaluate in one process, or with compute_metrics of your own",
+        )
+
+
+@rule("AF633", "note", pains=("P101",))
+def loss_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
+    """bf16 or fp16 under FSDP2 (with `--args`): the loss itself is rounded to 16 bits, to steps of 1/32 near 6.
+
+    Accelerate gives FSDP2 an `output_dtype`. Equal numbers end early stopping and hide small gains. train/sft.py keeps
+    the loss in float32.
+    """
+    if subject.engine is Engine.FSDP2 and subject.mixed and subject.args is not None and not subject.ours:
+        yield Finding(
+            "mixed_precision",
+            "FSDP2 rounds the loss to 16 bits",
+            "near 6 it moves in steps of 1/32, which early stopping and the best model take for equal",
+            "compute the loss in the script, in float32, or train with train/sft.py",
+        )
+
+
+@rule("AF634", "warning", pains=("P102",))
+def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
+    """Dropout in the arguments with FSDP2's activation checkpointing: backward recomputes with other random numbers.
+
+    Accelerate 1.15 checkpoints without keeping the state of the generators, so gradients belong to another forward
+    pass than the loss. train/sft.py takes the layers' own checkpointing then.
+    """
+    drops = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
+    on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
+    if on and drops and not subject.ours:
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            f"--{drops[0]} with FSDP2's activation checkpointing",
+            "backward drops other numbers than forward, and gradients are of another loss",
+            "fsdp_activation_checkpointing: false and --gradient_checkpointing true, or no dropout",
+        )
+
+
+def _positive(value: Any) -> bool:
+    try:
+        return float(value) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+@rule("AF635", "warning", pains=("P104",))
+def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
+    """`--load_best_model_at_end` with SHARDED_STATE_DICT: the newest checkpoint is never noted as the best.
+
+    Trainer 5.23 looks for the folder before anything has made it. If one rank is quicker than another they differ, and
+    loading hangs. train/sft.py makes the folder first.
+    """
+    if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("load_best_model_at_end") and not subject.ours:
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "--load_best_model_at_end overlooks the newest checkpoint",
+            "an older model is taken for the best, or ranks that disagree hang, unless the script is train/sft.py",
+            "fsdp_state_dict_type: FULL_STATE_DICT, or train/sft.py",
+        )

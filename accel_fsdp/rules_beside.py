@@ -202,3 +202,19 @@ def gpu_twice(subject: Subject) -> Iterator[Finding]:
             "CUDA offers no GPU at all" if twice else "CUDA offers the GPUs before it only",
             "gpu_ids: each GPU once, or all",
         )
+
+
+@rule("AF328", "warning", pains=("P103",))
+def copies_of_one_rank(subject: Subject) -> Iterator[Finding]:
+    """FSDP1's hybrid strategies with one process on each machine: a copy of one rank, in which nothing is sharded.
+
+    (FSDP2's mesh of such copies is refused: AF323.)
+    """
+    hybrid = subject.engine is Engine.FSDP1 and subject.strategy.startswith("HYBRID")
+    if hybrid and subject.ranks_here == 1:
+        yield Finding(
+            "num_processes",
+            f"{subject.strategy} with one process on each machine",
+            "it shards inside each machine, so every GPU holds the whole model",
+            "more processes on each machine, or fsdp_sharding_strategy: FULL_SHARD",
+        )

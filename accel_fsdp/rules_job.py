@@ -155,7 +155,7 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF601", "warning", pains=("P01",))
+@rule("AF601", "warning", pains=("P01", "P105"))
 def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP activation checkpointing.
 
@@ -165,7 +165,7 @@ def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "adapter-recompute")
 
 
-@rule("AF602", "warning", pains=("P02",))
+@rule("AF602", "warning", pains=("P02", "P105"))
 def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP1.
 

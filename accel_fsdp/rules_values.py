@@ -198,7 +198,7 @@ def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF323")
+@rule("AF323", pains=("P103",))
 def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     """A `parallelism_config` that Accelerate's own checks refuse, whatever its total.
 

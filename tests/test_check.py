@@ -39,6 +39,10 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF216": (ZERO3 + "  offload_param_device: nvme\n", ZERO3 + "  offload_param_device: cpu\n"),
     "AF326": (V2 + "fp8_config: {backend: TE}\n", V2.replace("'no'", "fp8") + "fp8_config: {backend: TE}\n"),
     "AF327": (DS + "  offload_param_device: cpu\n", ZERO3 + "  offload_param_device: cpu\n"),
+    "AF328": (
+        V1 + "  fsdp_sharding_strategy: HYBRID_SHARD\nnum_machines: 2\nmain_process_ip: a\n",
+        V1.replace("es: 2", "es: 4") + "  fsdp_sharding_strategy: HYBRID_SHARD\nnum_machines: 2\nmain_process_ip: a\n",
+    ),
     "AF415": (
         V2 + "num_machines: 2\nmain_process_ip: http://10.0.0.1\n", V2 + "num_machines: 2\nmain_process_ip: 10.0.0.1\n"
     ),
@@ -129,6 +133,15 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
         "--gradient_accumulation_steps 4",
     ),
     "AF615": (V1, "--torch_compile", V2, "--torch_compile"),
+    "AF632": (V2, "--eval_strategy steps", V2, "--eval_strategy no"),
+    "AF633": (V2.replace("'no'", "bf16"), "--max_steps 3", V1.replace("'no'", "bf16"), "--max_steps 3"),
+    "AF634": (AC2, "--attention_dropout 0.1", AC1, "--attention_dropout 0.1"),
+    "AF635": (
+        V2,
+        "--load_best_model_at_end",
+        V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n",
+        "--load_best_model_at_end",
+    ),
     "AF630": (V2, "--label_smoothing_factor 0.1", V2, "--label_smoothing_factor 0.1 --use_peft"),
 }
 GOLDEN_WITH_VERSION: dict[str, tuple[str, str]] = {
