@@ -5,6 +5,8 @@ trial conversation, and every turn that is found is held against the row's own t
 """
 
 import re
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from accel_fsdp.facts import read_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TRIAL_SECONDS = 20.0
+"""For one conversation of two turns, which takes a thousandth of it."""
 QUESTION, ANSWER = "Xquestionx", "Xanswerx"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"
@@ -41,15 +45,50 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Stops where conversations meet a tokenizer that can't write them.
 
     Raises:
-        UserError: there is no chat template.
+        UserError: there is no chat template, or it doesn't come to an end.
     """
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is not None:
+        _check_ends(tokenizer)
+    else:
         raise UserError(
             "the tokenizer has no chat template, but the data set has messages",
             why="nobody can know how this model wants its turns marked",
             fix="use the instruct version of the model, --chat_template_path with its tokenizer or a Jinja file, or a "
             "data set with a text column",
         )
+
+
+def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Writes a trial conversation in bounded time: a template is a program, and may loop for years.
+
+    What it raises is left to the rows, which may be what it expects. Elsewhere than in the main thread of a POSIX
+    system there is no alarm, and no bound.
+
+    Raises:
+        UserError: it takes longer than `TRIAL_SECONDS`.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)
+    try:
+        asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+        tokenizer.apply_chat_template(asked, tokenize=False)
+    except TimeoutError as error:
+        raise UserError(
+            f"the chat template takes more than {TRIAL_SECONDS:.0f} seconds for a question and its answer",
+            why="a template is a program, and this one may never come to an end",
+            fix="read it, in chat_template.jinja or tokenizer_config.json; --chat_template_path gives another one",
+        ) from error
+    except Exception:  # templates raise what they like
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> None:
@@ -129,11 +168,9 @@ def _ending(tokenizer: "PreTrainedTokenizerBase", after: str) -> str:
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **options: Any) -> str:
-    from jinja2 import TemplateError
-
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except (TemplateError, TypeError, ValueError) as error:
+    except Exception as error:  # templates raise what they like
         raise UserError(
             f"the chat template fails on a question with its answer: {error}",
             why="no conversation can be written with it",

@@ -5,6 +5,7 @@ without memory. What can't be the config of any model is refused here, by its ke
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 LARGEST_CONFIG = 1 << 24
+ANYWHERE = Path(os.path.abspath(os.sep))
+"""Reading a model copies nothing, so its user may have put links to another disk into its folder."""
+PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
+READ_BY_PYTHON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 WIDTHS = frozenset(
     {
         *("hidden_size", "n_embd", "d_model", "embed_dim", "vocab_size", "num_attention_heads", "n_head", "n_heads"),
@@ -47,7 +52,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, it can't be read, or no model can be like that.
     """
-    found = foreign.read_json(folder / CONFIG, largest=LARGEST_CONFIG)
+    found = foreign.read_json(folder / CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
     if found is None:
         raise UserError(
             f"model folder {folder} has no {CONFIG}",
@@ -62,6 +67,21 @@ def settings_in(folder: Path) -> dict[str, Any]:
         )
     check(str(folder), found)
     return found
+
+
+def check_files(folder: Path) -> None:
+    """Refuses what no tokenizer can be read from: pipes and devices, and JSON that would take Python's stack.
+
+    Raises:
+        UserError: with the file.
+    """
+    for path in (path for pattern in PAPERS for path in sorted(folder.glob(pattern))):
+        if not path.exists():
+            continue  # a link to nothing
+        if path.name in READ_BY_PYTHON:
+            foreign.read_json(path, within=ANYWHERE)
+        else:
+            os.close(foreign.open_file(path, within=ANYWHERE))
 
 
 def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import catalogue, configs, gpus, headers, trust, weights
 from accel_fsdp.configs import first_line as first_line
-from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean
 from accel_fsdp.types import LayerClass, MachineFacts, ModelFacts
 
 if TYPE_CHECKING:
@@ -271,9 +271,15 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
     """
     from transformers import AutoTokenizer
 
+    if Path(name).is_dir():
+        configs.check_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=run_code)
-    except (OSError, ValueError) as error:
+    except BaseException as error:  # the Rust library's panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
+            raise
         if trust.is_refusal(error):
             raise trust.refusal(name, "its tokenizer") from error
         raise UserError(

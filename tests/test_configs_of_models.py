@@ -1,7 +1,9 @@
 """Configs that no model can have, and libraries that are missing: one message from every command, never a traceback."""
 
 import json
+import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp import cli, configs, facts, tracing
+from accel_fsdp import chats, cli, configs, facts, tracing
 from accel_fsdp.errors import UserError
 
 LLAMA: dict[str, Any] = {
@@ -172,3 +174,80 @@ def test_whatever_a_config_says_ends_in_a_model_or_one_message(data: Any, tmp_pa
 
 
 KINDS = defaults()
+
+
+BROKEN: list[tuple[str, bytes]] = [
+    ("tokenizer_config.json", b'{"tokenizer_class": [1]}'),
+    ("tokenizer_config.json", b"[" * 100_000),
+    ("tokenizer_config.json", b"\xff\xfe\x00"),
+    ("tokenizer.json", b"{}"),
+    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": [[]]}}'),
+    ("tokenizer.json", b"[" * 100_000),
+    ("special_tokens_map.json", b'["eos_token"]'),
+    ("config.json", b'{"vocab_size": "big", "model_type": "llama"}'),
+]
+
+
+@pytest.mark.parametrize(("file", "content"), BROKEN)
+def test_a_damaged_tokenizer_is_one_message(file: str, content: bytes, tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / file).write_bytes(content)
+    with pytest.raises(UserError):
+        facts.read_tokenizer(str(folder))
+
+
+def test_a_pipe_among_a_tokenizers_files_is_not_waited_for(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match="it is a pipe"):
+            facts.read_tokenizer(str(folder))
+    with pytest.raises(UserError, match="it is a pipe"):
+        facts.read_config(str(folder))
+
+
+def test_a_models_files_may_be_links_to_another_disk(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in tiny_model.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "gone.json").symlink_to(tmp_path / "nowhere")
+    assert facts.read_model(str(folder)).model_type == "llama"
+    assert len(facts.read_tokenizer(str(folder))) == 509
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{% macro again(n) %}{% for a in range(99999) %}{{ again(n) }}{% endfor %}{% endmacro %}"
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_chat_template_without_end_is_refused(
+    template: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = facts.read_tokenizer(str(tiny_model))
+    tokenizer.chat_template = template
+    monkeypatch.setattr(chats, "TRIAL_SECONDS", 0.5)
+    with pytest.raises(UserError, match="chat template takes more than"):
+        chats.require_template(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch ' ~ messages) }}",
+        "{{ messages.append(1) }}",
+        "{% for a in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_a_chat_template_stays_in_its_sandbox(template: str, tiny_model: Path) -> None:
+    tokenizer = facts.read_tokenizer(str(tiny_model))
+    tokenizer.chat_template = template
+    chats.require_template(tokenizer)
+    with pytest.raises(UserError, match="the chat template fails"):
+        chats.marks(tokenizer)
