@@ -47,7 +47,8 @@ class Description:
     `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
     the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
     model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
-    another dtype than the one that it is asked for, such as float32 for the biases of routers.
+    another dtype than the one that it is asked for, such as float32 for the biases of routers. `filed_as`: the names in
+    files of those tensors of the model that files hold as they are.
     """
 
     memory: dict[str, tuple[int, ...]]
@@ -55,6 +56,7 @@ class Description:
     ties: tuple[tuple[str, ...], ...]
     converts: bool = False
     wider: Mapping[str, str] = field(default_factory=dict)
+    filed_as: Mapping[str, str] = field(default_factory=dict)
 
 
 class Here(Executor):
@@ -178,7 +180,9 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in filed.items()}
     wider = {name: wide[one] for name, one in dtypes.items() if one in wide}
     converts = any(filed.get(name) is not one for name, one in held.items())
-    return Description(memory, files, ties, converts, wider)
+    names = {id(one): name for name, one in filed.items()}
+    filed_as = {name: names[id(one)] for name, one in held.items() if id(one) in names}
+    return Description(memory, files, ties, converts, wider, filed_as)
 
 
 def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":

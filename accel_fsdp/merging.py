@@ -148,6 +148,7 @@ class Merger:
     adapter: Mapping[str, Stored]
     settings: Mapping[str, Any]
     wanted: str | None
+    filed_as: Mapping[str, str] | None = None
 
     def lora(self, module: str) -> None:
         """Puts a merged weight in the place of the one of `module`."""
@@ -158,7 +159,7 @@ class Merger:
         if down is None or up is None:
             raise _other(f"one of the two matrices of {module} is missing")
         target = self._target(module)
-        base, name = self.tensors[target], target.removesuffix(".weight")
+        base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
         turned = embedding or bool(self.settings.get("fan_in_fan_out"))
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:
@@ -180,7 +181,7 @@ class Merger:
         target = self._target(name.removesuffix(TOKENS))
         base, rows, listed = self.tensors[target], self.adapter[name], self.settings.get("trainable_token_indices")
         if isinstance(listed, dict):
-            module = target.removesuffix(".weight")
+            module = plain(f"{name.removesuffix(TOKENS)}.").rstrip(".")
             listed = next((one for key, one in listed.items() if f".{module}".endswith(f".{key}")), None)
         tokens = tuple(listed) if isinstance(listed, list) else ()
         right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
@@ -189,10 +190,16 @@ class Merger:
         self.tensors[target] = Replaced(self._dtype(base), base, rows, tokens)
 
     def _target(self, module: str) -> str:
-        name = f"{plain(f'{module}.')}weight"
-        if name not in self.tensors and self.settings.get("target_parameters"):
+        return self.named(f"{plain(f'{module}.')}weight")
+
+    def named(self, name: str) -> str:
+        """What a tensor of the model is called in the base, whose files may have other names."""
+        filed = name if self.filed_as is None else self.filed_as.get(name, name)
+        if filed not in self.tensors and self.settings.get("target_parameters"):
             raise _unmergeable("with target_parameters")
-        return _in(self.tensors, name)
+        if self.filed_as is not None and name not in self.filed_as and filed in self.tensors:
+            raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
+        return _in(self.tensors, filed)
 
     def _dtype(self, base: Source) -> str:
         """In float32 unless the base's own dtype is wanted: it is rounded to another one later, once."""
@@ -205,20 +212,21 @@ def merged(
     settings: Mapping[str, Any],
     wanted: str | None = None,
     trained_base: bool = False,
+    filed_as: Mapping[str, str] | None = None,
 ) -> dict[str, Source]:
     """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
 
     Without `wanted` they have the base's dtype. `trained_base`: it was saved with the adapter, so that it is what the
-    adapter's initialisation has made of it.
+    adapter's initialisation has made of it. `filed_as`: what the model's tensors are called in a base of files.
 
     Raises:
         UserError: the adapter is of another kind or of another base.
     """
     _check(settings, trained_base)
-    merger = Merger(dict(base), adapter, settings, wanted)
+    merger = Merger(dict(base), adapter, settings, wanted, filed_as)
     for name, one in adapter.items():
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
-            merger.tensors[_in(merger.tensors, plain(name))] = one
+            merger.tensors[merger.named(plain(name))] = one
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
     check_patterns(settings, [plain(f"{module}.").rstrip(".") for module in modules])
     for module in modules:

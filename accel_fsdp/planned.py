@@ -38,7 +38,7 @@ class Planner:
         if self.weights.adapter and not self.merge:
             return self._named(self.weights.adapter, {})
         filed = self.weights.filed or (self.merge and not self.weights.tensors)
-        given = self._tensors()
+        given = self._tensors(description)
         tensors = self._once(given, description.ties if description else self._likely_ties(given))
         if description is None:
             return self._named(tensors, {})
@@ -49,15 +49,16 @@ class Planner:
 
         return self._named(converting.converted(held, description, self.papers.folder), description.wider)
 
-    def _tensors(self) -> Mapping[str, Source]:
+    def _tensors(self, description: Description | None) -> Mapping[str, Source]:
         if not self.merge:
             return self.weights.tensors
         from accel_fsdp import merging
 
-        base = self.weights.tensors or sources.of_folder(self.papers.folder)
-        return merging.merged(
-            base, self.weights.adapter, self.papers.settings, self.dtype, trained_base=bool(self.weights.tensors)
-        )
+        adapter, settings = self.weights.adapter, self.papers.settings
+        if self.weights.tensors:
+            return merging.merged(self.weights.tensors, adapter, settings, self.dtype, trained_base=True)
+        base, filed_as = sources.of_folder(self.papers.folder), description.filed_as if description else None
+        return merging.merged(base, adapter, settings, self.dtype, filed_as=filed_as)
 
     def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:
         return [Output(name, cast_to(one.dtype, wider.get(name, self.dtype)), one) for name, one in tensors.items()]

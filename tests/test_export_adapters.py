@@ -8,8 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from test_export_architectures import WHOLE
 from torch.distributed.checkpoint import save as save_dcp
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from accel_fsdp import exporting, papers, stream
 from accel_fsdp.errors import UserError
@@ -186,3 +188,36 @@ def test_adapters_of_other_kinds_are_not_a_model(tiny_model: Path, tmp_path: Pat
     run_folder = checkpoint_of(adapted, tmp_path / "run")
     with pytest.raises(UserError, match="its adapter is not LoRA"):
         export(run_folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("make", ["mixtral", "llava", "gemma3 with images", "llama tied"])
+def test_a_base_whose_files_have_other_names_or_layouts(make: str, tmp_path: Path) -> None:
+    """The adapter is named as the model in memory, the base as its files."""
+    torch.manual_seed(0)
+    model = WHOLE[make]()
+    model.save_pretrained(tmp_path / "base")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    adapted = get_peft_model(type(model).from_pretrained(tmp_path / "base"), LoraConfig(r=2, target_modules=["v_proj"]))
+    moved(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
+    same(ours, load_file(tmp_path / "theirs" / "model.safetensors"))
+    assert any(not torch.equal(ours[name], before[name]) for name in ours)
+
+
+def test_a_base_whose_files_are_transposed_is_not_merged(tmp_path: Path) -> None:
+    """Llama as if its files had q_proj transposed, which is square here: the sum of both would fit, and be wrong."""
+    registered, name = conversion_mapping.register_checkpoint_conversion_mapping, "LlamaForCausalLM"
+    pattern = "self_attn.q_proj.weight"
+    model = WHOLE["llama tied"]()
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    moved(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    registered(name, [WeightConverter(pattern, pattern, operations=[Transpose(0, 1)])])
+    try:
+        adapted.unload().save_pretrained(tmp_path / "base")
+        with pytest.raises(UserError, match="hold in another layout"):
+            export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
+    finally:
+        registered(name, [], overwrite=True)
