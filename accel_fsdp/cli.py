@@ -233,7 +233,8 @@ def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
             **{"export": Export, "init": Init},
         },
         prog="accel-fsdp",
-        description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP.",
+        description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP. "
+        "accel-fsdp --version prints the version.",
         args=own,
         config=(tyro.conf.FlagCreatePairsOff,),
     )

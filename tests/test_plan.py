@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, accel_fsdp, run
 
-from accel_fsdp import gpus, memory, notes, plan, recorded, states
+from accel_fsdp import advice, gpus, memory, notes, plan, recorded, states
 from accel_fsdp.asking import Context
 from accel_fsdp.meter import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 from accel_fsdp.speed import RANGE
@@ -164,8 +164,9 @@ def test_the_peak_names_what_is_alive() -> None:
 def test_the_wizard_shows_the_same_prediction() -> None:
     given = {"model": LLAMA, "method": "full", "gpus": "8xH100-80GB", "num_machines": 1, "fsdp_version": 2}
     context = Context({**given, "engine": "fsdp"})
-    peak = predicted(Recipe(rows=notes.ROWS, length=notes.LENGTH), Layout("fsdp2", 1, 8, 8)).peak.total
-    assert notes.note("strategy", 1, context) == f", ~{peak / 2**30:,.0f} GiB"
+    layout = Layout("fsdp2", 1, 8, 8)
+    peak = plan.evaluate(job_of(layout), Recipe(length=advice.LENGTH), layout).prediction.peak.total
+    assert notes.note("strategy", 1, context) == f", ~{peak / 2**30:,.1f} GiB"
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
     assert notes.note("method", 1, context) == ""
     assert notes.note("strategy", 1, Context({**given, "engine": "fsdp", "model": "./mine"})) == ""
