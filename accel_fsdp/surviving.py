@@ -110,7 +110,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         try:
             with self._own_retention():
                 super()._save_checkpoint(model, trial)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # which is a BaseException
             lost = _is_lost(error)
             full = "" if lost else disks.full(error, folder)
             if not (full or isinstance(error, WRITE_ERRORS)):
