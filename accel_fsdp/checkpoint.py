@@ -143,7 +143,7 @@ def _safetensors(folder: Path) -> Found | None:
         names = [] if single else weights.named_files(folder)
     except UserError as error:
         return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
-    if not names and not single:
+    if not names and not single and not any(folder.glob(weights.SHARDS)):
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
     return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))

@@ -18,7 +18,7 @@ BITS = {
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 """Per element, of all dtypes that the format knows."""
-METADATA = "__metadata__"
+METADATA, PARTS = "__metadata__", "DCP_SHARDING_INFO"
 FIELDS = {"dtype", "shape", "data_offsets"}
 LARGEST_SIZE = 1 << 64
 
@@ -40,6 +40,17 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: it is missing, can't be read, is cut short or damaged.
     """
+    return read_parts(path)[0]
+
+
+def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """As `read`, and of a file in which a rank has put its parts of tensors, where in each the part begins.
+
+    So writes torch's HuggingFaceStorageWriter.
+
+    Raises:
+        UserError: as `read`.
+    """
     try:
         with foreign.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -51,11 +62,26 @@ def read(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, "missing") from None
     except OSError as error:
         raise foreign.unreadable(path, error.strerror or str(error)) from error
-    _check_metadata(path, header.pop(METADATA, None))
+    notes = header.pop(METADATA, None)
+    notes = {} if notes is None else notes
+    _check_notes(path, notes)
     begin = LENGTH_BYTES + length
     found = {name: _tensor(path, name, one, begin) for name, one in header.items()}
     _check_filled(path, found, begin, size)
-    return found
+    return found, _places(path, found, notes.get(PARTS))
+
+
+def _places(path: Path, found: Mapping[str, Tensor], noted: str | None) -> dict[str, tuple[int, ...]]:
+    if noted is None:
+        return {}
+    listed = foreign.mapping(noted.encode(), path)
+    places: dict[str, tuple[int, ...]] = {}
+    for name, one in listed.items():
+        at = one.get("saved_offsets") if isinstance(one, dict) else None
+        if name not in found or not isinstance(at, list) or len(at) != len(found[name].shape):
+            raise _damaged(path, f"no place of the part of {name}")
+        places[name] = _sizes(path, name, at)
+    return places
 
 
 def _damaged(path: Path, what: str) -> UserError:
@@ -66,8 +92,8 @@ def _damaged(path: Path, what: str) -> UserError:
     )
 
 
-def _check_metadata(path: Path, notes: Any) -> None:
-    if notes is not None and not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
+def _check_notes(path: Path, notes: Any) -> None:
+    if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
         raise _damaged(path, f"its {METADATA} is no mapping of text")
 
 

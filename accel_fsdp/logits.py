@@ -15,6 +15,7 @@ from accel_fsdp.facts import model_class, read_config
 from accel_fsdp.papers import Papers
 from accel_fsdp.sources import MODEL_KEYS
 from accel_fsdp.stored import Reader
+from accel_fsdp.stream import whole
 
 if TYPE_CHECKING:
     import torch
@@ -81,14 +82,13 @@ class _Original:
         stored = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
         base = _of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
         model = get_peft_model(base, describing.peft_settings(self.papers.settings))
-        adapter = self.found.kind == "adapter"
-        held = reloading.of_safetensors(self.found.weights, self.reader) if adapter else self._state()
-        set_peft_model_state_dict(model, held)
+        adapter = sources.of_file(self.found.weights) if self.found.kind == "adapter" else {}
+        state = {name: whole(self.reader, one) for name, one in adapter.items()} or self._state()
+        set_peft_model_state_dict(model, state)
         return model.merge_and_unload()  # type: ignore[no-any-return]
 
     def _files(self, folder: Path) -> "dict[str, torch.Tensor]":
-        paths = sources.files_of(folder)
-        return {name: one for path in paths for name, one in reloading.of_safetensors(path, self.reader).items()}
+        return {name: whole(self.reader, one) for name, one in sources.of_folder(folder).items()}
 
     def _state(self) -> "dict[str, torch.Tensor]":
         state: dict[str, Any]

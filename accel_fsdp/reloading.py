@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import archive, dcp, headers, zero_checkpoint
+from accel_fsdp import archive, dcp, zero_checkpoint
 from accel_fsdp.archive import View
 from accel_fsdp.opcodes import Inert
 from accel_fsdp.stored import ITEM_BYTES, Reader
@@ -63,23 +63,6 @@ def _thawed(value: Any, make: Callable[[View], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_thawed(one, make) for one in value]
     return None if isinstance(value, Inert) else value
-
-
-def of_safetensors(path: Path, reader: Reader) -> "dict[str, torch.Tensor]":
-    """The tensors of a safetensors file.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    import torch
-
-    made = {}
-    for name, one in headers.read(path).items():
-        content = bytearray(one.end - one.start)
-        reader.read_bytes(path, one.start, memoryview(content))
-        blank = torch.empty(one.shape, dtype=torch_dtype(one.dtype))
-        made[name] = torch.frombuffer(content, dtype=blank.dtype).view(one.shape) if content else blank
-    return made
 
 
 def of_dcp(folder: Path, reader: Reader) -> "dict[tuple[str, ...], torch.Tensor]":

@@ -1,7 +1,8 @@
 """Opens a checkpoint of any kind as one thing: tensors by the names that the model's own code gives them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def files_of(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     named = weights.named_files(folder)
-    return [foreign.inside(folder, name, weights.INDEX) for name in named] or sorted(folder.glob("model*.safetensors"))
+    if named:
+        return [foreign.inside(folder, name, weights.INDEX) for name in named]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(weights.SHARDS))
 
 
 def of_folder(folder: Path) -> dict[str, Stored]:
@@ -95,7 +98,7 @@ def of_folder(folder: Path) -> dict[str, Stored]:
     Raises:
         UserError: it holds no safetensors files, or damaged ones, or lacks a tensor that its index lists.
     """
-    found = {name: one for path in files_of(folder) for name, one in of_file(path).items()}
+    found = _of_files(files_of(folder))
     index = {} if (folder / SINGLE).is_file() else foreign.read_json(folder / weights.INDEX) or {}
     lacking = sorted(set(map(str, index.get("weight_map") or ())) - found.keys())
     if lacking:
@@ -115,18 +118,36 @@ def of_file(path: Path) -> dict[str, Stored]:
     Raises:
         UserError: it is missing, cut short or none.
     """
-    return {name: _of_header(name, one) for name, one in headers.read(path).items()}
+    return _of_files([path])
 
 
-def _of_header(name: str, one: headers.Tensor) -> Stored:
+def _of_files(paths: Sequence[Path]) -> dict[str, Stored]:
+    """The tensors of several files, some of which may lie in parts."""
+    parts: dict[str, dict[tuple[int, ...], headers.Tensor]] = {}
+    for path in paths:
+        found, places = headers.read_parts(path)
+        for name, one in found.items():
+            if name not in places:
+                parts[name] = {(0,) * len(one.shape): one}
+            else:
+                parts.setdefault(name, {})[places[name]] = one
+    return {name: _of_parts(name, each) for name, each in parts.items()}
+
+
+def _of_parts(name: str, parts: Mapping[tuple[int, ...], headers.Tensor]) -> Stored:
+    one = next(iter(parts.values()))
     if one.dtype not in ITEM_BYTES:
         raise UserError(
             f"{one.file} holds {name} in {one.dtype}, several elements to a byte",
             why="the export reads and writes whole bytes",
             fix="export it with the library that quantised it",
         )
-    record = Record(one.file, one.start, one.end - one.start)
-    return tensor(name, one.dtype, one.shape, [Piece(record, (0,) * len(one.shape), one.shape)])
+    if any((part.dtype, len(part.shape)) != (one.dtype, len(one.shape)) for part in parts.values()):
+        raise damaged(one.file, f"and its siblings hold parts of {name} that don't belong together")
+    ends = [tuple(map(add, at, part.shape)) for at, part in parts.items()]
+    shape = tuple(max(each) for each in zip(*ends, strict=True))
+    pieces = [Piece(Record(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()]
+    return tensor(name, one.dtype, shape, pieces)
 
 
 def _flat(content: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], View]]:

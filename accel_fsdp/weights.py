@@ -11,6 +11,8 @@ from accel_fsdp.headers import Tensor
 from accel_fsdp.types import CheckpointFacts
 
 INDEX = "model.safetensors.index.json"
+SHARDS = "shard-*.safetensors"
+"""Files of torch's HuggingFaceStorageWriter, in which each rank has put its part of every tensor."""
 TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_state", "scaler")

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_fsdp import checkpoint, exporting, hub, logits, papers
+from accel_fsdp import archive, checkpoint, exporting, hub, logits, papers, stream
 from accel_fsdp.errors import UserError
+from accel_fsdp.stored import Reader
 
 SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 6}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
@@ -238,3 +239,49 @@ def test_a_push_follows_no_link(name: str, tmp_path: Path) -> None:
     elsewhere(name, out)
     with pytest.raises(UserError, match=r"is a link to .*/elsewhere/"):
         hub.push(out, "me/model", private=True)
+
+
+PIPES = [
+    (as_it_is, "checkpoint-1/complete.json"),
+    (as_it_is, f"{INNER}/__1_0.distcp"),
+    (as_it_is, f"{INNER}/.metadata"),
+    (as_it_is, "model/config.json"),
+    (as_it_is, "model/tokenizer.json"),
+    (as_zero, f"{ZERO}/mp_rank_00_model_states.pt"),
+    (as_zero, "checkpoint-1/latest"),
+    (as_full, "checkpoint-1/pytorch_model_fsdp.bin"),
+    (as_adapter, "checkpoint-1/adapter_config.json"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), PIPES, ids=[name for _, name in PIPES])
+def test_pipes_are_not_waited_for(make: Callable[[Path], None], name: str, run_folder: Path, tmp_path: Path) -> None:
+    make(run_folder)
+    path = run_folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(UserError):
+        export(run_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float8_e4m3fn", "uint16"])
+def test_all_dtypes_that_safetensors_can_name(dtype: str, tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.arange(1, 9).view(torch.uint8)[:8].clone().view(getattr(torch, dtype)),
+        "e": torch.ones(4, 0, 3),
+    }
+    torch.save(tensors, tmp_path / "w.pth")
+    reader = Reader()
+    for name, view in archive.load(reader, tmp_path / "w.pth").items():
+        found = stream.whole(reader, view.stored(name))
+        assert found.dtype == tensors[name].dtype
+        assert torch.equal(found.view(torch.uint8), tensors[name].view(torch.uint8))
+    reader.close()
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "float4_e2m1fn_x2"])
+def test_dtypes_that_safetensors_cannot_name(dtype: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=f"holds a tensor of {dtype}"):
+        archive.load(Reader(), tmp_path / "w.pth")

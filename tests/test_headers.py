@@ -5,12 +5,16 @@ import random
 from pathlib import Path
 
 import pytest
+import sharded
 import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from transformers import LlamaConfig
 
-from accel_fsdp import headers
+from accel_fsdp import checkpoint, dcp, headers, sources, stream
 from accel_fsdp.errors import UserError
+from accel_fsdp.stored import Reader
 
 PLACE = b'"dtype":"F32","shape":[1],"data_offsets":[0,4]'
 GOOD = b'{"a":{%s}}' % PLACE
@@ -107,3 +111,27 @@ def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
 
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.float8_e4m3fn, torch.uint16)
+
+
+def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HuggingFaceStorageWriter leaves no `.metadata`: each rank's file says where its parts belong."""
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=10, num_hidden_layers=1, num_attention_heads=2
+    )
+    plain = sharded.make(tmp_path / "plain", config, ranks=3) / "pytorch_model_fsdp_0"
+    monkeypatch.setattr(sharded, "FileSystemWriter", lambda path: HuggingFaceStorageWriter(path, save_distributed=True))
+    parts = sharded.make(tmp_path / "parts", config, ranks=3) / "pytorch_model_fsdp_0"
+    assert not (parts / ".metadata").exists()
+    assert len(list(parts.iterdir())) == 3
+    found = checkpoint.look(parts)
+    assert found is not None
+    reader = Reader()
+    right = {".".join(path): one for path, one in dcp.read(plain, reader).items()}
+    tensors = sources.read(found, reader).tensors
+    assert tensors.keys() == right.keys()
+    for name, one in right.items():
+        assert torch.equal(stream.whole(reader, tensors[name]), stream.whole(reader, one)), name
+    reader.close()
+    next(parts.glob("shard-00002-*")).unlink()
+    with pytest.raises(UserError, match="and its siblings hold"):
+        sources.read(found, Reader())
