@@ -138,6 +138,12 @@ def checkpoints_in_script(context: Context) -> bool:
     return found is not None and found.checkpointing
 
 
+def warnings(context: Context) -> tuple[str, ...]:
+    """What the plan has to say of settled answers before they are written, line by line."""
+    lines, host = misfit(context), host_words(context)
+    return lines if not host or any(host in line for line in lines) else (*lines, f"note: {host}")
+
+
 def misfit(context: Context) -> tuple[str, ...]:
     """Why settled answers don't fit into the memory of a GPU, and what would; nothing where they fit or nobody knows.
 
@@ -149,23 +155,34 @@ def misfit(context: Context) -> tuple[str, ...]:
     found = _judged(job, layout, checkpointing) if job and layout else None
     if found is None:
         return _misfit_of_state(context)
-    if found.fits:
+    host = _host_gib(context)
+    if found.fits and (host is None or host[0] <= host[1]):
         return ()
-    how = "warning: this leaves too little free memory" if found.verdict == "tight" else "warning: this doesn't fit"
+    how = f"this leaves too little free memory: it {found.words}" if found.verdict == "tight" else host_words(context)
+    how = f"this doesn't fit: it {found.words}" if found.verdict == "no" else how
     better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
-    return f"{how}: it {found.words}", f"  what fits: {better}"
+    return f"warning: {how}", f"  what fits: {better}"
 
 
 def host_words(context: Context) -> str:
     """What offload needs of each machine's memory; empty without offload."""
-    layout = layout_of(context)
-    job = _job(context, layout) if layout and layout.offload else None
-    if job is None or layout is None:
+    found = _host_gib(context)
+    if found is None:
         return ""
-    from accel_fsdp import overheads
+    needed, usual = found
+    words = f"CPU offload needs {needed:,.0f} GiB of memory on each machine"
+    return words if needed <= usual else f"{words}, where {usual:,.0f} GiB are usual"
 
-    gib = overheads.host(job.shape, job.recipe, layout).offload / GIB
-    return f"CPU offload needs {gib:,.0f} GiB of memory on each machine"
+
+def _host_gib(context: Context, **changed: Any) -> tuple[float, float] | None:
+    """What offload needs of each machine's memory, and what the plan takes a machine to have; None without offload."""
+    layout = layout_of(context, **changed)
+    job = _job(with_answers(context, **changed), layout) if layout and layout.offload else None
+    if job is None or layout is None:
+        return None
+    from accel_fsdp.plan import host_bytes
+
+    return host_bytes(job, job.recipe, layout) / GIB, job.host_bytes / GIB
 
 
 def _misfit_of_state(context: Context) -> tuple[str, ...]:
@@ -193,7 +210,7 @@ def _is_unknown(context: Context) -> bool:
 def _better(context: Context) -> Iterator[str]:
     """Single changes of the answers that would make it fit, as flags."""
     now = advice(context)
-    if now and now.fits:
+    if now and _fits(context):
         yield " ".join(_switches(context, now))
         return
     sharded: Mapping[str, Any] = {"engine": "fsdp", "fsdp_version": 2, "strategy": 1}
@@ -216,7 +233,10 @@ def _better(context: Context) -> Iterator[str]:
 
 def _fits(context: Context, **changed: Any) -> bool:
     found = advice(context, **changed)
-    return found is not None and found.fits
+    if found is None or not found.fits:
+        return False
+    host = _host_gib(context, **{**changed, "cpu_offload": found.offload})
+    return host is None or host[0] <= host[1]
 
 
 def with_answers(context: Context, **changed: Any) -> Context:

@@ -128,9 +128,7 @@ def answers(talk: Interview) -> Answers:
 
 def warnings(talk: Interview) -> tuple[str, ...]:
     """What the plan has against the answers of a finished interview: that they don't fit, and what would."""
-    context = talk.settled()
-    host = notes.host_words(context)
-    return (*notes.misfit(context), *([f"note: {host}"] if host else []))
+    return notes.warnings(talk.settled())
 
 
 def change(talk: Interview, field: str) -> None:

@@ -155,7 +155,7 @@ def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: 
         made = wizard.answers(talk)
         path.write_text(config.to_text(made))
         assert [one for one in lint.lint(path, lint.Options(model=model)) if one.severity != "note"] == [], flags
-        warned = any(line.startswith("warning:") for line in wizard.warnings(talk))
+        warned = any(line.startswith("warning: this ") for line in wizard.warnings(talk))
         if gpus != "cpu":
             assert warned != judged_to_fit(path, made), flags
         fitting.add(warned)
@@ -210,6 +210,17 @@ def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> Non
     assert re.search(r"warning: this doesn't fit: it needs 15\d\.\d of 23\.6 GiB", shown.err)
     assert "--engine fsdp" in shown.err
     assert "warning" not in shown.out
+
+
+def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
+    """Llama 405B fits on eight GPUs by offload, with 6 TB on the machine."""
+    flags = {"model": "llama-3.1-405b", "gpus": "8xH100"}
+    first, second = wizard.warnings(wizard.interview(flags, {}, "defaults"))
+    assert re.fullmatch(r"warning: CPU offload needs 6,\d+ GiB of memory on each machine, where 1,920 GiB .*", first)
+    assert second == "  what fits: --method lora; 4 machines: --gpus 4x8xH100"
+    for better in ({"method": "lora"}, {"gpus": "4x8xH100", "main_process_ip": "node1"}):
+        said = wizard.warnings(wizard.interview({**flags, **better}, {}, "defaults"))
+        assert [line.partition(":")[0] for line in said] == ["note"]
 
 
 def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
