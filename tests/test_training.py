@@ -228,7 +228,8 @@ def test_what_cannot_be_resumed_is_said(tiny_model: Path, text_data: Path, tmp_p
     args = sft_args(tiny_model, text_data, out)
     assert accelerate_launch(config, SFT, *args).code == 0
     (out / f"checkpoint-{STEPS}" / "trainer_state.json").unlink()
-    other = accel_fsdp("launch", config, SFT, *args, "--resume_from_checkpoint", "true", "--use_peft")
+    resume = ("--resume_from_checkpoint", "true")
+    other = accel_fsdp("launch", config, SFT, *args, *resume, "--use_peft", "--resume_with_changes", "true")
     assert other.code == 1
     assert "cannot resume from" in other.output
     assert "checkpoint-3" in other.output
