@@ -33,6 +33,7 @@ WRITTEN = (
 )
 """Files of a model: those of exports and of `save_pretrained`."""
 OPTIMIZER = "optimizer"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
 Verify = Literal["bytes", "load", "logits"]
 
 
@@ -310,11 +311,26 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
             why="rank, scaling and kind of the adapter are in no other file",
             fix=f"put the {settings} of the run into the checkpoint's folder",
         )
+    if weights.adapter and weights.tensors and not options.merge_adapter:
+        _check_vocabulary(weights, named)
     if options.with_optimizer and not weights.optimizer:
         raise UserError(
             "--with-optimizer, and no optimizer state of tensors was found",
             why="it was asked for",
             fix="leave it out, or export a checkpoint that was saved with its optimizer",
+        )
+
+
+def _check_vocabulary(weights: Weights, named: Papers) -> None:
+    """An adapter is loaded onto its base, where rows that were added to the embedding aren't."""
+    inner = named.config.get("text_config")
+    rows = named.config.get("vocab_size") or (isinstance(inner, dict) and inner.get("vocab_size"))
+    other = (name for name, one in weights.tensors.items() if name.endswith(EMBEDDINGS) and one.shape[0] != rows)
+    if isinstance(rows, int) and (name := next(other, None)) is not None:
+        raise UserError(
+            f"{name} has {weights.tensors[name].shape[0]} rows, the vocabulary of {named.folder} {rows}",
+            why="it was resized, and an adapter alone lacks the rows that the base doesn't have",
+            fix="--merge-adapter, with the model as it was trained: --model RUN/model",
         )
 
 

@@ -159,7 +159,9 @@ def _alone(target: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
-            f"another process is writing {target}", why="one would undo the other", fix="wait for it, or choose another"
+            f"another process is writing {target}",
+            why="one would undo the other",
+            fix="wait until it has ended",
         ) from error
     try:
         yield
@@ -192,7 +194,7 @@ def only_run(folder: Path) -> FileLock:
         raise UserError(
             f"another run is writing to {folder}",
             why="the checkpoints of two runs would be mixed up",
-            fix="wait for it, or choose another --output_dir",
+            fix="wait until it has ended, or choose another --output_dir",
         ) from error
     return lock
 

@@ -221,3 +221,16 @@ def test_a_base_whose_files_are_transposed_is_not_merged(tmp_path: Path) -> None
             export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
     finally:
         registered(name, [], overwrite=True)
+
+
+def test_a_vocabulary_that_has_grown_is_in_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.resize_token_embeddings(520)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    moved(adapted)
+    adapted.peft_config["default"].base_model_name_or_path = str(tiny_model)
+    run_folder = checkpoint_of(adapted, tmp_path / "run")
+    with pytest.raises(UserError, match=r"has 520 rows, the vocabulary of .* 509"):
+        export(run_folder, tmp_path / "out")
+    merged = export(run_folder, tmp_path / "out", merge_adapter=True, model=str(run_folder / "model"))
+    same(merged, adapted.merge_and_unload().state_dict())
