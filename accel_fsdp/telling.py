@@ -167,7 +167,7 @@ class Told:
             ways = ", ".join(f"{name_of(one.layout)} ({_way(one)})" for one in self.plan.ties)
             yield (
                 f"As fast as far as a prediction can tell, which may be {1 - plan.TIE:.0%} off: {ways}. "
-                f"{name_of(choice.layout)} {' and '.join(plan.advantages(choice, self.plan.ties))}."
+                f"{name_of(choice.layout)} {'; and it '.join(plan.advantages(choice, self.plan.ties))}."
             )
         if second := self.plan.runner_up:
             times = choice.tokens_per_s / second.tokens_per_s
@@ -181,7 +181,7 @@ class Told:
         def tokens(count: int) -> str:
             return f"{count:,} tokens" + (whose if count == limit else "")
 
-        if choice.recipe.rows == 1:
+        if choice.recipe.rows == 1 or found.chosen == found.alone:
             return f"The longest sequence that fits this way has {tokens(found.alone)}."
         return (
             f"The longest sequences that fit this way have {tokens(found.chosen)} with {rows_in(choice.recipe)} per "

@@ -64,6 +64,7 @@ def test_the_catalogue_has_the_published_sizes() -> None:
     published = {"meta-llama/Llama-3.1-8B": 8_030_261_248, "Qwen/Qwen2.5-7B": 7_615_616_512}
     published |= {"mistralai/Mixtral-8x7B-v0.1": 46_702_792_704, "openai-community/gpt2": 124_439_808}
     published |= {"Qwen3-235B-A22B": 235_093_634_560, "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200}
+    published |= {"google/gemma-3-4b-it": 4_300_079_472}
     for name, parameters in published.items():
         facts = catalogue.find(name.lower())
         assert facts is not None
