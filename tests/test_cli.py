@@ -165,7 +165,7 @@ def bad_data(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     (folder / "empty.jsonl").touch()
     (folder / "no_rows.csv").write_text("text\n")
     (folder / "columns.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
-    (folder / "turns.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({"messages": []}) + "\n")
+    (folder / "turns.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good).replace('"Hi"', "null") + "\n")
     (folder / "cut.jsonl").write_text(json.dumps(good) + '\n{"mess')
     return folder
 
