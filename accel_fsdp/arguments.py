@@ -59,13 +59,9 @@ class ModelArguments:
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
     )
-    lora_target_parameters: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Names of parameters that get an adapter, such as experts that are no modules of their own."},
-    )
     lora_modules_to_save: list[str] = field(
         default_factory=list,
-        metadata={"help": "Modules that are trained in full beside the adapter and saved with it, such as lm_head."},
+        metadata={"help": "Modules trained in full beside the adapter, such as lm_head. One process or DDP."},
     )
     use_rslora: bool = field(
         default=False, metadata={"help": "Scale the adapter by alpha / sqrt(r) instead of alpha / r. Needs --use_peft."}
@@ -218,7 +214,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
         )
-    for name in ("use_dora", "use_rslora", "lora_modules_to_save", "lora_target_parameters"):
+    for name in ("use_dora", "use_rslora", "lora_modules_to_save"):
         if getattr(model, name) and not model.use_peft:
             raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
     if model.resize_vocab and model.use_peft:

@@ -24,7 +24,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 ADAPTER = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "load_in_4bit", "dtype"),
-    *("lora_target_parameters", "lora_modules_to_save", "use_rslora"),
+    *("lora_modules_to_save", "use_rslora"),
 )
 DATA = (
     *("dataset_config", "dataset_train_split", "streaming", "columns", "dataset_text_field", "prompt_template"),

@@ -224,7 +224,6 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         use_dora=options.use_dora,
         use_rslora=options.use_rslora,
         modules_to_save=options.lora_modules_to_save or None,
-        target_parameters=options.lora_target_parameters or None,
         task_type="CAUSAL_LM",
     )
     try:

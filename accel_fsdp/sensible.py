@@ -21,6 +21,7 @@ from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.facts import first_line
 from accel_fsdp.fields import Engine
 
+UNSHARDED = ("lora_modules_to_save",)
 LARGEST_SEED = 2**32 - 1
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -103,6 +104,7 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
             why="torch.compile has no such mode",
             fix="one of " + ", ".join(COMPILE_MODES),
         )
+    _check_unsharded(model)
     _check_combination(model, training)
     _check_optimizer(training)
 
@@ -114,6 +116,22 @@ def engine() -> Engine:
     if cpu.fsdp_requested():
         return Engine.FSDP2 if os.environ.get("FSDP_VERSION") == "2" else Engine.FSDP1
     return Engine.DDP if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Engine.NONE
+
+
+def _check_unsharded(model: Any) -> None:
+    """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone.
+
+    Raises:
+        UserError: the weights are sharded.
+    """
+    where = engine()
+    for name in UNSHARDED if where not in (Engine.NONE, Engine.DDP) else ():
+        if getattr(model, name, None):
+            raise UserError(
+                f"--{name} under {where.value}",
+                why="it hasn't been shown to train, save and resume there, and a run with it may hang",
+                fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
+            )
 
 
 def _check_combination(model: Any, training: TrainingArguments) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SFT, Finished, accelerate_launch
+from conftest import Finished
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_training import make_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp import arguments, hints
@@ -103,12 +102,11 @@ def test_tokens_of_ones_own(tiny_model: Path, text_data: Path, tmp_path: Path, s
     assert config["eos_token_id"] == exported.eos_token_id == 1
 
 
-@pytest.mark.parametrize("version", ["1", "2"])
-def test_modules_trained_in_full_are_sharded_too(
-    version: str, tiny_model: Path, text_data: Path, tmp_path: Path
+def test_what_has_not_been_shown_on_shards_is_refused_there(
+    sft: Sft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, tiny_model, fsdp_version=version)
-    flags = words(tiny_model, text_data, tmp_path / "run", *ADAPTER, *SAVED)
-    finished = accelerate_launch(config, SFT, *flags)
-    assert finished.code == 0, finished.output
-    assert_adapter_is_whole(tmp_path / "run" / "final", tiny_model, tmp_path / "run")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    refused = sft(*words(tmp_path, tmp_path, tmp_path / "run", "--use_peft", "--lora_modules_to_save", "lm_head"))
+    assert refused.code == 1
+    assert "--lora_modules_to_save under FSDP2" in refused.output
