@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -65,10 +66,11 @@ class Here(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """The answer, or the error to be raised where the answer is taken."""
         asked: Future[Any] = Future()
-        try:
-            asked.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            asked.set_exception(error)
+        with warnings.catch_warnings(action="ignore"):  # as in the other process: what matters comes back as a value
+            try:
+                asked.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                asked.set_exception(error)
         return asked
 
 
