@@ -34,9 +34,10 @@ BEGINNINGS = frozenset(
     {
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
         *("megatron_config", "megatron_core", "runtime_config", "auto_mapping"),
+        *("base_model_name_or_path", "revision"),
     }
 )
-"""Settings of an adapter's first weights, and of where its code lies."""
+"""Settings of an adapter's first weights, and of where its code and its base lie."""
 PAPERS = ["*.json", "*.jinja", "*.model", "*.txt"]
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
