@@ -111,7 +111,7 @@ PAINS: Mapping[str, str] = {
     "P102": "FSDP2's activation checkpointing draws dropout anew in backward",
     "P103": "hybrid sharding with one rank a copy shards nothing",
     "P104": "load_best_model_at_end overlooks the newest sharded checkpoint, and may hang",
-    "P105": "gathered checkpoints hold no adapter under FSDP1 and under FSDP's checkpointing",
+    "P105": "under FSDP1 an adapter in a gathered checkpoint is not resumed",
 }
 
 UNSEEN: Mapping[str, str] = {

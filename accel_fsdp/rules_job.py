@@ -155,7 +155,7 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF601", "warning", pains=("P01", "P105"))
+@rule("AF601", "warning", pains=("P01",))
 def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP activation checkpointing.
 

@@ -56,6 +56,13 @@ def saving(folder: Path) -> Seen:
     return launch(folder, "saving")
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path, saving: Seen) -> Seen:
+    """One rank, after the two of `saving` have left it a checkpoint."""
+    assert saving
+    return launch(folder, "alone", processes=1)
+
+
 def same(ranks: list[Any]) -> Any:
     """What all ranks saw alike."""
     assert all(seen == ranks[0] for seen in ranks), ranks
@@ -373,9 +380,9 @@ def test_an_export_turns_the_cache_off(saving: Seen) -> None:
 
 
 @pytest.mark.pain("P57")
-def test_one_rank_resumes_what_two_ranks_saved(folder: Path, saving: Seen) -> None:
+def test_one_rank_resumes_what_two_ranks_saved(alone: Seen, saving: Seen) -> None:
     """FSDP2 reshards weights and moments; that no random state fits is told at a level that is not shown."""
-    seen, saved = same(launch(folder, "alone", processes=1)["resume_on_one_rank"]), saving["for_later"][0]
+    seen, saved = same(alone["resume_on_one_rank"]), saving["for_later"][0]
     assert seen["seen"] == [pytest.approx(saved["adam"], rel=1e-5), pytest.approx(saved["weights"], rel=1e-5)]
     assert (seen["levels"], seen["usual"]) == (["INFO"], "WARNING")
 
@@ -419,3 +426,21 @@ def test_what_merge_weights_trips_over(merge: Merge, tmp_path: Path) -> None:
         merge("full/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "a" / "b")
     with pytest.raises(ValueError, match="Key `state` is invalid"):
         merge("full/checkpoint-1/optimizer_0", tmp_path / "optimizer")
+
+
+@pytest.mark.pain("P101")
+def test_fsdp2_rounds_the_loss_to_16_bits(alone: Seen) -> None:
+    """AF633: under FSDP1 the same precision leaves it in float32."""
+    assert same(alone["loss_in_16_bits"]) == {"FSDP1": "torch.float32", "FSDP2": "torch.bfloat16"}
+
+
+@pytest.mark.pain("P102")
+def test_fsdp2_recomputes_dropout_with_other_numbers(alone: Seen) -> None:
+    """AF634: two layers run twice; under FSDP1 each begins with the random state that it had in forward."""
+    assert same(alone["dropout_when_recomputed"]) == {"FSDP1": [4, True], "FSDP2": [4, False]}
+
+
+@pytest.mark.pain("P104")
+def test_the_newest_sharded_checkpoint_is_not_noted_as_the_best(alone: Seen) -> None:
+    """AF635: Trainer looks for its folder before anything has made it; with gathered ones `save_model` has."""
+    assert same(alone["best_is_the_newest"]) == {"sharded": [1, False], "full": [1, True]}

@@ -1,10 +1,11 @@
-"""Experiments of `upstream_probe.py` on a single rank: what becomes of a checkpoint that two ranks wrote."""
+"""Experiments of `upstream_probe.py` that a single rank can show, also with a checkpoint that two ranks wrote."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
-from upstream_probe import V2, AtStart, llama, local, make_trainer
+import torch
+from upstream_probe import FULL, V1, V2, AtStart, llama, local, make_trainer, prepared, step
 
 
 class _Heard(logging.Handler):
@@ -33,3 +34,37 @@ def resume_on_one_rank(folder: Path) -> Any:
     logger.setLevel(logging.DEBUG)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     return {"seen": look.seen, "levels": heard.levels, "usual": logging.getLevelName(usual)}
+
+
+def loss_in_16_bits(folder: Path) -> Any:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    made = {name: prepared(llama(), settings, "bf16")[1] for name, settings in {"FSDP1": V1, "FSDP2": V2}.items()}
+    return {name: str(model(input_ids=ids, labels=ids).loss.dtype) for name, model in made.items()}
+
+
+def dropout_when_recomputed(folder: Path) -> Any:
+    """Whether a layer begins with the same random numbers when backward computes it again."""
+    seen = {}
+    for name, settings in {"FSDP1": V1, "FSDP2": V2}.items():
+        model = llama(attention_dropout=0.5, attn_implementation="eager", use_cache=False)
+        states: list[int] = []
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(lambda *_, states=states: states.append(_random_state()))
+        step(prepared(model, {**settings, "fsdp_activation_checkpointing": True})[1].train())
+        seen[name] = [len(states), states[:2] == states[:1:-1]]
+    return seen
+
+
+def _random_state() -> int:
+    return hash(bytes(torch.get_rng_state().tolist()))
+
+
+def best_is_the_newest(folder: Path) -> Any:
+    """The step that was the best, and whether its checkpoint was noted as that."""
+    seen = {}
+    for name, settings in {"sharded": V2, "full": {**V2, **FULL}}.items():
+        every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+        trainer = make_trainer(folder / name, llama(), settings, load_best_model_at_end=True, **every)
+        trainer.train()
+        seen[name] = [trainer.state.best_global_step, trainer.state.best_model_checkpoint is not None]
+    return seen
