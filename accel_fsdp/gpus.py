@@ -46,9 +46,10 @@ REPORTED_GIB: dict[tuple[str, float], float] = {
     ("V100", 32): 31.73,
 }
 """Total memory in GiB as CUDA reports it (`torch.cuda.mem_get_info`, "GPU 0 has a total capacity of ..." of an
-out-of-memory error), the lowest of those seen in public reports: such as Open-Sora issue 697 (T4), DenseCLIP 52
-(A100-40), OOTDiffusion 235 (A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards),
-NVlabs/Eagle 68 (L40), Step-Video-T2V 8 (L40S). It differs by some 0.1 GiB between drivers."""
+out-of-memory error). Looked up in GitHub issues: Open-Sora 697 (T4), DenseCLIP 52 (A100-40: 39.59), OOTDiffusion 235
+(A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards), NVlabs/Eagle 68 (L40),
+Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
+0.1 to 0.2 GiB: the lower number stands."""
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def _batches(job: Job, recipe: Recipe, layout: Layout) -> list[Recipe]:
 
 BURDENS = (
     "needs no offload",
-    "is PyTorch's current engine, which resumes exactly and needs no other package",
+    "resumes exactly and needs no other package",
     "computes nothing twice",
     "leaves more memory free",
 )
