@@ -80,7 +80,7 @@ def test_a_rank_that_receives_its_weights_has_the_same_shapes_and_dtypes(
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.add_tokens(["<think>"])
-    with pytest.raises(UserError, match=r"tokenizer has 510 tokens, the model's embedding only 509 rows"):
+    with pytest.raises(UserError, match=r"tokenizer's largest token is 509, the model's embedding has 509 rows"):
         models.load_model(ModelArguments(model_name_or_path=str(tiny_model)), tokenizer)
 
 
