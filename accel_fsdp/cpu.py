@@ -55,7 +55,8 @@ def is_distributed_launch() -> bool:
 def enable() -> bool:
     """Makes gloo on CPU the FSDP device of this process if it has no accelerator; returns whether it did.
 
-    Call before the first `TrainingArguments`, `Accelerator` or `PartialState`. Idempotent.
+    Call before the first `TrainingArguments`, `Accelerator` or `PartialState`, and `finish(0)` at the end: torch may
+    abort a rank that leaves gloo's threads to the interpreter. Idempotent.
     """
     global _patched
     if not is_needed():

@@ -107,7 +107,8 @@ class _Original:
 
 def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
     """What `from_pretrained` makes of these tensors, by the names that files give them."""
-    return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)  # type: ignore[no-any-return]
+    given = {"config": config, "state_dict": state, "dtype": dtype}
+    return kind.from_pretrained(None, **given, trust_remote_code=False)  # type: ignore[no-any-return]
 
 
 def _tied(model: "nn.Module") -> bool:
