@@ -25,7 +25,7 @@ from test_fields import environment
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from accel_fsdp import rules_args, rules_fsdp, rules_job, rules_yaml  # noqa: F401 (rules register)
+from accel_fsdp import lint  # noqa: F401 (rules register)
 from accel_fsdp.check import RULES
 from accel_fsdp.errors import UserError
 
