@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from accel_fsdp import archive, complete, files, render, weights
+from accel_fsdp import archive, complete, files, foreign, render, weights
 from accel_fsdp.checkpoint import FULL, LOCAL
 from accel_fsdp.complete import Origin
 from accel_fsdp.errors import UserError
@@ -164,7 +164,7 @@ def _engine(checkpoint: Path, found: CheckpointFacts) -> str:
 def _lacking(checkpoint: Path, found: CheckpointFacts) -> list[str]:
     """Missing parts, in words; DeepSpeed keeps optimizer and schedule in its own folder."""
     if (checkpoint / "latest").is_file():
-        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        folder = checkpoint / (foreign.read_text(checkpoint / "latest") or "").strip()
         return [] if any(folder.glob("*model_states.pt")) else ["model weights"]
     weighed = found.sharded or found.full or found.hub or any(checkpoint.glob(LOCAL))
     parts = {"model weights": weighed, "optimizer state": found.optimizer, "schedule (scheduler.pt)": found.scheduler}
