@@ -6,7 +6,7 @@ The formulas are those of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/lay
 import math
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -235,6 +235,33 @@ def merged(
         if TOKENS in name:
             merger.tokens(name)
     return merger.tensors
+
+
+def tied_once(
+    adapter: Mapping[str, Stored], settings: Mapping[str, Any], ties: Iterable[tuple[str, ...]]
+) -> dict[str, Stored]:
+    """The adapter without the copies of weights that its settings keep tied (`ensure_weight_tying`).
+
+    Otherwise PEFT trains one of the tied weights apart from the others; rows of tokens alone are always tied.
+
+    Raises:
+        UserError: the merged weights would differ, and a tied model has one place for them.
+    """
+    changed = {name: f"{plain(LORA.split(f'{name}.')[0] + '.')}weight" for name in adapter if LORA.search(name)}
+    changed |= {name: plain(name) for name in adapter if not LORA.search(name) and TOKENS not in name}
+    copies: set[str] = set()
+    for group in ties:
+        apart = [name for name in group if name in changed.values()]
+        if apart and not settings.get("ensure_weight_tying"):
+            other = next(name for name in group if name != apart[0])
+            raise UserError(
+                f"the adapter changes {apart[0]}, which the base ties to {other}",
+                why="PEFT trains them apart, and the export of a tied model would hold one weight for both",
+                fix="merge it with PEFT: model = model.merge_and_unload(), model.config.tie_word_embeddings = False, "
+                "model.save_pretrained(FOLDER); or export the adapter without --merge-adapter",
+            )
+        copies.update(apart[1:])
+    return {name: one for name, one in adapter.items() if changed.get(name) not in copies}
 
 
 def _of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:

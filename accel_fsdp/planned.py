@@ -39,7 +39,7 @@ class Planner:
             return self._named(self.weights.adapter, {})
         filed = self.weights.filed or (self.merge and not self.weights.tensors)
         given = self._tensors(description)
-        tensors = self._once(given, description.ties if description else self._likely_ties(given))
+        tensors = self._once(given, self._ties(given, description))
         if description is None:
             return self._named(tensors, {})
         held = _compared(tensors, description.files if filed else description.memory, self.papers)
@@ -58,12 +58,15 @@ class Planner:
         if self.weights.tensors:
             return merging.merged(self.weights.tensors, adapter, settings, self.dtype, trained_base=True)
         base, filed_as = sources.of_folder(self.papers.folder), description.filed_as if description else None
+        adapter = merging.tied_once(adapter, settings, self._ties(base, description))
         return merging.merged(base, adapter, settings, self.dtype, filed_as=filed_as)
 
     def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:
         return [Output(name, cast_to(one.dtype, wider.get(name, self.dtype)), one) for name, one in tensors.items()]
 
-    def _likely_ties(self, tensors: Mapping[str, Source]) -> tuple[tuple[str, ...], ...]:
+    def _ties(self, tensors: Mapping[str, Source], description: Description | None) -> tuple[tuple[str, ...], ...]:
+        if description is not None:
+            return description.ties
         tied = self.papers.config.get("tie_word_embeddings")
         return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
 

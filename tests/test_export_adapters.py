@@ -234,3 +234,53 @@ def test_a_vocabulary_that_has_grown_is_in_no_adapter(tiny_model: Path, tmp_path
         export(run_folder, tmp_path / "out")
     merged = export(run_folder, tmp_path / "out", merge_adapter=True, model=str(run_folder / "model"))
     same(merged, adapted.merge_and_unload().state_dict())
+
+
+APART: dict[str, dict[str, Any]] = {
+    "embedding saved": {"modules_to_save": ["embed_tokens"]},
+    "head saved": {"modules_to_save": ["lm_head"]},
+    "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "embedding adapted": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head adapted": {"target_modules": ["q_proj", "lm_head"]},
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "tokens": {"trainable_token_indices": [3, 7]},
+    "kept tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+def tied_adapter(folder: Path, **settings: Any) -> PeftModel:
+    """On a base with one weight for embedding and head; whatever is trained has moved."""
+    torch.manual_seed(0)
+    WHOLE["llama tied"]().save_pretrained(folder / "base")
+    adapted = trained(folder / "base", **{"target_modules": ["q_proj"], **settings})
+    adapted.save_pretrained(folder / "adapter")
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter").eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(1, 9)[None]).logits
+    return found
+
+
+@pytest.mark.parametrize("what", APART)
+def test_tied_weights_that_were_trained_apart_are_not_merged(what: str, tmp_path: Path) -> None:
+    """PEFT keeps the other one as it was. The advice holds: what it writes is the model that was trained."""
+    adapted = tied_adapter(tmp_path, **APART[what])
+    with pytest.raises(UserError, match=r"the adapter changes .* ties to (?s:.*)tie_word_embeddings = False"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    if "saved" in what:
+        expected = logits(adapted)
+        merged = adapted.merge_and_unload()
+        merged.config.tie_word_embeddings = False
+        merged.save_pretrained(tmp_path / "untied")
+        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "untied")), expected)
+
+
+@pytest.mark.parametrize("what", TOGETHER)
+def test_tied_weights_that_were_trained_together_are_merged(what: str, tmp_path: Path) -> None:
+    adapted = tied_adapter(tmp_path, **TOGETHER[what])
+    export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, logits(adapted), atol=1e-5, rtol=1e-5)
