@@ -32,8 +32,10 @@ TRACEBACK = 70
 """Exit code of a child that ended in an exception."""
 EVIL = 'import os; open(os.environ["FUZZ_MARK"], "a").write("ran")\nclass Evil:\n    pass\n'
 AUTO_MAP = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "evil.Evil")}
+ESCAPES = ("\x1b[31mred", "\x1b[2J")
+"""Planted; transformers colours some words of its own."""
 ODD: list[Any] = [
-    *(None, True, -1, 0, 3, 10**8, 10**30, -(10**30), 1e308, "big", "", "\x1b[31mred", "/dev/zero", "../../x", [], {}),
+    *(None, True, -1, 0, 3, 10**8, 10**30, -(10**30), 1e308, "big", "", ESCAPES[0], "/dev/zero", "../../x", [], {}),
     *([1, 2], [[]], {"a": 1}, [None], ["x"] * 100, {"x": {"y": None}}, "bfloat16", "evil.Evil", float("nan")),
 ]
 
@@ -196,7 +198,7 @@ def mutate(value: Any, rng: random.Random, depth: int = 0) -> Any:
         if action < 0.25:
             return {
                 **value,
-                rng.choice(["\x1b[2J", "", "auto_map", "quantization_config", "x" * 9999]): rng.choice(ODD),
+                rng.choice([ESCAPES[1], "", "auto_map", "quantization_config", "x" * 9999]): rng.choice(ODD),
             }
         return {**value, key: mutate(value[key], rng, depth + 1)}
     if isinstance(value, list) and value and rng.random() < 0.6:
@@ -277,7 +279,7 @@ class Outcome:
             return "code ran"
         if self.code == TRACEBACK or "Traceback (most recent call last)" in self.output:
             return "traceback"
-        if "\x1b" in self.output:
+        if any(one in self.output for one in ESCAPES):
             return "escape sequence"
         if self.seconds > MOST_SECONDS:
             return f"{self.seconds:.0f} s"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from accel_fsdp import chats, cli, configs, facts, tracing
 from accel_fsdp.errors import UserError
+from accel_fsdp.types import Recipe
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -66,7 +67,7 @@ def test_a_config_that_no_model_can_have_is_one_message(change: dict[str, Any], 
     with pytest.raises(UserError, match=said):
         facts.read_model(str(folder))
     with pytest.raises(UserError, match=said):
-        tracing.read_shape(str(folder), cli.Recipe("full", "bf16", "float32"))
+        tracing.read_shape(str(folder), Recipe("full", "bf16", "float32"))
 
 
 def test_a_model_of_more_parts_than_any_other_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
