@@ -66,7 +66,10 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
         )
     for name in found.broken:
         yield Finding(
-            "", f"{found.name}/{name} is cut short", "it can't be loaded", "use another checkpoint, or export again"
+            "",
+            f"{found.name}/{name} is cut short, or no file of this folder that can be read",
+            "it can't be loaded",
+            "use another checkpoint, or export again",
         )
 
 

@@ -1,6 +1,7 @@
 """safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
 
 import mmap
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,11 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
 
 
 def _facts(folder: Path) -> CheckpointFacts:
-    names = {path.name for path in folder.iterdir()}
-    sharded = [path for path in sorted(folder.iterdir()) if path.is_dir() and any(path.glob("*.distcp"))]
-    read = {path: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    odd = [path for path in sorted(folder.iterdir()) if not _counts(path)]
+    held = [path for path in sorted(folder.iterdir()) if path not in odd]
+    names = {path.name for path in held}
+    sharded = [path for path in held if path.is_dir() and any(path.glob("*.distcp"))]
+    read = {path: tensors_of(path) for path in held if path.suffix == ".safetensors"}
     adapter = read.get(folder / "adapter_model.safetensors")
     everything = {name: one for tensors in read.values() for name, one in (tensors or {}).items()}
     config = read_json(folder / "config.json")
@@ -111,12 +114,29 @@ def _facts(folder: Path) -> CheckpointFacts:
         trainer_state="trainer_state.json" in names,
         rng_states=sum(name.startswith("rng_state") for name in names),
         without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),
-        broken=tuple(path.name for path, tensors in read.items() if tensors is None),
+        broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),
         adapter_tensors=None if adapter is None else len(adapter),
         empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),
         tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
         cache_off=config.get("use_cache") is False,
-        architecture=str((config.get("architectures") or [""])[0]),
+        architecture=_architecture(config),
         has_config=bool(names & {"config.json", "tokenizer.json", "tokenizer_config.json"}),
         private=next((path.name for path in read if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
     )
+
+
+def _counts(path: Path) -> bool:
+    """Whether it is a folder or a plain file that can be opened, and no link out of the folder that it lies in."""
+    try:
+        if path.is_dir():
+            foreign.check_folder(path, path.parent)
+        else:
+            os.close(foreign.open_file(path))
+    except (UserError, FileNotFoundError):
+        return False
+    return True
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    listed = config.get("architectures")
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""

@@ -1,6 +1,7 @@
 """What `check` reads, by the real command: models, checkpoints, machines; and that each pain has a rule or a reason."""
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -240,3 +241,27 @@ def test_checking_a_file_is_quick(fsdp2: Path) -> None:
         assert accel_fsdp("check", fsdp2).code == 0
         times.append(time.perf_counter() - start)
     assert min(times) < 2, "0.3 s on an idle machine"
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin", "optimizer.pt"])
+@pytest.mark.parametrize(
+    "kind", ["a pipe", "a link to itself", "a link out", "a link to nothing", "a link to a folder"]
+)
+def test_only_plain_files_of_the_folder_count(name: str, kind: str, tmp_path: Path) -> None:
+    folder, path = tmp_path / "final", tmp_path / "final" / name
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "secret").write_bytes(b"")
+    (tmp_path / "elsewhere").mkdir()
+    targets = {"a link out": "../secret", "a link to nothing": "gone", "a link to a folder": "../elsewhere"}
+    os.mkfifo(path) if kind == "a pipe" else path.symlink_to(targets.get(kind, name))
+    facts = weights.read_checkpoint(folder)
+    assert facts.broken == (name,)
+    assert (facts.hub, facts.optimizer, facts.private) == (False, False, "")
+    assert "AF803" in codes_of(subject(V2, checkpoint=facts))
+
+
+@pytest.mark.parametrize("listed", ["5", '{"a": 1}', "[]", "[5]", "null", '"Llama"'])
+def test_architectures_that_are_no_list_of_names(listed: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": {listed}}}')
+    assert not weights.read_checkpoint(tmp_path).architecture
