@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -210,13 +210,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--streaming without --max_steps", why="a stream doesn't say how long it is", fix="--max_steps N"
         )
-    if model.load_in_4bit and not model.use_peft:
-        raise UsageError(
-            "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
-        )
-    for name in ("use_dora", "use_rslora", "lora_modules_to_save"):
-        if getattr(model, name) and not model.use_peft:
-            raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
+    _check_adapter(model)
     if model.resize_vocab and model.use_peft:
         raise UsageError(
             "--resize_vocab with --use_peft",
@@ -232,6 +226,22 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     _check_trackers(training.report_to)
     sensible.check(model, data, training)
     return model, data, training
+
+
+def _check_adapter(model: ModelArguments) -> None:
+    """Refuses flags about an adapter where none is trained: the whole model would be, and nobody asked for that."""
+    if model.load_in_4bit and not model.use_peft:
+        raise UsageError(
+            "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
+        )
+    plain = ModelArguments(model.model_name_or_path)
+    for name in (one.name for one in fields(model) if getattr(model, one.name) != getattr(plain, one.name)):
+        if name.startswith(("lora_", "use_dora", "use_rslora")) and not model.use_peft:
+            raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
+        if name.startswith("bnb_4bit_") and not model.load_in_4bit:
+            raise UsageError(
+                f"--{name} without --load_in_4bit", why="it is about 4-bit weights", fix="--use_peft --load_in_4bit"
+            )
 
 
 def _check_trackers(names: list[str]) -> None:
