@@ -125,5 +125,5 @@ def _one_of(question: Question, options: list[Option], value: Any) -> Any:
         f"{question.flag} {value} can't be used."
         + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
         why=chosen.disabled if chosen else "it is not one of the listed values",
-        fix=f"{question.flag} with one of: " + ", ".join(known),
+        fix=f"{question.flag} with one of: " + ", ".join(known) if known else "another model",
     )

@@ -213,6 +213,7 @@ class Subject:
             state_dict=self.state_dict_type,
             flags=frozenset(name for name in SWITCHES if self.arg_on(name))
             | ({"label_smoothing_factor"} if smooths else set()),
+            base=self.model.quant_method if self.model else "",
         )
 
     def number(self, key: str) -> int:

@@ -28,6 +28,14 @@ ENGINES: dict[EngineKind, Engine] = {
 """The planner's names of the engines."""
 BITSANDBYTES = re.compile(r"adamw_8bit|.*_bnb(_.*)?|(paged_)?(lion|ademamix|adamw)_(8|32)bit|ademamix")
 """Trainer's optimizers that are bitsandbytes' (transformers, `_BITSANDBYTES_OPTIMIZERS`), torchao's not among them."""
+ADAPTABLE = frozenset(
+    {
+        *("awq", "gptq", "aqlm", "quanto", "eetq", "hqq", "compressed-tensors", "torchao", "fp8", "mxfp8", "sinq"),
+        *("bitsandbytes", "bitnet", "fouroversix"),
+    }
+)
+"""Quantised weights that Trainer takes below an adapter (transformers, `HfQuantizer.is_trainable`)."""
+ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
 
 
@@ -37,7 +45,8 @@ class Setup:
 
     `optimizer` is Trainer's name of it (`--optim`). `recompute` says who recomputes activations: nobody, the engine
     (`fsdp_activation_checkpointing` of the YAML) or the script (`--gradient_checkpointing`). `strategy` is FSDP1's name
-    of it, `stage` DeepSpeed's. `flags` are boolean arguments of the script that are on, such as `use_dora`.
+    of it, `stage` DeepSpeed's. `flags` are boolean arguments of the script that are on, such as `use_dora`. `base` is
+    how the weights that it starts from are quantised, such as gptq; empty where they aren't.
     """
 
     engine: Engine
@@ -49,6 +58,7 @@ class Setup:
     wrap_policy: str = ""
     state_dict: str = ""
     flags: frozenset[str] = frozenset()
+    base: str = ""
 
     @property
     def adapter(self) -> bool:
@@ -163,6 +173,24 @@ TABLE: tuple[Clash, ...] = (
         "qlora-tpu", ("method",), "stops",
         "bitsandbytes has no TPU kernels", "loading stops", "LoRA, without --load_in_4bit",
         lambda setup: setup.engine is Engine.TPU and setup.method == "qlora",
+    ),
+    Clash(
+        "quantised-full", ("base",), "stops",
+        "quantised weights can't be trained themselves", "Trainer stops: attach trainable adapters on top",
+        f"--use_peft, or {ORIGINAL}",
+        lambda setup: setup.base != "" and setup.method == "full",
+    ),
+    Clash(
+        "quantised-adapter", ("base",), "stops",
+        "Trainer trains no adapter on weights that are quantised this way",
+        "it stops, or transformers skips a quantisation that it doesn't know", ORIGINAL,
+        lambda setup: setup.base != "" and setup.adapter and setup.base not in ADAPTABLE,
+    ),
+    Clash(
+        "quantised-twice", ("base",), "stops",
+        "weights that are quantised otherwise can't be quantised to 4 bits by bitsandbytes",
+        "loading stops: two kinds of quantization_config", f"LoRA, without --load_in_4bit, or {ORIGINAL}",
+        lambda setup: setup.base in ADAPTABLE - {"bitsandbytes"} and setup.method == "qlora",
     ),
     Clash(
         "recompute-without-policy", ("recompute", "wrap_policy"), "stops",

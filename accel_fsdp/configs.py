@@ -45,6 +45,9 @@ LARGEST_WIDTH = 10**9
 MOST_CALLS = 100_000
 """Of torch, to build one model; DeepSeek-V3 takes 2,600."""
 
+DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
+"""Quantisations that full training knows: weights made 16 bits again when they load, or masters kept beside them."""
+
 
 def settings_in(folder: Path) -> dict[str, Any]:
     """What the config of a folder says.
@@ -187,3 +190,18 @@ def bounded(name: str) -> "TorchFunctionMode":
             return func(*args, **(kwargs or {}))
 
     return Bounded()
+
+
+def quant_method(settings: Any) -> str:
+    """How the weights of a model with this `quantization_config` are quantised, if they stay so; empty otherwise.
+
+    "unknown" where nothing says it.
+    """
+    given = settings.to_dict() if hasattr(settings, "to_dict") else settings
+    if not isinstance(given, Mapping):
+        return ""
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "unknown")
+    online = method == "bitnet" and given.get("quantization_mode") == "online"
+    return "" if given.get("dequantize") is True or method in DEQUANTISED or online else method

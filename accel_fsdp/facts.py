@@ -83,7 +83,8 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     pair = weights.tied_pair(stored)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     declared = getattr(model, "_no_split_modules", None) or ()
-    bits, storage = _quantization(getattr(config, "quantization_config", None))
+    quantization = getattr(config, "quantization_config", None)
+    bits, storage = _quantization(quantization)
     return {
         "dtype": _dtype(config, stored),
         "tied": tied,
@@ -94,6 +95,7 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
         "declared_classes": tuple(sorted(declared)),
         "quantized": bits,
         "quant_storage": storage,
+        "quant_method": configs.quant_method(quantization),
     }
 
 

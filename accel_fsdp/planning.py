@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accel_fsdp import files, gpus, layouts, machines, page, plan, proposing, render, telling, tracing
+from accel_fsdp import configs, files, gpus, layouts, machines, page, plan, proposing, render, telling, tracing
 from accel_fsdp.check import Subject
 from accel_fsdp.errors import UsageError
 from accel_fsdp.inputs import Sources, read_subject
@@ -185,7 +185,7 @@ def make_job(options: Options, layout: Layout | None = None, machines_there: int
     return Job(
         *(shape, tapes, recipe, gpu, ranks, layout.ranks_per_node if layout else machine.count),
         fixed_rows=layout is not None or options.rows is not None,
-        notes=telling.model_notes(shape, options.recipe),
+        notes=telling.model_notes(shape, options.recipe, configs.quant_method(tapes.config.get("quantization_config"))),
         global_rows=options.global_rows or 0,
         host_gib=options.host_gib or 0,
     )

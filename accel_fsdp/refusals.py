@@ -37,18 +37,20 @@ def _clash(question: str, value: Any, context: Context) -> str:
         recompute="engine" if question == "activation_checkpointing" else "none",
         wrap_policy=given.get("wrap_policy", ""),
         state_dict=given.get("state_dict_type", ""),
+        base=context.model.quant_method if context.model else "",
     )
     return next((one.what for one in clashes(setup) if _PARTS[question] in one.parts), "")
 
 
 def _engine(given: Given) -> Engine:
     """The engine of answers that may lack the later ones."""
-    if given["engine"] != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
-        return {"deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}.get(given["engine"], Engine.DDP)
+    if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
+        return {"deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}.get(given.get("engine", ""), Engine.DDP)
     return {1: Engine.FSDP1, 2: Engine.FSDP2}.get(given.get("fsdp_version", 0), Engine.NONE)
 
 
 _PARTS = {
+    "method": "base",
     **dict.fromkeys(("engine", "fsdp_version"), "method"),
     "wrap_policy": "wrap_policy",
     "activation_checkpointing": "recompute",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from accel_fsdp.check import Finding, Subject, rule
+from accel_fsdp.combinations import clashes
 from accel_fsdp.fields import Engine
 from accel_fsdp.types import LOW_DTYPES, TORCH_DTYPES
 
@@ -209,3 +210,20 @@ def sixteen_bits_throughout(subject: Subject) -> Iterator[Finding]:
             "small updates are lost to rounding, unless the script is train/sft.py",
             "mixed_precision: bf16, or --dtype float32",
         )
+
+
+@rule("AF512")
+def quantised_weights(subject: Subject) -> Iterator[Finding]:
+    """A model (`--model`) whose weights are quantised, as by GPTQ or AWQ, with full training (`--args`), or QLoRA.
+
+    Trainer trains adapters on them alone, and not on all kinds. Without `--args` it is a warning.
+    """
+    for one in clashes(subject.setup):
+        if one.parts == ("base",) and subject.model is not None:
+            yield Finding(
+                "distributed_type",
+                f"{subject.model.name} is quantised ({subject.model.quant_method}): {one.what}",
+                one.why,
+                one.fix,
+                milder=None if subject.args is not None else "warning",
+            )

@@ -291,7 +291,7 @@ class Told:
         }
 
 
-def model_notes(shape: ModelShape, recipe: Recipe) -> tuple[str, ...]:
+def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tuple[str, ...]:
     """What of a model's training isn't as its name or the flags let expect, in sentences."""
     notes = []
     if shape.eager_only:
@@ -301,6 +301,9 @@ def model_notes(shape: ModelShape, recipe: Recipe) -> tuple[str, ...]:
         )
     if shape.model_type == "gpt_oss":
         notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")
+    if quant_method:
+        refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
+        notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
     if recipe.checkpointing == "selective":
         notes.append("Selective checkpointing is no flag of Trainer's: the script has to apply it itself.")
     if recipe.method == "qlora" and any(one.kind == "experts" for block in shape.blocks for one in block.parameters):

@@ -30,7 +30,7 @@ class Recorded(Mapping[str, Tapes]):
         return len(VARIANTS)
 
 
-def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Mapping[str, Tapes]]:
+def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
     """The shape and tapes: bundled, else from the cache, else recorded from the model's config.
 
     Raises:

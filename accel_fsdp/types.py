@@ -50,7 +50,8 @@ class ModelFacts:
     ties the embeddings, `tied_apart` that the weights hold both all the same and they differ. `kept_bf16` and
     `kept_fp16` name a parameter that stays float32 when the rest loads in that dtype, empty if none does.
     `expert_classes` are classes of single experts in a list of experts, `declared_classes` what `_no_split_modules`
-    names. `quantized` is the bits of a quantised checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
+    names. `quantized` is the bits of a bitsandbytes checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
+    `quant_method` is how a checkpoint's weights are quantised and stay so, such as gptq; empty if they aren't.
     `auto_class` is the class of transformers that trains it.
     """
 
@@ -72,6 +73,7 @@ class ModelFacts:
     declared_classes: tuple[str, ...] | None = None
     quantized: int = 0
     quant_storage: str = ""
+    quant_method: str = ""
     auto_class: str = "AutoModelForCausalLM"
 
 

@@ -14,11 +14,26 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp import catalogue, cli, config, configure, facts, layouts, lint, plan, planning, questions, wizard
+from accel_fsdp import (
+    catalogue,
+    cli,
+    combinations,
+    config,
+    configs,
+    configure,
+    facts,
+    layouts,
+    lint,
+    plan,
+    planning,
+    questions,
+    wizard,
+)
 from accel_fsdp.errors import UserError
+from accel_fsdp.fields import Engine
 from accel_fsdp.inputs import read_subject
 from accel_fsdp.overheads import GIB
-from accel_fsdp.types import Answers, Checkpointing, Recipe
+from accel_fsdp.types import Answers, Checkpointing, Method, Recipe
 
 Captured = pytest.CaptureFixture[str]
 TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
@@ -266,8 +281,9 @@ def test_a_fix_names_flags_that_the_command_has(words: list[str], tmp_path: Path
     assert fix
     command = {"plan": cli.PlanCommand, "config": cli.Config, "check": cli.Check, "migrate": cli.Migrate}[words[0]]
     known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(command)} | {"--to"}
-    other = re.sub(r"(accel-fsdp|accelerate) \w+ [^;,]*|pip install [^;,]*", "", fix)  # another command, with its own
-    assert set(re.findall(r"--[a-z][a-z-]+", other)) <= known
+    another = r"(accel-fsdp|accelerate) \w+ [^;,]*|pip install [^;,]*|train/sft\.py [^;,]*"  # with flags of its own
+    other = re.sub(another, "", fix)
+    assert set(re.findall(r"--[a-z][a-z0-9_-]+", other)) <= known
 
 
 NONSENSE = st.one_of(
@@ -307,3 +323,39 @@ def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str)
     words = shlex.split(lines[2].removeprefix("#"))[3:]
     names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
     assert settled(**dict(zip(names, words[1::2], strict=True))) == made
+
+
+@pytest.mark.parametrize(
+    ("quantization", "refused"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, {"full", "qlora"}),
+        ({"quant_method": "awq", "bits": 4}, {"full", "qlora"}),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, {"full"}),
+        ({"quant_method": "spqr"}, {"full", "lora", "qlora"}),
+        ({"quant_method": "no-such"}, {"full", "lora", "qlora"}),
+        ({}, {"full", "lora", "qlora"}),
+        ({"quant_method": "mxfp4"}, set()),
+        ({"quant_method": "fp8", "dequantize": True}, set()),
+        (None, set()),
+    ],
+)
+def test_quantised_weights_clash_with_what_trainer_refuses(quantization: Any, refused: set[Method]) -> None:
+    base = configs.quant_method(quantization)
+    methods: tuple[Method, ...] = ("full", "lora", "qlora")
+    assert {one for one in methods if combinations.clashes(combinations.Setup(Engine.FSDP2, one, base=base))} == refused
+
+
+def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """By the wizard, the linter and the plan alike."""
+    made = folder("llama")
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "gptq"}}))
+    flags = {"model": str(made), "gpus": "8xH100"}
+    with pytest.raises(UserError, match="quantised weights can't be trained"):
+        settled(**flags)
+    path = tmp_path / "made.yaml"
+    path.write_text(config.to_text(settled(**flags, method="lora")))
+    (alone,) = (one for one in lint.lint(path, lint.Options(model=str(made))) if one.code == "AF512")
+    assert alone.severity == "warning"
+    job = planning.make_job(planning.Options(str(made), "8xH100", None, Recipe()))
+    assert any("refuses full training" in note for note in job.notes)

@@ -116,6 +116,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF510": (on(V1, replace(LOW, quantized=8)), on(V2, replace(LOW, quantized=8))),
     "AF511": (on(V2, LOW, "--lr 1"), on(V2, LOW, "--dtype float32")),
+    "AF512": (
+        on(V2, replace(LOW, quant_method="gptq"), "--lr 1"),
+        on(V2, replace(LOW, quant_method="gptq"), "--use_peft"),
+    ),
     "AF616": (
         subject(V1 + SHARDED, "--resume_from_checkpoint true"),
         subject(V2 + SHARDED, "--resume_from_checkpoint true"),
