@@ -81,6 +81,11 @@ class Gpu:
         """Whether it computes in bf16 at `half_flops`; the older ones know fp16 only."""
         return has_bf16(MachineFacts(self.name, 1))
 
+    @property
+    def has_flash(self) -> bool:
+        """Whether flash_attention_2 runs on it: from Ampere on, as bf16 (compute capability 8.0)."""
+        return self.has_bf16
+
 
 def _gpu(
     name: str,

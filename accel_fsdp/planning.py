@@ -7,6 +7,7 @@ from pathlib import Path
 from accel_fsdp import configs, files, gpus, layouts, machines, page, plan, proposing, render, telling, tracing
 from accel_fsdp.check import Subject
 from accel_fsdp.errors import UsageError
+from accel_fsdp.gpus import Gpu
 from accel_fsdp.inputs import Sources, read_subject
 from accel_fsdp.plan import Job
 from accel_fsdp.plan_flags import PlanCommand
@@ -168,6 +169,7 @@ def make_job(options: Options, layout: Layout | None = None, machines_there: int
             "--gpus cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB"
         )
     gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    _check_attention(options.recipe, gpu)
     nodes = _nodes(options.nodes, described)
     _check_numbers(options, nodes)
     shape, tapes = tracing.read_shape(options.model, options.recipe)
@@ -189,6 +191,16 @@ def make_job(options: Options, layout: Layout | None = None, machines_there: int
         global_rows=options.global_rows or 0,
         host_gib=options.host_gib or 0,
     )
+
+
+def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuses a kernel that the GPU doesn't run."""
+    if recipe.attention == "flash" and not gpu.has_flash:
+        raise UsageError(
+            f"--attention flash doesn't run on {gpu.name}",
+            why="flash_attention_2 needs compute capability 8.0, which GPUs have from Ampere (A100) on",
+            fix="--attention sdpa, which takes PyTorch's own memory-efficient kernel there",
+        )
 
 
 def _length(options: Options, shape: ModelShape) -> int:

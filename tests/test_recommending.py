@@ -192,6 +192,15 @@ def test_numbers_that_contradict_each_other_are_refused(flags: tuple[str, ...], 
     assert said in " ".join(refused.output.split())
 
 
+@pytest.mark.parametrize("name", ["8xT4", "8xV100-32GB"])
+def test_flash_attention_is_refused_on_a_gpu_that_does_not_run_it(name: str) -> None:
+    refused = accel_fsdp("plan", "--model", "gpt2", "--gpus", name, "--attention", "flash")
+    assert refused.code == 2
+    assert "flash_attention_2 needs compute capability 8.0" in " ".join(refused.output.split())
+    older = {gpu.name for gpu in gpus.GPUS if not gpu.has_flash}
+    assert older == {"T4", "V100"}
+
+
 def test_the_layer_class_of_another_model_is_no_fit(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text().replace("LlamaDecoderLayer", "GPT2Block"))
