@@ -329,7 +329,8 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
     """The model on the meta device, without weights, of the kind that `auto_class` finds.
 
     Raises:
-        UserError: it is no kind of language model.
+        UserError: it is no kind of language model, or no model can have its config.
+        ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
     """
     import torch
     import transformers
@@ -343,7 +344,8 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
             why="none of " + ", ".join(AUTO_CLASSES) + " can build it",
             fix="choose a model that one of them can build",
         )
-    with configs.believed(name), torch.device("meta"), configs.bounded(name):
+    asked = (ValueError, ImportError) if "attn_implementation" in options else ()
+    with configs.believed(name, asked), torch.device("meta"), configs.bounded(name):
         model: nn.Module = getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
     return model
 

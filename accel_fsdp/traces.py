@@ -376,7 +376,7 @@ def _built(name: str, config: Any, variant: Variant) -> Any:
     dtype = DTYPES[variant.weights]
     try:
         return build(name, copy.deepcopy(config), dtype=dtype, attn_implementation=variant.attention)
-    except ValueError:  # the class has no such attention: its own choice is what training gets
+    except (ValueError, ImportError):  # the class has no such attention: its own choice is what training gets
         return build(name, config, dtype=dtype)
 
 

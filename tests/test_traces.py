@@ -374,9 +374,27 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     assert made[0].peak.live[ACTIVATIONS] == pytest.approx(made[1].peak.live[ACTIVATIONS], rel=0.001)
 
 
-def test_a_model_that_cannot_be_recorded_says_so() -> None:
-    from transformers import DebertaV2Config
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
 
-    relative = {"relative_attention": True, "position_buckets": 256, "pos_att_type": ["p2c", "c2p"]}
+
+def test_a_model_that_cannot_be_recorded_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """In one message: torch would log the traceback of each operation that fails on fake tensors."""
+    config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=4)
     with pytest.raises(UserError, match="can't be recorded"):
-        fitting.record_model("debertas", DebertaV2Config(num_hidden_layers=2, **relative), ("fp32-full-sdpa",))
+        fitting.record_model("too few experts", config, ("fp32-full-sdpa",))
+    assert "fake" not in capfd.readouterr().err
+
+
+def test_a_model_without_sdpa_is_recorded_with_eager_attention() -> None:
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16)
+    recorder = Recorder("capped", config, Variant.of("fp32-full-sdpa"))
+    assert recorder.shape.eager_only
+    assert recorder.model.config._attn_implementation == "eager"
