@@ -36,6 +36,9 @@ WIDTHS = frozenset(
 NO_SIZES = frozenset({"auto_map", "id2label", "label2id", "task_specific_params", "quantization_config"})
 """Mappings whose keys mean something else."""
 POSITIVE = frozenset({"hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head", "n_heads"})
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""What configs call the experts of a layer, and those of them that a token goes to."""
 LAYERS = re.compile(r"layer|depth|block|stage|n_repeat|codebooks|levels")
 PARTS = re.compile(r"expert|head|num_labels")
 NO_COUNTS = re.compile(r"size|dim|vocab|_ids?$|_idx|index")
@@ -109,6 +112,19 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
     if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
         both = f"num_attention_heads is {heads}, {place}num_key_value_heads {groups}"
         raise contradictory(name, f"{place}{both}: the one must be a multiple of the other")
+    _check_experts(name, settings, place)
+
+
+def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
+    """Refuses tokens that go to more experts than there are: building such a model succeeds, running it does not.
+
+    Of one expert some models make an ordinary layer, which asks nobody.
+    """
+    for count, used in ((count, used) for count in EXPERTS for used in EXPERTS_USED):
+        there, taken = settings.get(count), settings.get(used)
+        if isinstance(there, int) and isinstance(taken, int) and 1 < there < taken:
+            both = f"{count} is {there}, {place}{used} {taken}"
+            raise contradictory(name, f"{place}{both}: a token can't go to more experts than there are")
 
 
 def _wrong(key: str, value: Any) -> str:
@@ -137,14 +153,18 @@ def contradictory(name: str, what: str) -> UserError:
 
 
 @contextmanager
-def believed(name: str) -> Iterator[None]:
+def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns whatever transformers raises at a config into one message: each of its parts raises what it likes.
 
+    `passing` is what it raises for another reason than the config, for the caller.
+
     Raises:
-        UserError: anything was raised, but for a library that isn't installed.
+        UserError: anything else was raised, but for a library that isn't installed.
     """
     try:
         yield
+    except passing:
+        raise
     except (UserError, MemoryError, RecursionError) as error:
         if isinstance(error, UserError):
             raise

@@ -1,6 +1,8 @@
 """Fits tapes to recorded runs: every size as a polynomial, exactly."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -55,7 +57,8 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         frozen = recorder.variant.method != "full"  # adapters are in the blocks only
         outside = recorder.variant._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
-            tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
+            with _unlogged():
+                tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",
@@ -63,6 +66,18 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
                 fix="plan for a model of the same shape; accel-fsdp plan --model llama-3.1-8b shows what is known",
             ) from error
     return recorder.shape, tapes
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps torch from logging the traceback of what a fake tensor can't do, which is reported in a line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:

@@ -40,6 +40,18 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 64.0}, "hidden_size is 64.0: it must be a whole number"),
     ({"hidden_size": 4096, "num_attention_heads": 3, "num_key_value_heads": 3}, "4096"),
     ({"num_key_value_heads": 3}, "num_attention_heads is 4, num_key_value_heads 3"),
+    *(
+        (
+            {"model_type": kind, count: 2, used: 4},
+            f"{count} is 2, {used} 4: a token can't go to more experts than there are",
+        )
+        for kind, count, used in (
+            ("mixtral", "num_local_experts", "num_experts_per_tok"),
+            ("qwen3_moe", "num_experts", "num_experts_per_tok"),
+            ("deepseek_v3", "n_routed_experts", "num_experts_per_tok"),
+            ("ernie4_5_moe", "moe_num_experts", "moe_k"),
+        )
+    ),
     ({"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000: no model has more than 2,000"),
     ({"num_hidden_layers": True}, "num_hidden_layers is true: it must be a whole number"),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000: no model has more than 1,000,000,000"),
