@@ -146,13 +146,17 @@ class LossTrainer(SurvivingTrainer):
         with torch.no_grad():
             summed = [cross_entropy(*row) for row in zip(outputs["logits"], wanted, strict=True)]
             own = torch.stack(summed).sum() / count
-        other = (outputs["loss"].detach() - own).abs() > OTHER_LOSS * own
+        scale = self._rank_scale()
+        other = (loss.detach() / scale - own).abs() > OTHER_LOSS * own
         if not self.accelerator.gather(other[None].to(self.args.device)).any():
             return loss
         self._say("the model's own loss is not the mean over next tokens; that mean is computed from its predictions")
         self.compute_loss_func = partial(self._own_loss, smoothing=0.0)
-        scale = self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
         return cross_entropy(outputs["logits"], wanted) / count * scale
+
+    def _rank_scale(self) -> int:
+        """What Trainer multiplies each rank's loss by, in place: the engines take the mean over the ranks."""
+        return self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
 
     def floating_point_ops(self, inputs: Mapping[str, Tensor]) -> int:
         """Six per weight and token, of the whole model; transformers would count its parameters at each batch."""

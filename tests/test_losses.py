@@ -25,6 +25,7 @@ from transformers import (
     BartForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -117,6 +118,30 @@ def losses_with_a_router(folder: Path, data: Path) -> list[float]:
         optimizer.step()
         found.append((lost / tokens + routed).item())
     return found
+
+
+def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Trainer multiplies it by their number, in place: that of two ranks is twice the mean, and no other loss."""
+    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
+    trainer.model = LlamaForCausalLM.from_pretrained(tiny_model)
+    trainer.args = SimpleNamespace(
+        average_tokens_across_devices=True, n_gpu=0, use_liger_kernel=False, device="cpu", process_index=0
+    )
+    trainer.accelerator = SimpleNamespace(num_processes=2, gather=lambda one: one, parallelism_config=None)
+    trainer.get_tp_size = lambda: 1
+    trainer._settings, trainer.model_accepts_loss_kwargs = trainer.model.config, True
+    trainer.label_smoother = trainer.compute_loss_func = None
+    ids = torch.arange(20)[None]
+    wanted = functional.cross_entropy(trainer.model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    for kept in (True, False):
+        trainer._compared, trainer._scored = False, 0.0
+        loss = trainer.compute_loss(trainer.model.train(), {"input_ids": ids, "labels": ids}, num_items_in_batch=19)
+        assert loss.item() == pytest.approx(2 * wanted.item(), rel=1e-5)
+        assert (trainer.compute_loss_func is None) is kept
+        assert ("the model's own loss is not" in capfd.readouterr().err) is not kept
+        trainer.model.loss_function = lambda logits, **_: logits.sum() * 0.0 + 50.0
 
 
 EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--save_steps", "1", "--save_total_limit", "1")
