@@ -89,11 +89,11 @@ class Reader:
         return _text(found["text"], self.column["text"])
 
     def _instruction(self, found: Mapping[str, Any]) -> Example:
-        instruction = _text(found["instruction"], self.column["instruction"])
+        instruction = _prompt(found["instruction"], self.column["instruction"])
         output = _text(found["output"], self.column["output"])
         given = found.get("input") or ""
         if self.chats:
-            return _asked(f"{instruction}\n\n{given}" if given else instruction, output)
+            return _asked("\n\n".join(filter(None, (instruction, given))), output)
         more = ALPACA_INPUT.format(input=given) if given else ""
         return Pair(ALPACA.format(instruction=instruction, input=more), output)
 
@@ -261,7 +261,12 @@ def _pair(prompt: object, completion: object) -> Example:
     if isinstance(prompt, list) and isinstance(completion, list):
         answer = _turns(completion, "completion")
         return Chat([*_turns(prompt, "prompt"), *answer], sum(turn["role"] == "assistant" for turn in answer))
-    return Pair(_text(prompt, "prompt"), _text(completion, "completion"))
+    return Pair(_prompt(prompt, "prompt"), _text(completion, "completion"))
+
+
+def _prompt(value: object, column: str) -> str:
+    """A prompt may be empty: the answer is there to be trained, as a text that follows nothing."""
+    return "" if value is None else _text(value, column) if str(value).strip() else str(value)
 
 
 def _turns(value: object, column: str) -> list[dict[str, Any]]:

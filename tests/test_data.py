@@ -183,8 +183,8 @@ def test_a_bad_row_of_a_stream_is_shown(tokenizer: PreTrainedTokenizerBase, tmp_
     ("full", "empty"),
     [
         ({"text": "a"}, [{"text": ""}, {"text": " \n"}, {"text": None}]),
-        ({"prompt": "a", "completion": "b"}, [{"prompt": "", "completion": "b"}, {"prompt": "a", "completion": None}]),
-        ({"instruction": "a", "output": "b"}, [{"instruction": None, "output": "b"}]),
+        ({"prompt": "a", "completion": "b"}, [{"prompt": "", "completion": ""}, {"prompt": "a", "completion": None}]),
+        ({"instruction": "a", "output": "b"}, [{"instruction": "a", "output": None}]),
         ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": []}, {"messages": None}]),
     ],
 )
@@ -202,6 +202,19 @@ def test_empty_rows_are_dropped_and_counted(
     assert [list(row["input_ids"]) for row in tokenizing.stream(rows, tokenizer, options, seed=0).take(3)] == [
         expected["input_ids"]
     ] * 3
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [("prompt", "completion"), ("instruction", "output")])
+@pytest.mark.parametrize("nothing", ["", None])
+def test_an_answer_to_an_empty_prompt_is_trained(
+    prompt: str, answer: str, nothing: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """It was dropped before, and counted as an empty row."""
+    rows = [{prompt: nothing, answer: "So it is."}, {prompt: "why", answer: "So."}]
+    tokens, summary = tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer)
+    assert "dropped" not in summary
+    trained = [token for token in tokens[0]["labels"] if token != -100]
+    assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "So it is."
 
 
 def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
