@@ -186,7 +186,9 @@ def _said(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a one-line message."""
+    """The first line of an error's text, for a one-line message; of one of ours, what is wrong."""
+    if isinstance(error, UserError):
+        return error.what
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

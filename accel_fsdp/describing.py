@@ -276,11 +276,11 @@ def loads(folder: Path) -> None:
 
 
 def _refused(folder: Path, what: str) -> UserError:
-    name = "what was written" if folder.name.startswith(".") else str(folder)  # which lies in a hidden folder yet
+    being_written = folder.name.startswith(".")
     return UserError(
-        f"from_pretrained doesn't load {name}: {what}",
+        f"from_pretrained doesn't load {'what was written' if being_written else folder}: {what}",
         why="whoever loads the export would get an error or random weights",
-        fix=FIX_CONFIG,
+        fix=FIX_CONFIG if being_written else "export it again: accel-fsdp export SRC OUT --force",
     )
 
 

@@ -22,6 +22,7 @@ READ_BYTES = 1 << 20
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 WEIGHTS = (".safetensors", ".pth")
+UNCOMPARED = "config, tokenizer and other files were not compared: the report has no hashes of them"
 MERGED = 1e-4
 """How far a merge in float32 may lie from PEFT's, of the largest logit."""
 
@@ -116,7 +117,9 @@ def read_report(folder: Path) -> Report | None:
         return None
     try:
         tensors = {str(name): _written(one) for name, one in content["tensors"].items()}
-        papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}  # older reports have none
+        papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}
+        if not papers and {"papers", "non_finite"} & content.keys():  # only the first reports had neither
+            raise ValueError("no hashes of config and tokenizer")
         return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise foreign.broken(folder / REPORT, "is damaged: no report of an export") from error
@@ -125,7 +128,10 @@ def read_report(folder: Path) -> Report | None:
 def _written(one: Mapping[str, Any]) -> Written:
     if not HASH.fullmatch(one["hash"]):
         raise ValueError("no hash")
-    return Written(one["dtype"], tuple(map(int, one["shape"])), one["file"], int(one["block"]), one["hash"])
+    shape, block = tuple(map(int, one["shape"])), int(one["block"])
+    if min((block, *shape)) < 0:
+        raise ValueError("a size below 0")
+    return Written(one["dtype"], shape, one["file"], block, one["hash"])
 
 
 def _papers(folder: Path) -> dict[str, str]:
@@ -146,6 +152,15 @@ def _sha(path: Path, folder: Path) -> str:
         while content := file.read(READ_BYTES):
             digest.update(content)
     return digest.hexdigest()
+
+
+def _check_links(folder: Path) -> None:
+    """Refuses what is no folder and leads to no file: nothing looks behind a linked folder, but who loads does."""
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
+            kind = "a link to a folder" if path.is_dir() else "no file that can be read"
+            raise foreign.broken(path, f"is {kind}, which no export writes")
 
 
 def _check_code(folder: Path, report: Report | None) -> None:
@@ -210,6 +225,15 @@ def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Re
     hashed_too = any(one.hash for one in report.tensors.values())
     report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
     return report.proven(f"files reopened: names, shapes, dtypes{', and the hash of each tensor' * hashed_too}")
+
+
+def _check_listed(folder: Path, report: Report) -> None:
+    """Every file that from_pretrained may take for the weights, be it without a tensor, must be one of the export."""
+    known = {*report.papers, *(one.file for one in report.tensors.values())}
+    held = (path.name for path in sorted(folder.iterdir()) if path.suffix in weights.WEIGHTS)
+    extra = [name for name in held if name not in known]
+    if extra:
+        raise damaged(folder, f"holds {', '.join(extra[: describing.SHOWN])}, which was not exported")
 
 
 def check_finite(report: Report) -> Report:
@@ -310,9 +334,11 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
         UserError: something is wrong with it, or it is no export.
     """
     report = read_report(folder)
+    _check_links(folder)
     _check_code(folder, report)
-    if report is not None and report.papers:
-        report = _same_papers(folder, report)
+    if report is not None:
+        report = _same_papers(folder, report) if report.papers else report.proven(UNCOMPARED)
+        _check_listed(folder, report)
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / CONFIG).is_file() and not any(

@@ -12,7 +12,7 @@ import torch
 from conftest import accel_fsdp
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import exporting, finite
+from accel_fsdp import exporting, finite, verifying
 from accel_fsdp.errors import UserError
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -47,6 +47,9 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "without tensors": rewritten(lambda report: {"source": "x", "kind": "y"}),
     "odd shapes": rewritten(lambda report: report["tensors"][NAME].update(shape=["x"])),
     "a hash that is none": rewritten(lambda report: report["tensors"][NAME].update(hash="")),
+    "a block below 0": rewritten(lambda report: report["tensors"][NAME].update(block=-5)),
+    "without hashes of papers": rewritten(lambda report: report.update(papers={})),
+    "without papers": rewritten(lambda report: {key: one for key, one in report.items() if key != "papers"}),
     "an endless block": rewritten(lambda report: report["tensors"][NAME].update(block=math.inf)),
 }
 
@@ -62,6 +65,47 @@ def test_a_report_that_cannot_be_read_is_an_error(how: str, made: Path, tmp_path
         export(out, check=True)
 
 
+def first_kind(report: dict[str, Any]) -> dict[str, Any]:
+    """As the first versions wrote it."""
+    return {key: one for key, one in report.items() if key not in ("papers", "non_finite")}
+
+
+@pytest.mark.parametrize("papers", [True, False])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"])
+def test_weights_beside_the_export_are_named(suffix: str, papers: bool, made: Path, tmp_path: Path) -> None:
+    """from_pretrained prefers a model.safetensors without a tensor to the shards, and loads random numbers."""
+    out = tmp_path / "out"
+    export(made / "run", out, max_shard_size="100KB")
+    assert not (out / "model.safetensors").exists()
+    if not papers:
+        path = out / "export.json"
+        path.write_text(json.dumps(first_kind(json.loads(path.read_text()))))
+    save_file({}, out / f"model{suffix}", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\{suffix}( was not exported|, which was not exported)"):
+        export(out, check=True)
+
+
+@pytest.mark.parametrize("name", ["additional_chat_templates", "code", "chat_template.jinja", "inner/x"])
+@pytest.mark.parametrize("target", ["{out}/../elsewhere", "gone", "{name}", "{out}/inner"])
+def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "out", out)
+    (out / "inner").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.jinja").write_text("x")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(target.format(out=out, name=Path(name).name))
+    with pytest.raises(UserError, match=rf"{out}/{name} is (a link to a folder|no file)"):
+        export(out, check=True)
+
+
+def test_a_report_of_the_first_kind_says_what_it_lacks(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "out", out)
+    (out / "export.json").write_text(json.dumps(first_kind(json.loads((out / "export.json").read_text()))))
+    assert verifying.UNCOMPARED in verifying.check(out, None).checks
+
+
 @pytest.mark.parametrize("report", [True, False])
 @pytest.mark.parametrize("name", ["modeling_x.py", "inner/tokenization_x.py", "kernel.so"])
 def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_path: Path) -> None:
@@ -71,7 +115,7 @@ def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_p
     (out / name).write_text("raise SystemExit")
     if report:  # as older versions wrote it
         path = out / "export.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "papers": {}}))
+        path.write_text(json.dumps(first_kind(json.loads(path.read_text()))))
     else:
         (out / "export.json").unlink()
     with pytest.raises(UserError, match=f"holds code that no export writes: {name}"):
