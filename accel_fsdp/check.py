@@ -100,9 +100,8 @@ class Subject:
     def section(self, name: str) -> Mapping[str, Any]:
         """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""
         content = self.values if not name else self.values.get(name)
-        if not isinstance(content, Mapping):
-            return {}
-        return {full_name(name, str(key)): value for key, value in content.items()}
+        named = content if isinstance(content, Mapping) else {}
+        return {full_name(name, str(key)): value for key, value in named.items()}
 
     def has(self, key: str) -> bool:
         """Whether an FSDP key is written in the file; null counts where it doesn't mean the same as no key."""
@@ -129,8 +128,9 @@ class Subject:
         return found[1] if found else ""
 
     def top(self, key: str) -> Any:
-        """The value of a top-level key, or its default."""
-        return self.values.get(key, BY_NAME["", key].default)
+        """The value of a top-level key, or its default; a precision in small letters, as the launcher reads it."""
+        value = self.values.get(key, BY_NAME["", key].default)
+        return value.lower() if key == "mixed_precision" and isinstance(value, str) else value
 
     def arg(self, name: str) -> Any:
         """An argument of the training script; None when it is not given or no arguments are known."""

@@ -268,8 +268,9 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
             "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
         )
     if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
-        if subject.values.get("distributed_type") is None:
-            return  # AF101
+        kind = subject.values.get("distributed_type")
+        if kind is None or (kind is not False and not BY_NAME["", "distributed_type"].takes(str(kind))):
+            return  # AF101, AF203
         yield Finding(
             "distributed_type",
             f"fsdp_config stands beside distributed_type: {subject.top('distributed_type')}",

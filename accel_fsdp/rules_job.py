@@ -218,7 +218,7 @@ def precision_differs(subject: Subject) -> Iterator[Finding]:
     """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
     asked = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
     written = subject.values.get("mixed_precision")
-    if asked and written is not None and str(written) != asked:
+    if asked and written is not None and str(written).lower() != asked:
         yield Finding(
             "mixed_precision",
             f"--{asked} wins over mixed_precision: {written}",

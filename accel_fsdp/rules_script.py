@@ -348,7 +348,7 @@ def trl_bf16_by_default(subject: Subject) -> Iterator[Finding]:
     """A TRL config without `bf16`, which TRL then turns on, beside `mixed_precision: 'no'`: the file is overridden."""
     told = any(subject.arg(name) is not None for name in ("bf16", "fp16"))
     config = _has_config(subject, TRL, "bf16", "fp16")
-    if subject.values.get("mixed_precision") == "no" and config is not None and not told:
+    if str(subject.values.get("mixed_precision")).lower() == "no" and config is not None and not told:
         yield at(
             subject,
             config,

@@ -16,6 +16,7 @@ from accel_fsdp.check import (
 )
 from accel_fsdp.errors import did_you_mean, near_key, typo_of
 from accel_fsdp.fields import BY_NAME, MISNAMED, RETIRED, Engine, Field, Kind
+from accel_fsdp.types import STRATEGIES
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
 OLD_TOP_KEYS = ("fp16", "dynamo_backend")
@@ -279,12 +280,14 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
             continue
         hint = did_you_mean(str(value), known.choices)
         meant = subject.fsdp_version if known.key == "fsdp_version" else ""
+        kinds = (one for one in known.choices if known.key == "distributed_type" and one.lower() == str(value).lower())
+        edits = tuple(Edit(known.section, known.key, kind) for kind in kinds)
         yield Finding(
             path,
             f"{known.key}: {value} is unknown.{hint}",
             "Accelerate stops, or takes something else",
             "one of " + ", ".join(known.choices),
-            (Edit(known.section, known.key, int(meant)),) if meant in known.choices else (),
+            (Edit(known.section, known.key, int(meant)),) if meant in known.choices else edits,
         )
 
 
@@ -293,8 +296,9 @@ def not_a_boolean(subject: Subject) -> Iterator[Finding]:
     """A value that is neither true nor false where one is needed."""
     for path, known, value in written(subject):
         if known.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
-            if known.key == "fsdp_reshard_after_forward" and subject.engine is Engine.FSDP1:
-                continue  # AF302
+            strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
+            if known.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or strategy):
+                continue  # AF302, AF304
             yield Finding(
                 path,
                 f"{known.key}: {value} is neither true nor false",

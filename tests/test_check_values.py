@@ -25,6 +25,7 @@ from conftest import accel_fsdp
 from jsonschema import Draft202012Validator
 
 from accel_fsdp import jobs, lint, reference
+from accel_fsdp.check import run
 from accel_fsdp.errors import UserError, edits, near_key, typo_of
 from accel_fsdp.fields import BY_NAME, DYNAMO_FIELDS, FP8_FIELDS, MISNAMED, Kind
 
@@ -406,3 +407,24 @@ def test_case_matters_in_a_mesh(key: str, tmp_path: Path) -> None:
     assert "AF203" in codes_of(subject(text))
     with pytest.raises(ValueError, match="cp_"):
         accelerate_takes(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (V2.replace("FSDP", "fsdp"), {"AF203"}),
+        (V2 + "  fsdp_reshard_after_forward: FULL_SHARD\n", {"AF304"}),
+        (V2 + "  fsdp_reshard_after_forward: maybe\n", {"AF204"}),
+    ],
+)
+def test_one_error_is_one_finding(text: str, found: set[str]) -> None:
+    assert {one.code for one in run(subject(text)) if one.severity != "note"} == found
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", "Fp16", "'NO'"])
+def test_a_precision_in_any_case_is_the_same(word: str) -> None:
+    """The launcher makes small letters of it."""
+    text = V1.replace("es: 2", "es: 64")
+    small, given = (codes_of(subject(text.replace("'no'", one))) for one in (word.lower(), word))
+    assert given == small
+    assert ("AF318" in given) == ("16" in word)
