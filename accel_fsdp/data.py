@@ -30,7 +30,8 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     path = Path(name)
-    check_local_path(f"./{name}" if path.suffix in FILE_ENDINGS and not path.is_absolute() else name, "data set")
+    local = path.suffix in FILE_ENDINGS and not path.is_absolute()
+    check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
     try:
         if any((path / file).is_file() for file in SAVED):
             saved = load_from_disk(name)

@@ -149,8 +149,8 @@ def _quantization(settings: Any) -> tuple[int, str]:
     return bits, str(given.get("bnb_4bit_quant_storage") or "uint8") if bits == 4 else ""
 
 
-def check_local_path(name: str, what: str) -> None:
-    """Refuses a name that can only be a folder and isn't there; hub ids pass.
+def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
+    """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one.
 
     Raises:
         UserError: with the nearest sibling's name, if one is near.
@@ -165,7 +165,7 @@ def check_local_path(name: str, what: str) -> None:
     raise UserError(
         f"{what} {name} does not exist.{did_you_mean(path.name, siblings)}",
         why="nothing can be read from it",
-        fix="give an existing path, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct",
+        fix=f"give an existing path, or a hub id such as {example}",
     )
 
 

@@ -53,7 +53,7 @@ RANGES = {
                 "ddp_timeout",
             ),
             *("eval_accumulation_steps", "torch_empty_cache_steps", "dataloader_prefetch_factor", "lora_r"),
-            *("streaming_buffer", "dataset_num_proc"),
+            *("streaming_buffer", "dataset_num_proc", "save_total_limit"),
         ),
         COUNT,
     ),

@@ -300,6 +300,13 @@ def test_a_folder_has_its_splits_by_file_name() -> None:
         data.split(splits, "tset")
 
 
+def test_a_missing_file_is_told_with_the_name_of_a_data_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist") as refused:
+        data.load(str(tmp_path / "nothere.jsonl"))
+    assert "a hub id such as trl-lib/Capybara" in str(refused.value)
+    assert "SmolLM2" not in str(refused.value)
+
+
 def test_an_empty_split_is_refused() -> None:
     with pytest.raises(UserError, match="split train of the data set is empty"):
         data.split(DatasetDict(train=Dataset.from_dict({"text": []})), "train")
