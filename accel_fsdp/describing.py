@@ -284,8 +284,10 @@ def _refused(folder: Path, what: str) -> UserError:
     )
 
 
-def fetch(model: str, with_weights: bool) -> Path:
+def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
     """The folder of a hub model in the cache: config and tokenizer, and the weights where they are needed.
+
+    `revision`: the branch, tag or commit that was trained on, None for the hub's own default.
 
     Raises:
         UserError: it isn't in the cache and can't be had.
@@ -294,10 +296,12 @@ def fetch(model: str, with_weights: bool) -> Path:
 
     patterns = [*PAPERS, "*.safetensors"] if with_weights else PAPERS
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        if ".." in (revision or ""):  # it becomes part of a path in the cache
+            raise ValueError("no branch, tag or commit has such a name")
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot get {model}: {first_line(error)}",
+            f"cannot get {model}{f' at revision {revision}' if revision else ''}: {first_line(error)}",
             why="it is the model that --model names, else adapter_config.json or the run's run.json; "
             + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
             fix="say where it lies now: --model FOLDER",

@@ -152,9 +152,11 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
     places = [*named, *(near if adapter_name in (None, "default", found.folder.name) else ())]
     adapter = next((folder for folder in places if (folder / ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / CONFIG).is_file()]
-    name = model or _base(near, adapter)
+    base, revision = _base(near, adapter) or (None, None)
+    name = model or base
     if name is not None and (model or with_weights or not described or Path(name).is_dir()):
-        folder = Path(name) if Path(name).is_dir() else describing.fetch(name, with_weights)
+        asked = revision if name == base else None
+        folder = Path(name) if Path(name).is_dir() else describing.fetch(name, with_weights, asked)
         if not (folder / CONFIG).is_file():
             raise _no_config(folder)
         return Papers(folder, near, adapter)
@@ -177,21 +179,28 @@ def _near(found: Found) -> Iterator[Path]:
         yield found.folder / DESCRIBED
 
 
-def _base(near: tuple[Path, ...], adapter: Path | None) -> str | None:
-    """The model that an adapter sits on; of a model, None unless no config lies near and the run's account names it."""
+def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
+    """The model that an adapter sits on, and its revision; of a model, None unless no config lies near and the run's
+    account names it.
+    """
+    accounts = (_read(folder / "run.json") for folder in near)
+    trained = (found for account in accounts if (found := _trained_model(account)))
     if adapter is not None:
-        name = _read(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-        return str(name) if name else None
+        settings = _read(adapter / ADAPTER_CONFIG)
+        name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
+        if name and not revision:  # PEFT leaves it out where the model was loaded before
+            revision = next((known for one, known in trained if one == name), None)
+        return (str(name), str(revision) if revision else None) if name else None
     if any((folder / CONFIG).is_file() for folder in near):
         return None
-    accounts = (_read(folder / "run.json") for folder in near)
-    return next((name for account in accounts if (name := _trained_model(account))), None)
+    return next(trained, None)
 
 
-def _trained_model(account: dict[str, Any]) -> str:
+def _trained_model(account: dict[str, Any]) -> tuple[str, str | None] | None:
     groups = account.get("arguments") or {}
-    found = [one.get("model_name_or_path") for one in (account, groups, *groups.values()) if isinstance(one, dict)]
-    return next((str(name) for name in found if name), "")
+    parts = [one for one in (account, groups, *groups.values()) if isinstance(one, dict)]
+    found = [(name, one.get("model_revision")) for one in parts if (name := one.get("model_name_or_path"))]
+    return next(((str(name), str(revision) if revision else None) for name, revision in found), None)
 
 
 def _no_config(folder: Path) -> UserError:

@@ -284,3 +284,34 @@ def test_tied_weights_that_were_trained_together_are_merged(what: str, tmp_path:
     export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
     ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     torch.testing.assert_close(ours, logits(adapted), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("says", ["adapter_config.json", "run.json"])
+def test_a_base_on_the_hub_is_the_revision_that_was_trained(
+    says: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub cache with two revisions of one model, read without network."""
+    place, commits = tmp_path / "hub" / "models--me--base", {"main": "a" * 40, "v1": "b" * 40}
+    for factor, (name, commit) in enumerate(commits.items(), start=1):
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / name).write_text(commit)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.get_input_embeddings().weight.data *= factor
+        model.save_pretrained(place / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    adapted = trained(place / "snapshots" / commits["v1"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    path, named = tmp_path / "adapter" / "adapter_config.json", {"base_model_name_or_path": "me/base"}
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, **named, "revision": "v1" if says == path.name else None}))
+    account = {"arguments": {"model": {"model_name_or_path": "me/base", "model_revision": "v1"}}}
+    if says == "run.json":
+        (tmp_path / "adapter" / says).write_text(json.dumps(account))
+    expected = adapted.merge_and_unload().state_dict()
+    same(export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True), expected)
+    same(export(tmp_path / "adapter", tmp_path / "again", merge_adapter=True, model="me/base"), expected)
+    for gone in ("v2", "../../x"):
+        path.write_text(json.dumps({**kept, **named, "revision": gone}))
+        with pytest.raises(UserError, match=f"cannot get me/base at revision {gone}"):
+            export(tmp_path / "adapter", tmp_path / "other", merge_adapter=True)
