@@ -120,20 +120,41 @@ def _nameless(path: Path, dtype: str) -> UserError:
     )
 
 
-def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: Any = None) -> View:
+def _marked(path: Path, metadata: Any) -> UserError:
+    marks = ", ".join(map(str, metadata)) if isinstance(metadata, dict) else "unknown ones"
+    return UserError(
+        f"{path} holds a tensor with marks beside its numbers: {marks}",
+        why="with them torch reads other numbers than are stored, such as the negative ones",
+        fix="in torch: tensor.resolve_conj().resolve_neg(), save the checkpoint again, and export that",
+    )
+
+
+def _view(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+    *,
+    dtype: Any = None,
+) -> View:
     sizes, steps, (first,) = size(shape), size(strides), size((offset,))
     kind = storage.dtype if dtype is None else dtype
     if kind in NAMELESS_DTYPES:
         raise _nameless(storage.record.path, kind)
     if not isinstance(storage, Storage) or kind not in ITEM_BYTES or len(sizes) != len(steps):
         raise ValueError("no tensor")
+    if metadata:
+        raise _marked(storage.record.path, metadata)
     return View(storage, kind, first, sizes, steps)
 
 
 def _typed_view(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> View:
-    return _view(storage, offset, shape, strides, dtype=dtype)
+    return _view(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
 
 
 def _parameter(data: Any, *rest: Any) -> View:

@@ -285,3 +285,13 @@ def test_dtypes_that_safetensors_cannot_name(dtype: str, tmp_path: Path) -> None
     torch.save({"w": torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))}, tmp_path / "w.pth")
     with pytest.raises(UserError, match=f"holds a tensor of {dtype}"):
         archive.load(Reader(), tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("kind", ["negative", "conjugate"])
+def test_tensors_whose_numbers_are_not_as_stored_are_refused(kind: str, tmp_path: Path) -> None:
+    """torch keeps a mark beside the tensor, and reads it anew."""
+    made = torch._neg_view(torch.ones(3)) if kind == "negative" else torch.ones(3, dtype=torch.complex64).conj()
+    torch.save({"w": made, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"with marks beside its numbers: (neg|conj)(?s:.*)resolve_neg"):
+        exporting.run(exporting.Options(tmp_path, tmp_path / "out", verify="bytes"))
