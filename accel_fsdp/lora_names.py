@@ -24,6 +24,8 @@ SAVED = re.compile(r"\.modules_to_save\.([^.]+)\.")
 LAYER = re.compile(r"\.\d+\.")
 WRAPPED = re.compile(r"\.(?:token_adapter\.)?(?:(?:base_layer|original_module)\.)+")
 UNDER = re.compile(r"\.base_layer(?=\.)")
+EXTENDED = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
+"""Settings of parts of patterns, and what PEFT puts around each."""
 T = TypeVar("T")
 PATTERN_SECONDS = 5.0
 SHOWN = 60
@@ -80,6 +82,7 @@ def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
     given = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
     patterns = [pattern_of(key) for each in given if isinstance(each, dict) for key in each]
     patterns += [one for key in ("target_modules", "exclude_modules") if isinstance(one := settings.get(key), str)]
+    patterns += [made.format(one) for key, made in EXTENDED.items() for one in _listed(settings.get(key))]
     names, pattern = list(modules), ""
     try:
         with _at_most(PATTERN_SECONDS):
@@ -87,12 +90,18 @@ def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
                 found = re.compile(pattern)
                 for name in names:
                     found.fullmatch(name)
+                    found.match(name)
     except (re.error, TimeoutError, RecursionError, OverflowError) as error:
         raise UserError(
             f"a pattern in adapter_config.json can't be used: {str(error) or 'nested too deep'}: {pattern[:SHOWN]}",
             why="it chooses the modules that a rank, a scale or the adapter itself is for",
             fix="write the names of the modules there, or a simpler pattern",
         ) from error
+
+
+def _listed(setting: Any) -> list[str]:
+    given = [setting] if isinstance(setting, str) else setting
+    return [one for one in given if isinstance(one, str)] if isinstance(given, Iterable) else []
 
 
 def pattern_of(key: str) -> str:

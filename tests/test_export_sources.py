@@ -72,7 +72,7 @@ def test_of_two_models_in_one_folder_that_of_from_pretrained(sharded: Path, tiny
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("pattern", ["(x+x+)+y", "(([a-z_.0-9])*)*q", "(", "x{9999999999}"])
-@pytest.mark.parametrize("key", ["alpha_pattern", "target_modules"])
+@pytest.mark.parametrize("key", ["alpha_pattern", "target_modules", "layers_pattern", "modules_to_save"])
 def test_patterns_end(
     key: str, pattern: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,9 @@ def test_patterns_end(
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     hard = pattern.replace("x", "[a-z_.0-9]")
-    settings = {**json.loads(path.read_text()), key: {hard: 3} if key == "alpha_pattern" else hard}
+    given = {"alpha_pattern": {hard: 3}, "target_modules": hard}.get(key, ["layers", hard])
+    layers = {"layers_to_transform": [0, 1]} if key == "layers_pattern" else {}
+    settings = {**json.loads(path.read_text()), **layers, key: given}
     path.write_text(json.dumps(settings))
     for options in ({"verify": "load"}, {"merge_adapter": True}):
         with pytest.raises(UserError, match=r"a pattern in adapter_config\.json can't be used"):
