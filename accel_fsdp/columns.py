@@ -258,9 +258,10 @@ def _text(value: object, column: str) -> str:
 
 
 def _pair(prompt: object, completion: object) -> Example:
-    if isinstance(prompt, list) and isinstance(completion, list):
+    if isinstance(completion, list) and (prompt is None or isinstance(prompt, list)):
         answer = _turns(completion, "completion")
-        return Chat([*_turns(prompt, "prompt"), *answer], sum(turn["role"] == "assistant" for turn in answer))
+        before = _turns(prompt, "prompt") if prompt else []
+        return Chat([*before, *answer], sum(turn["role"] == "assistant" for turn in answer))
     return Pair(_prompt(prompt, "prompt"), _text(completion, "completion"))
 
 

@@ -217,6 +217,18 @@ def test_an_answer_to_an_empty_prompt_is_trained(
     assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "So it is."
 
 
+@pytest.mark.parametrize("nothing", [[], None])
+def test_turns_that_answer_nothing_are_trained(
+    nothing: list[Any] | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    asked, answer = [{"role": "user", "content": "why"}], [{"role": "assistant", "content": "So it is."}]
+    rows = [{"prompt": nothing, "completion": answer}, {"prompt": asked, "completion": answer}]
+    tokens, summary = tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer)
+    assert "dropped" not in summary
+    trained = [token for token in tokens[0]["labels"] if token != -100]
+    assert "So it is." in tokenizer.decode(trained, skip_special_tokens=True)
+
+
 def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""})
     with pytest.raises(UserError, match="all rows are empty"):
