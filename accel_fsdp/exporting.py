@@ -241,7 +241,7 @@ class _Export:
     def _attempt(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
         """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
         placed = self._place(folder, plan, adapter)
-        (named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype))
+        taken = named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype)
         loading = None
         if self.options.verify != "bytes" and self.options.format == "safetensors":
             loading = verifying.ask(folder, self.pool, named.folder if adapter else None)
@@ -251,6 +251,8 @@ class _Export:
             report = verifying.verify(folder, report, THREADS, progress)
         report = report if self.options.allow_non_finite else verifying.check_finite(report)
         plan.settle()
+        if taken:
+            render.say(f"taken from {named.run}: {', '.join(taken)}", style="cyan")
         if loading is not None:
             report = verifying.loaded(report, loading)
         if plan.unknown:

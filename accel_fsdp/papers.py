@@ -21,9 +21,12 @@ COPIED = (
     *("sentencepiece*.model", "*.tokenizer", "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
 )
 """What `save_pretrained` of tokenizers and processors writes. None of it is code."""
+IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), "chat_template.jinja")
+"""The same where a run's folder holds it, which may be somebody's project: no pattern that fits any file of a kind."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Of configs: they name Python that lies beside them."""
 OWN = "transformers."
+CARD, CARD_TAG = "README.md", "accel-fsdp"
 DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 
 
@@ -31,13 +34,15 @@ DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 class Papers:
     """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
 
-    `trained`: the config was written by a training run, which turns `use_cache` off.
+    `trained`: the config was written by a training run, which turns `use_cache` off. `run`: the folder that the
+    checkpoint lies in, which may hold anything besides; only what training writes there is taken.
     """
 
     folder: Path
     others: tuple[Path, ...] = ()
     adapter: Path | None = None
     trained: bool = False
+    run: Path | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -57,8 +62,11 @@ class Papers:
         """PEFT's settings of the adapter."""
         return _read(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
 
-    def copy(self, target: Path, dtype: str | None) -> None:
-        """Puts everything but the weights into `target`; links and code are left behind."""
+    def copy(self, target: Path, dtype: str | None) -> list[str]:
+        """Puts everything but the weights into `target`; links and code are left behind.
+
+        Returns what came from the run's folder.
+        """
         config = self.config
         if self.trained and config.get("use_cache") is False:
             config.pop("use_cache")  # Trainer turned it off; the model's own default comes back
@@ -67,10 +75,10 @@ class Papers:
                 part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
         config.pop("torch_dtype", None)
         _write(target / CONFIG, _without_code(config))
-        self._copy_files(target)
+        return self._copy_files(target)
 
-    def copy_adapter(self, target: Path) -> None:
-        """Puts what belongs to an adapter into `target`."""
+    def copy_adapter(self, target: Path) -> list[str]:
+        """Puts what belongs to an adapter into `target`; returns what came from the run's folder."""
         if self.adapter is not None:
             settings = self.settings
             mapping = settings.get("auto_mapping")
@@ -78,16 +86,34 @@ class Papers:
             if not str(library).startswith(OWN):
                 settings["auto_mapping"] = None  # PEFT would import that module
             _write(target / ADAPTER_CONFIG, _without_code(settings))
-        self._copy_files(target)
+        return self._copy_files(target)
 
-    def _copy_files(self, target: Path) -> None:
-        for folder in (self.folder, *self.others):
-            for pattern in COPIED:
-                for path in folder.glob(pattern):
-                    copy = target / path.relative_to(folder)
-                    if path.exists() and not path.is_dir() and not copy.exists():
-                        copy.parent.mkdir(exist_ok=True)
-                        _copy(path, copy, folder)
+    def _copy_files(self, target: Path) -> list[str]:
+        taken = []
+        for folder in dict.fromkeys((self.folder, *self.others)):
+            for path in _of_run(folder) if folder == self.run else _matching(folder, COPIED):
+                copy = target / path.relative_to(folder)
+                if path.exists() and not path.is_dir() and not copy.exists():
+                    copy.parent.mkdir(exist_ok=True)
+                    _copy(path, copy, folder)
+                    taken += [copy.relative_to(target).as_posix()] if folder == self.run else []
+        return sorted(taken)
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    return (path for pattern in patterns for path in folder.glob(pattern))
+
+
+def _of_run(run: Path) -> Iterator[Path]:
+    """What training writes into a run's own folder: a model with its papers, and our account of the run."""
+    is_model = bool(_read(run / CONFIG).get("model_type") or _read(run / ADAPTER_CONFIG).get("peft_type"))
+    for path in _matching(run, IN_RUN):
+        if path.name == CARD:
+            of_training = CARD_TAG in (foreign.read_text(path, within=run) or "").partition("\n---")[0].split()
+        else:
+            of_training = (run / "run.json").is_file() if path.name == "loss.svg" else is_model
+        if of_training:
+            yield path
 
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
@@ -146,6 +172,7 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
         UserError: there is no config anywhere.
     """
     near = tuple(dict.fromkeys(_near(found)))
+    run = near[-1] if near[-1] == found.folder.parent else None
     named = [folder / adapter_name for folder in near] if adapter_name else []
     for folder in named:
         foreign.check_folder(folder, folder.parent)
@@ -159,11 +186,11 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
         folder = Path(name) if Path(name).is_dir() else describing.fetch(name, with_weights, asked)
         if not (folder / CONFIG).is_file():
             raise _no_config(folder)
-        return Papers(folder, near, adapter)
+        return Papers(folder, near, adapter, run=None if folder == run else run)
     if not described:
         raise _no_config(found.folder)
     trained = described[0].name != DESCRIBED and found.kind != "adapter"
-    return Papers(described[0], near, adapter, trained)
+    return Papers(described[0], near, adapter, trained, run)
 
 
 def _near(found: Found) -> Iterator[Path]:

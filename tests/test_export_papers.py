@@ -1,6 +1,7 @@
 """What comes with the weights: no code, nor names of code; nothing that is broken passes for something else."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,23 @@ def test_an_adapter_names_no_module_to_import(tiny_model: Path, tmp_path: Path) 
     path.write_text(json.dumps({**settings, "megatron_config": {"x": 1}, "megatron_core": "antigravity"}))
     with pytest.raises(UserError, match="megatron_core: antigravity"):
         export(tmp_path / "adapter", tmp_path / "megatron", verify="load")
+
+
+def test_a_project_around_the_checkpoint_stays_at_home(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what training writes there comes from the folder that a checkpoint lies in."""
+    project, out = tmp_path / "project", tmp_path / "out"
+    shutil.copytree(tiny_model, project / "checkpoint-1", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    (project / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    shutil.copy(tiny_model / "tokenizer.json", project)
+    for name in ("README.md", "my_vocab.json", "notes.jinja", "loss.svg"):
+        (project / name).write_text('{"password": "accel-fsdp"}')
+    export(project / "checkpoint-1", out)
+    assert not {"README.md", "my_vocab.json", "notes.jinja", "loss.svg", "tokenizer.json"} & set(os.listdir(out))
+    shutil.copy(tiny_model / "config.json", project)
+    (project / "README.md").write_text("---\ntags:\n- accel-fsdp\n---\n# Ours\n")
+    capsys.readouterr()
+    export(project / "checkpoint-1", out, force=True)
+    assert "README.md, tokenizer.json" in " ".join(capsys.readouterr().err.split())
+    assert not {"my_vocab.json", "notes.jinja", "loss.svg"} & set(os.listdir(out))
