@@ -54,12 +54,17 @@ def cross_entropy(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Ten
 
 @torch.no_grad()
 def right_tokens(logits: Tensor, wanted: Tensor) -> Tensor:
-    """How many targets are the likeliest token; of several that are equally likely, each is.
+    """How many targets are likelier than every other token; one that ties with another is not predicted.
 
-    The maximum without its place: looking for that one would take five times as long.
+    The maximum of the others, without its place: looking for that one would take five times as long. The target's own
+    logit gives way to it for that moment, as a copy may not fit; `data`, as autograd is not to take note.
     """
-    own = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-    return ((own >= logits.amax(-1)) & (wanted != IGNORED)).sum()
+    places, others = wanted.clamp(min=0)[..., None], logits.data
+    own = others.gather(-1, places)
+    others.scatter_(-1, places, -math.inf)
+    highest = others.amax(-1)
+    others.scatter_(-1, places, own)
+    return ((own[..., 0] > highest) & (wanted != IGNORED)).sum()
 
 
 class EvenRows:
@@ -110,6 +115,22 @@ class LossTrainer(SurvivingTrainer):
         self._weights = sum(numel(one) for one in outside)
 
     # Training
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        """Looks at the loaded weights once: what is broken already is no matter of the learning rate.
+
+        Raises:
+            UserError: some are NaN or infinite.
+        """
+        found = super()._prepare_for_training(max_steps, dataloader, checkpoint)
+        if odd := self._not_finite():
+            more = f" and {len(odd) - 1} more" if odd[1:] else ""
+            raise UserError(
+                f"the loaded weights hold NaN or infinite values: {odd[0]}{more}",
+                why="no training mends them, and a model of such numbers answers nothing",
+                fix=f"another checkpoint: {checkpoint or self._settings._name_or_path or 'this one'} is broken",
+            )
+        return found
 
     def compute_loss(
         self,
@@ -224,7 +245,9 @@ class LossTrainer(SurvivingTrainer):
             return  # the scaler leaves this step out and tries a smaller scale
         found = f"in step {self.state.global_step + 1} the loss is {loss:.4g}, the gradient norm {length:.4g}"
         if not self.args.ignore_nan_inf:
+            self.state.global_step += 1  # the line is of this step, which is never done
             self.log({"loss": loss, "grad_norm": length, "learning_rate": self._get_learning_rate()})
+            self.state.global_step -= 1
             raise self._diverged(found)
         self._say(f"{found}; its update is left out")
         if not self._scales_gradients():
@@ -292,7 +315,7 @@ class LossTrainer(SurvivingTrainer):
         Raises:
             Diverged: they aren't.
         """
-        if self._weights_are_finite():
+        if not self._not_finite():
             super()._save_checkpoint(model, trial)
             return
         found = f"after step {self.state.global_step} the weights hold NaN or infinite values"
@@ -301,18 +324,34 @@ class LossTrainer(SurvivingTrainer):
         self._say(f"{found}: no checkpoint is written")
 
     def _finalize_training(self, *args: Any) -> Any:
-        if not self.stop.agreed and not self._weights_are_finite() and not self.args.ignore_nan_inf:
+        """Ends with finite weights only; those of the best checkpoint are, whatever came after it.
+
+        Raises:
+            Diverged: they aren't.
+        """
+        if not (self.stop.agreed or self.args.ignore_nan_inf):
+            self._check_weights()
+        found = super()._finalize_training(*args)
+        self._check_weights()
+        return found
+
+    def _check_weights(self) -> None:
+        if self._not_finite():
             raise self._diverged(f"after step {self.state.global_step} the weights hold NaN or infinite values")
-        return super()._finalize_training(*args)
 
-    def _weights_are_finite(self) -> bool:
-        """Looks at what is trained, each rank at its own part."""
-        ends = [torch.stack(torch.aminmax(part)).float() for part in map(_local, self._trained()) if part.numel()]
-        finite = torch.stack(ends).isfinite().all() if ends else torch.tensor(True)
-        return bool(self.accelerator.gather(finite.to(self.args.device)[None]).all())
+    def _not_finite(self) -> list[str]:
+        """The names of trained parameters that hold NaN or infinity, on whichever rank their parts lie."""
+        trained = self._trained()
+        flags = torch.zeros(len(trained), dtype=torch.bool, device=self.args.device)
+        for place, part in enumerate(map(_local, trained.values())):
+            if part.numel():
+                flags[place] = ~torch.stack(torch.aminmax(part)).float().isfinite().all()
+        odd = self.accelerator.gather(flags[None]).any(0).tolist()
+        return [name for name, is_odd in zip(trained, odd, strict=True) if is_odd]
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [one for one in self.model.parameters() if one.requires_grad and one.is_floating_point()]
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = self.model.named_parameters()
+        return {name: one for name, one in named if one.requires_grad and one.is_floating_point()}
 
     def _diverged(self, found: str) -> Diverged:
         newest = complete.choose(Path(self.args.output_dir)).newest
@@ -320,12 +359,13 @@ class LossTrainer(SurvivingTrainer):
         clip = "" if 0 < self.args.max_grad_norm <= 1 else ", --max_grad_norm 1"
         precision = ", mixed_precision: bf16 in the YAML" if self._scales_gradients() else ""
         resume = f"; --resume_from_checkpoint true goes on from {newest.name}" if newest else ""
+        leave_out = "" if self.args.ignore_nan_inf else "; or --ignore_nan_inf true to leave such steps out"
         return Diverged(
             f"training diverged: {found}",
             why=f"every later step would be NaN too; the last finite weights are in {newest}"
             if newest
             else "every later step would be NaN too; no checkpoint was written before",
-            fix=f"{rate}{clip}{precision}{resume}; or --ignore_nan_inf true to leave such steps out",
+            fix=f"{rate}{clip}{precision}{resume}{leave_out}",
         )
 
     def _say(self, text: str) -> None:

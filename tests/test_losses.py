@@ -156,6 +156,7 @@ def test_a_run_that_diverges_ends_there(
     assert finished.code == 1, finished.output
     said = finished.output
     assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in said
+    assert [said.count(f"step {step}/6  loss") for step in (1, 2)] == [1, 1]
     assert f"the last finite weights are in {out / 'checkpoint-1'}" in said
     assert "a lower --learning_rate than 1e+30" in said
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
@@ -193,12 +194,14 @@ def test_infinite_weights_are_never_saved(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Weights that one step makes infinite: no later loss has shown it when they would be saved, or exported."""
-    for name, steps in (("saved", "6"), ("exported", "1")):
+    for name, steps in (("saved", "6"), ("exported", "1"), ("ignored", "1")):
         more = (*EXPLODES, "--learning_rate", "1e38", "--weight_decay", "1e6", "--max_steps", steps)
         more += ("--save_strategy", "no") if name == "exported" else ()
+        more += ("--ignore_nan_inf", "true") if name == "ignored" else ()
         finished = sft(*sft_args(tiny_model, text_data, tmp_path / name, *more))
         assert finished.code == 1
-        assert "after step 1 the weights hold NaN or infinite values" in finished.output
+        assert "error: training diverged: after step 1 the weights hold NaN or infinite values" in finished.output
+        assert runs.read(tmp_path / name)["status"] == "diverged"
         assert not list((tmp_path / name).glob("checkpoint-*/*.safetensors"))
         assert not (tmp_path / name / "final").exists()
 
@@ -267,10 +270,32 @@ def test_one_ranks_infinite_loss_stops_all(tiny_model: Path, text_data: Path, tm
     assert first != torch.tensor(first).bfloat16().item()  # FSDP2 would round it
 
 
-def test_ties_count_and_ignored_places_do_not() -> None:
-    logits = torch.tensor([[[1.0, 2.0, 0.0], [3.0, 3.0, 0.0], [0.0, 0.0, 9.0]]])
-    assert losses.right_tokens(logits, torch.tensor([[1, 0, IGNORED]])).item() == 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_ties_nor_ignored_places_count(dtype: torch.dtype) -> None:
+    """Dead logits are all the same, and predict nothing; the ones that are looked at stay as they are."""
+    given = torch.tensor([[[1.0, 2.0, 0.0], [3.0, 3.0, 0.0], [0.0, 0.0, 9.0]]], dtype=dtype, requires_grad=True)
+    logits = given * 1.0
+    assert losses.right_tokens(logits, torch.tensor([[1, 0, IGNORED]])).item() == 1
     assert losses.right_tokens(logits, torch.tensor([[0, 2, 2]])).item() == 1
+    assert losses.right_tokens(torch.zeros(1, 10, 509, dtype=dtype), torch.arange(10)[None]).item() == 0
+    assert torch.equal(logits, given)
+    logits.square().sum().backward()
+    assert torch.equal(given.grad, 2 * given)
+
+
+def test_a_broken_checkpoint_is_no_matter_of_the_learning_rate(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    model.model.norm.weight.data[3] = -math.inf
+    broken = saved(model, tmp_path / "broken", tiny_model)
+    for ignores in ("false", "true"):
+        finished = sft(*sft_args(broken, text_data, tmp_path / "run", "--ignore_nan_inf", ignores))
+        assert finished.code == 1
+        assert "the loaded weights hold NaN or infinite values: model.norm.weight\n" in finished.output
+        assert f"{broken} is broken" in " ".join(finished.output.split())
+        assert "learning_rate" not in finished.output
+        assert "step 1/" not in finished.output
 
 
 def test_a_kernel_that_keeps_the_logits_counts_itself() -> None:
