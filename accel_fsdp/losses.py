@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -351,7 +352,7 @@ class LossTrainer(SurvivingTrainer):
 
     def _trained(self) -> dict[str, nn.Parameter]:
         named = self.model.named_parameters()
-        return {name: one for name, one in named if one.requires_grad and one.is_floating_point()}
+        return {clean_tensor_name(name): one for name, one in named if one.requires_grad and one.is_floating_point()}
 
     def _diverged(self, found: str) -> Diverged:
         newest = complete.choose(Path(self.args.output_dir)).newest
