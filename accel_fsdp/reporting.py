@@ -151,7 +151,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
         if ends and args.logging_strategy != "no":
             control.should_log = True
         if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
-            _say(self._comparison(), "cyan")
+            _say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluating is not training."""
@@ -195,10 +195,9 @@ class Report(TrainerCallback):  # type: ignore[misc]
     def _comparison(self) -> str:
         batch = f"{self.tally.rows} x {self.tally.length:,} tokens"
         if not torch.cuda.is_available():
-            held = f"{here.peak_memory() / GIB:.2f} GiB of host memory on rank 0"
-            return f"peak memory after step 2: {held}"
+            return f"{here.peak_memory() / GIB:.2f} GiB of host memory on rank 0"
         self.peaks["measured"] = torch.cuda.max_memory_allocated()
-        said = f"peak memory after step 2: {self.peaks['measured'] / GIB:.2f} GiB with {batch}"
+        said = f"{self.peaks['measured'] / GIB:.2f} GiB with {batch}"
         if self.forecast is None:
             return f"{said}; the plan's is unknown"
         self.peaks["predicted"] = self.forecast.peak_bytes(self.tally.rows, self.tally.length, self.gpu)
@@ -289,6 +288,7 @@ def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps:
     size = rows * micro * ranks
     return [
         f"trained: {f'all {millions}' if trained == parameters else part}",
-        f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); {per_epoch:,} steps per epoch, "
+        f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); "
+        f"{per_epoch:,} step{'s' if per_epoch != 1 else ''} per epoch, "
         f"{last:,} in all{f', {done:,} of them done' if done else ''}",
     ]

@@ -238,8 +238,9 @@ def begin(args: TrainingArguments) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")
-    aligned = logging.getLogger("transformers.trainer_utils")  # that the model's config takes the tokenizer's ids
-    aligned.addFilter(lambda said: not str(said.msg).startswith("The tokenizer has new PAD/BOS/EOS tokens"))
+    noise = ("The tokenizer has new PAD/BOS/EOS tokens", "Warning: The following arguments do not match")
+    loader = logging.getLogger("transformers.trainer_utils")  # once per rank; `resuming.check` refuses what matters
+    loader.addFilter(lambda said: not str(said.msg).startswith(noise))
     if args.process_index != 0:
         import datasets
         from transformers.utils.logging import disable_progress_bar

@@ -24,7 +24,7 @@ from accel_fsdp import arguments, drawing, forecast, gathering, gpus, here, layo
 from accel_fsdp.drawing import Curve, Words
 from accel_fsdp.errors import UserError
 from accel_fsdp.inputs import read_subject
-from accel_fsdp.reporting import Tally, line
+from accel_fsdp.reporting import Tally, beginning, line
 from accel_fsdp.types import Layout, Recipe
 
 SCARCE = ROOT / "tests" / "scarce.py"
@@ -105,6 +105,7 @@ def test_what_a_run_says_of_itself_without_being_told(
     trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/final/adapter_model.safetensors").values())
     assert f"trained: {trained / 1e6:.2f} M of 0." in said
     assert "batch: 4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all" in said
+    assert "1 step per epoch, 2 in all" in beginning(1, 1, (48, 1, 1), (1, 0, 2))[1]
     assert "one process, which holds the whole model" in said
     for nothing in ("MFU", "the plan", "as the YAML says", "00:00 left", "PAD/BOS/EOS", "1 rows"):
         assert nothing not in said

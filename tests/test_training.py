@@ -215,6 +215,7 @@ def assert_resumes_exactly(config: Path, model: Path, data: Path, folder: Path, 
         shutil.rmtree(out / gone)
     resumed = accelerate_launch(config, SFT, *sft_args(model, data, out, *more, "--resume_from_checkpoint", "true"))
     assert resumed.code == 0, resumed.output
+    assert "peak memory after step 5: " in resumed.output
     assert logged_losses(out) == pytest.approx(expected, abs=1e-6)
     again = load_file(next((out / "final").glob("*model.safetensors")))
     assert again.keys() == weights.keys()
