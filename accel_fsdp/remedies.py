@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accel_fsdp.overheads import GIB
-from accel_fsdp.plan import Job, evaluate, has_room, host_bytes, layouts, longest_sequence, name_of
+from accel_fsdp.plan import Job, evaluate, has_room, host_bytes, layouts, longest_sequence, name_of, offloads
 from accel_fsdp.types import Layout, Method, Recipe
 
 MOST_DOUBLINGS = 10
@@ -23,6 +23,7 @@ def remedies(job: Job, given: Layout | None) -> Iterator[str]:
     if given and smallest != job.recipe and not given.offload and _fits(job, smallest, given):
         yield used
         return
+    yield from _other_optimizer(job, smallest, given)
     layout = sharded(job, smallest, job.ranks)
     if layout is None:
         return
@@ -33,9 +34,7 @@ def remedies(job: Job, given: Layout | None) -> Iterator[str]:
     elif length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
         yield f"--seq-len {length}, with {used}"
     yield from _other_methods(job, smallest, given)
-    more = (sharded(job, smallest, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1))
-    if enough := next((one for one in more if one and _fits(job, smallest, one)), None):
-        yield f"{enough.ranks} GPUs, with {_how(job, smallest, enough, given)}"
+    yield from _more_gpus(job, smallest, given)
     if layout.engine in ("fsdp1", "fsdp2") and not (given and given.offload):
         yield from _offload(job, smallest, replace(layout, offload=True), used)
 
@@ -47,6 +46,30 @@ def _other_methods(job: Job, smallest: Recipe, given: Layout | None) -> Iterator
         if layout and _fits(job, recipe, layout):
             size = evaluate(job, recipe, layout).device.allocated / GIB
             yield f"--method {method}, with {_how(job, recipe, layout, given)}: {size:.1f} GiB"
+
+
+def _other_optimizer(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+    """Trainer's own optimizer, where another was asked for: that may work with fewer layouts, or hold more."""
+    if smallest.optimizer == Recipe.optimizer:
+        return
+    recipe = replace(smallest, optimizer=Recipe.optimizer)
+    layout = sharded(job, recipe, job.ranks)
+    for tried in offloads(layout) if layout else ():
+        if _fits(job, recipe, tried) and not (tried.offload and host_bytes(job, recipe, tried) > job.host_bytes):
+            yield f"--optimizer {recipe.optimizer}, with {_how(job, recipe, tried, given)}"
+            return
+
+
+def _more_gpus(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+    """The GPUs that are enough; where no number is, with a method that holds less."""
+    for method in (job.recipe.method, *SMALLER[job.recipe.method]):
+        other = method != job.recipe.method
+        recipe = replace(smallest, method=method, dtype="bfloat16") if other else smallest
+        more = (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1))
+        if enough := next((one for one in more if one and _fits(job, recipe, one)), None):
+            flag = f" and --method {method}" if other else ""
+            yield f"{enough.ranks} GPUs{flag}, with {_how(job, recipe, enough, given)}"
+            return
 
 
 def _offload(job: Job, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:

@@ -147,7 +147,7 @@ class Told:
             return
         yield f"Nothing fits into the {self.job.gpu.usable_gib:.1f} GiB of each GPU. What would:"
         given = self.plan.rows[0].layout if self.config else None
-        changes = list(remedies.remedies(self.job, given)) or ["a smaller model, or more machines"]
+        changes = list(remedies.remedies(self.job, given)) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from self._padding()
         yield from self.job.notes
@@ -307,7 +307,9 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
     if recipe.checkpointing == "selective":
         notes.append("Selective checkpointing is no flag of Trainer's: the script has to apply it itself.")
     if recipe.method == "qlora" and any(one.kind == "experts" for block in shape.blocks for one in block.parameters):
-        notes.append("bitsandbytes quantises linear layers; the experts, which are none, stay in 16 bits.")
+        notes.append(
+            "bitsandbytes quantises linear layers alone: the experts are no linear layers and stay in 16 bits."
+        )
     return tuple(notes)
 
 

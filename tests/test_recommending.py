@@ -153,6 +153,13 @@ def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
     assert told_more["choice"]["strategy"] == "FSDP2 FULL_SHARD offload"
 
 
+def test_where_another_optimizer_fits_it_is_proposed() -> None:
+    crashing = ("--method", "qlora", "--optimizer", "adamw_8bit")
+    content = planned("--model", "openai/gpt-oss-20b", "--gpus", "2x4090", *crashing)
+    assert content["choice"] is None
+    assert content["changes"][0].startswith("--optimizer adamw_torch_fused, with FSDP2 FULL_SHARD")
+
+
 def test_the_least_method_that_is_proposed_fits() -> None:
     fits = planned("--model", "llama-3.1-70b", "--gpus", "1xA100-80GB", "--method", "qlora")
     assert fits["choice"]["fits"] == "yes"
