@@ -5,6 +5,7 @@ All rates are per GPU as torch counts devices; FLOP/s are dense (without structu
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accel_fsdp.errors import UsageError, did_you_mean
@@ -173,7 +174,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     if not rows:
         known = {_plain(gpu.name): gpu.name for gpu in GPUS}
         raise UsageError(
-            f"{name} is no GPU that this tool knows.{did_you_mean(name, known.values())}",
+            f"{name} is no GPU that this tool knows.{_suggestion(name, known.values())}",
             why="step time follows from its peak, memory and links",
             fix=f"one of {', '.join(dict.fromkeys(known.values()))}",
         )
@@ -185,6 +186,18 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # a driver said it, no vendor
     usable = memory_gib if reported else _usable(nearest.name, memory_gib)
     return dataclasses.replace(nearest, memory_gib=memory_gib, usable_gib=usable)
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    """The question for what was probably meant."""
+    sized = with_size(name)
+    return f" Did you mean {sized}?" if sized else did_you_mean(name, known)
+
+
+def with_size(name: str) -> str:
+    """`H100-80` and `H100-80GB1` are `H100-80GB`; empty where no known GPU has a size behind it."""
+    found = re.fullmatch(r"(.+)[ -](\d+)(GI?B?\d*)?", name, re.I)
+    return f"{found[1]}-{found[2]}GB" if found and is_known(found[1]) else ""
 
 
 def sold_gib(name: str, reported_gib: float) -> float:

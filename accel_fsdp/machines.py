@@ -16,7 +16,9 @@ LONGEST_NAME = 253
 """Letters of a host name (RFC 1035)."""
 
 _MEMORY = r"(?:[ -](?P<memory>\d+)Gi?B)?"
-_SHAPE = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<count>\d+)x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I)
+_SHAPE = re.compile(
+    rf"(?:(?P<machines>\d+)\s*x\s*)?(?P<count>\d+)\s*x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I
+)
 _ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})(?:[ -][A-Za-z]+)?){_MEMORY}", re.I)
 """One GPU by its name alone, which has a number in it: `h100`, `RTX 4090`."""
 

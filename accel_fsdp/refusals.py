@@ -7,7 +7,7 @@ from typing import Any
 from accel_fsdp import catalogue, gpus, machines
 from accel_fsdp.asking import Context, Given, is_ddp
 from accel_fsdp.combinations import Setup, clashes
-from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean
+from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.fields import Engine
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
@@ -105,6 +105,9 @@ def check_gpus(context: Context, value: Any) -> str:
     if machine.count * number > MOST_RANKS:
         raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
     meant = "" if gpus.is_known(name) else name.translate(LOOKALIKES)
+    if sized := gpus.with_size(name):
+        what = f"{name} is no GPU. Did you mean {sized}?"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, sized))
     if gpus.is_known(meant):
         what = f"{name} is no GPU. Did you mean {gpus.find(meant).name}?"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, meant))
@@ -115,10 +118,11 @@ def check_gpus(context: Context, value: Any) -> str:
             raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
     elif not machine.memory_gib:  # with it, it is newer or rarer than the table
         known = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
-        what = f"{name} is no GPU that this tool knows.{did_you_mean(name, known)}"
-        raise _wrong_gpus(
-            text, what, MEMORY_MATTERS, f"{text}-80GB, with the memory of one GPU; known are: {', '.join(known)}"
-        )
+        near = nearest(name, known)
+        what = f"{name} is no GPU that this tool knows." + (f" Did you mean {near}?" if near else "")
+        first = f"{text.replace(name, near)}; or " if near else ""
+        typed = f"{first}{text}-80GB, with the memory of one GPU; known are: {', '.join(known)}"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, typed)
     return text
 
 

@@ -92,6 +92,10 @@ def test_a_mistyped_gpu_is_refused_and_the_fix_works() -> None:
     assert "Did you mean H100?" in error.what
     assert settled(model="gpt2", gpus=error.fix.removeprefix("--gpus ")).gpus == "8xH100"
     assert "no GPU that this tool knows" in refusal(gpus="8xFoo").what
+    assert refusal(gpus="8xH1000").fix.startswith("--gpus 8xH100; or 8xH1000-80GB, with the memory")
+    for typed, meant in (("8xA100-80GB1", "8xA100-80GB"), ("8xH100-80", "8xH100-80GB")):
+        assert refusal(gpus=typed).fix == f"--gpus {meant}"
+    assert settled(model="gpt2", gpus="8 x H100").engine == settled(model="gpt2", gpus="8xH100").engine
     assert settled(model="gpt2", gpus="8xB300-288GB").gpus == "8xB300-288GB"  # newer than the table, with its memory
 
 
