@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import set_zero3_state
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from accel_fsdp.errors import UserError
@@ -77,11 +78,11 @@ def looks_ahead_by(config: Any) -> bool | None:
     """Whether a random model of two layers of this kind does; None where it can't be made or is too large."""
     try:
         small = _shrunk(config)
-        with torch.device("meta"):
+        with torch.device("meta"), set_zero3_state():  # ZeRO-3 would wait for the other ranks, which don't ask
             shape = AutoModelForCausalLM.from_config(small, trust_remote_code=False)
         if sum(one.numel() for one in shape.parameters()) > LARGEST:
             return None
-        with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
+        with torch.random.fork_rng(devices=[]), set_zero3_state():  # the run's own random numbers stay as they are
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
     except Exception:  # whatever a config of unknown kind brings: the loaded model is tried then

@@ -140,7 +140,7 @@ def _size(path: Path) -> int:
 def _safetensors(folder: Path) -> Found | None:
     single = (folder / "model.safetensors").is_file()  # which from_pretrained prefers
     try:
-        names = [] if single else weights.named_files(folder)
+        names = [] if single else sorted(set(weights.weight_map(folder).values()))
     except UserError as error:
         return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
     if not names and not single and not any(folder.glob(weights.SHARDS)):

@@ -35,20 +35,11 @@ HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True)
-class Merged:
-    """One weight with its adapter, rounded to `dtype` once.
-
-    `turned`: the adapter's product is the transposed weight's, as in Conv1D and embeddings.
-    """
+class Changed:
+    """A weight of the base, which `base` gives, after training; it is read in whole rows."""
 
     dtype: str
     base: Source
-    down: Stored
-    up: Stored
-    scale: float
-    magnitude: Stored | None = None
-    turned: bool = False
-    norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,6 +50,21 @@ class Merged:
     def unit(self) -> int:
         """A row."""
         return math.lcm(self.shape[1], self.base.unit)
+
+
+@dataclass(frozen=True)
+class Merged(Changed):
+    """One weight with its adapter, rounded to `dtype` once.
+
+    `turned`: the adapter's product is the transposed weight's, as in Conv1D and embeddings.
+    """
+
+    down: Stored
+    up: Stored
+    scale: float
+    magnitude: Stored | None = None
+    turned: bool = False
+    norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
 
     def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with merged rows."""
@@ -108,23 +114,11 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class Replaced:
+class Replaced(Changed):
     """An embedding, some rows of which were trained: those of `tokens`, in this order in `rows`."""
 
-    dtype: str
-    base: Source
     rows: Stored
     tokens: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of the base."""
-        return self.base.shape
-
-    @property
-    def unit(self) -> int:
-        """A row."""
-        return math.lcm(self.shape[1], self.base.unit)
 
     def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with rows of the base, and those that were trained."""

@@ -47,7 +47,7 @@ class Papers:
     @property
     def config(self) -> dict[str, Any]:
         """The model's config."""
-        return _read(self.folder / CONFIG)
+        return weights.read_json(self.folder / CONFIG)
 
     @property
     def dtype(self) -> str | None:
@@ -60,7 +60,7 @@ class Papers:
     @property
     def settings(self) -> dict[str, Any]:
         """PEFT's settings of the adapter."""
-        return _read(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
+        return weights.read_json(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
 
     def copy(self, target: Path, dtype: str | None) -> list[str]:
         """Puts everything but the weights into `target`; links and code are left behind.
@@ -106,7 +106,9 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 def _of_run(run: Path) -> Iterator[Path]:
     """What training writes into a run's own folder: a model with its papers, and our account of the run."""
-    is_model = bool(_read(run / CONFIG).get("model_type") or _read(run / ADAPTER_CONFIG).get("peft_type"))
+    is_model = bool(
+        weights.read_json(run / CONFIG).get("model_type") or weights.read_json(run / ADAPTER_CONFIG).get("peft_type")
+    )
     for path in _matching(run, IN_RUN):
         if path.name == CARD:
             of_training = CARD_TAG in (foreign.read_text(path, within=run) or "").partition("\n---")[0].split()
@@ -118,7 +120,7 @@ def _of_run(run: Path) -> Iterator[Path]:
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
     """As it is, but for the names of code."""
-    content = _read(path, folder) if path.name.endswith("config.json") else {}
+    content = weights.read_json(path, folder) if path.name.endswith("config.json") else {}
     if (kept := _without_code(content)) != content:
         _write(copy, kept)
     else:
@@ -129,11 +131,6 @@ def _without_code(content: Any) -> Any:
     if isinstance(content, dict):
         return {key: _without_code(value) for key, value in content.items() if key not in CODE_KEYS}
     return [_without_code(one) for one in content] if isinstance(content, list) else content
-
-
-def _read(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """Settings from a stranger's folder; empty where there are none."""
-    return foreign.read_json(path, within) or {}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -210,10 +207,10 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
     """The model that an adapter sits on, and its revision; of a model, None unless no config lies near and the run's
     account names it.
     """
-    accounts = (_read(folder / "run.json") for folder in near)
+    accounts = (weights.read_json(folder / "run.json") for folder in near)
     trained = (found for account in accounts if (found := _trained_model(account)))
     if adapter is not None:
-        settings = _read(adapter / ADAPTER_CONFIG)
+        settings = weights.read_json(adapter / ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
         if name and not revision:  # PEFT leaves it out where the model was loaded before
             revision = next((known for one, known in trained if one == name), None)

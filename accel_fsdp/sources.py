@@ -78,17 +78,12 @@ def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Store
     return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder, as `from_pretrained` takes them: the one, else those of an index.
-
-    Raises:
-        UserError: the index is damaged, or names files elsewhere.
-    """
+def _files_of(folder: Path, listed: Mapping[str, str]) -> list[Path]:
+    """The safetensors files of a model's folder, as `from_pretrained` takes them: the one, else those of an index."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    named = weights.named_files(folder)
-    if named:
-        return [foreign.inside(folder, name, weights.INDEX) for name in named]
+    if listed:
+        return [foreign.inside(folder, name, weights.INDEX) for name in sorted(set(listed.values()))]
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(weights.SHARDS))
 
 
@@ -96,12 +91,12 @@ def of_folder(folder: Path) -> dict[str, Stored]:
     """The tensors of a model's folder.
 
     Raises:
-        UserError: it holds no safetensors files, or damaged ones, or lacks a tensor that its index lists.
+        UserError: it holds no safetensors files, or damaged ones; its index is damaged, names files elsewhere, or lists
+            a tensor that is in none of them.
     """
-    found = _of_files(files_of(folder))
-    index = {} if (folder / SINGLE).is_file() else foreign.read_json(folder / weights.INDEX) or {}
-    lacking = sorted(set(map(str, index.get("weight_map") or ())) - found.keys())
-    if lacking:
+    listed = {} if (folder / SINGLE).is_file() else weights.weight_map(folder)
+    found = _of_files(_files_of(folder, listed))
+    if lacking := sorted(listed.keys() - found.keys()):
         raise damaged(folder / weights.INDEX, f"lists {lacking[0]}, which is in none of its files")
     if not found:
         raise UserError(

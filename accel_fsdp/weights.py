@@ -52,28 +52,28 @@ def _bytes(tensor: Tensor) -> bytes:
         return content[tensor.start : tensor.end]
 
 
-def named_files(folder: Path) -> list[str]:
-    """The files that a model's index names; none without an index.
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as a model's index lists them; empty without an index.
 
     Raises:
         UserError: the index can't be read, or is none.
     """
     index = foreign.read_json(folder / INDEX)
     if index is None:
-        return []
+        return {}
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
         raise foreign.broken(folder / INDEX, "is damaged: no list of tensors and their files")
-    return sorted(set(listed.values()))
+    return listed
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON mapping; empty if there is no such file.
+def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """A JSON mapping; empty if there is no such file. `within` as in `foreign.open_file`.
 
     Raises:
         UserError: there is one that can't be read, or is damaged.
     """
-    return foreign.read_json(path) or {}
+    return foreign.read_json(path, within) or {}
 
 
 def read_checkpoint(folder: Path) -> CheckpointFacts:
@@ -94,8 +94,8 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
 
 
 def _facts(folder: Path) -> CheckpointFacts:
-    odd = [path for path in sorted(folder.iterdir()) if not _counts(path)]
-    held = [path for path in sorted(folder.iterdir()) if path not in odd]
+    counts = {path: _counts(path) for path in sorted(folder.iterdir())}
+    held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
     names = {path.name for path in held}
     sharded = [path for path in held if path.is_dir() and any(path.glob("*.distcp"))]
     read = {path: tensors_of(path) for path in held if path.suffix == ".safetensors"}

@@ -1,7 +1,6 @@
 """A tiny model with a real tokenizer, and real launches of several gloo processes."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,8 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
     try:
         output, _ = process.communicate(timeout=LAUNCH_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        for one in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
+            one.kill()
         output, _ = process.communicate()
         pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-3000:]}")
     return Finished(process.returncode, output.replace("\r", "\n"))

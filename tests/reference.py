@@ -94,8 +94,8 @@ def train(
     }
     model = model.merge_and_unload() if lora and not quantized else model
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        found = [_loss_and_right(model.eval(), row) for row in rows]
+    with torch.no_grad():  # not in eval mode: nothing drops out here, and 4-bit layers would be packed for the CPU
+        found = [_loss_and_right(model, row) for row in rows]
     tokens = sum(len(row) - 1 for row in rows)
     held_out, right = (sum(one[place] for one in found) / tokens for place in (0, 1))
     return Reference(losses, norms, accuracies, weights, moments, float(held_out), float(right))

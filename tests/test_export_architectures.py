@@ -16,7 +16,8 @@ SMALL = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-MIXED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MIXED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
 RANKS = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MAKES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,14 +26,14 @@ MAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("LlamaForCausalLM", {**SMALL, "tie_word_embeddings": True}),
     "gemma3": ("Gemma3ForCausalLM", {**SMALL, "head_dim": 8}),
     "mixtral": ("MixtralForCausalLM", {**SMALL, "num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {**SMALL, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**SMALL, **EXPERTS, "num_experts": 4, "head_dim": 8}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**SMALL, **MIXED, **RANKS, "n_group": 2, "topk_group": 1}),
     "gpt_oss": ("GptOssForCausalLM", {**SMALL, "num_local_experts": 4, "head_dim": 8, "layer_types": None}),
     "phi3": ("Phi3ForCausalLM", SMALL),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}),
     "bert": ("BertForSequenceClassification", SMALL),
     "mamba": ("MambaForCausalLM", {**SMALL, "state_size": 4}),
-    "ernie moe": ("Ernie4_5_MoeForCausalLM", {**SMALL, "moe_num_experts": 4, "moe_intermediate_size": 8}),
+    "ernie moe": ("Ernie4_5_MoeForCausalLM", {**SMALL, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}),
 }
 
 
