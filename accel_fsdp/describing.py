@@ -50,7 +50,8 @@ class Description:
     the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
     model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
     another dtype than the one that it is asked for, such as float32 for the biases of routers. `filed_as`: the names in
-    files of those tensors of the model that files hold as they are.
+    files of those tensors of the model that files hold as they are. `turned`: weights, as the model's code names them,
+    that lie transposed (Conv1D).
     """
 
     memory: dict[str, tuple[int, ...]]
@@ -59,6 +60,7 @@ class Description:
     converts: bool = False
     wider: Mapping[str, str] = field(default_factory=dict)
     filed_as: Mapping[str, str] = field(default_factory=dict)
+    turned: frozenset[str] = frozenset()
 
 
 class Here(Executor):
@@ -170,6 +172,8 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     Raises:
         UserError: the model can't be built.
     """
+    from transformers.pytorch_utils import Conv1D
+
     from accel_fsdp import export
 
     model = build(folder, dtype)
@@ -185,7 +189,8 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     converts = any(filed.get(name) is not one for name, one in held.items())
     names = {id(one): name for name, one in filed.items()}
     filed_as = {name: names[id(one)] for name, one in held.items() if id(one) in names}
-    return Description(memory, files, ties, converts, wider, filed_as)
+    turned = frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
+    return Description(memory, files, ties, converts, wider, filed_as, turned)
 
 
 def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":

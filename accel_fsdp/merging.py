@@ -136,13 +136,17 @@ class Replaced(Changed):
 
 @dataclass(frozen=True)
 class Merger:
-    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` says."""
+    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` says.
+
+    `turned`: the weights that lie transposed, of which PEFT asks the layer's kind; None where only the settings say it.
+    """
 
     tensors: dict[str, Source]
     adapter: Mapping[str, Stored]
     settings: Mapping[str, Any]
     wanted: str | None
     filed_as: Mapping[str, str] | None = None
+    turned: frozenset[str] | None = None
 
     def lora(self, module: str) -> None:
         """Puts a merged weight in the place of the one of `module`."""
@@ -154,7 +158,7 @@ class Merger:
             raise _other(f"one of the two matrices of {module} is missing")
         target = self._target(module)
         base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
-        turned = embedding or bool(self.settings.get("fan_in_fan_out"))
+        turned = embedding or self._is_turned(f"{name}.weight")
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:
             raise _other(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
@@ -183,6 +187,9 @@ class Merger:
             raise _other(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
         self.tensors[target] = Replaced(self._dtype(base), base, rows, tokens)
 
+    def _is_turned(self, weight: str) -> bool:
+        return bool(self.settings.get("fan_in_fan_out")) if self.turned is None else weight in self.turned
+
     def _target(self, module: str) -> str:
         return self.named(f"{plain(f'{module}.')}weight")
 
@@ -207,17 +214,19 @@ def merged(
     wanted: str | None = None,
     trained_base: bool = False,
     filed_as: Mapping[str, str] | None = None,
+    turned: frozenset[str] | None = None,
 ) -> dict[str, Source]:
     """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
 
     Without `wanted` they have the base's dtype. `trained_base`: it was saved with the adapter, so that it is what the
     adapter's initialisation has made of it. `filed_as`: what the model's tensors are called in a base of files.
+    `turned`: as of `Merger`.
 
     Raises:
         UserError: the adapter is of another kind or of another base.
     """
     _check(settings, trained_base)
-    merger = Merger(dict(base), adapter, settings, wanted, filed_as)
+    merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
     for name, one in adapter.items():
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
             merger.tensors[merger.named(plain(name))] = one

@@ -55,11 +55,12 @@ class Planner:
         from accel_fsdp import merging
 
         adapter, settings = self.weights.adapter, self.papers.settings
+        turned = description.turned if description else None
         if self.weights.tensors:
-            return merging.merged(self.weights.tensors, adapter, settings, self.dtype, trained_base=True)
+            return merging.merged(self.weights.tensors, adapter, settings, self.dtype, trained_base=True, turned=turned)
         base, filed_as = sources.of_folder(self.papers.folder), description.filed_as if description else None
         adapter = merging.tied_once(adapter, settings, self._ties(base, description))
-        return merging.merged(base, adapter, settings, self.dtype, filed_as=filed_as)
+        return merging.merged(base, adapter, settings, self.dtype, filed_as=filed_as, turned=turned)
 
     def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:
         return [Output(name, cast_to(one.dtype, wider.get(name, self.dtype)), one) for name, one in tensors.items()]

@@ -103,6 +103,21 @@ def test_settings_of_another_adapter_are_refused(settings: dict[str, Any], tiny_
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
 
 
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("make", ["gpt2", "llama tied"])
+def test_whether_a_weight_is_turned_is_told_by_its_layer(make: str, said: bool, tmp_path: Path) -> None:
+    """As PEFT does, whatever `fan_in_fan_out` says: a square weight would be merged wrongly without a word."""
+    WHOLE[make]().save_pretrained(tmp_path / "base")
+    module = {"gpt2": "attn.c_proj", "llama tied": "q_proj"}[make]
+    trained(tmp_path / "base", target_modules=[module]).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fan_in_fan_out": said}))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    same(ours, load_file(tmp_path / "theirs" / "model.safetensors"))
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "gaussian": {"init_lora_weights": "gaussian", "use_rslora": True},
     "orthogonal": {"init_lora_weights": "orthogonal", "alpha_pattern": {"q_proj": 32}},
