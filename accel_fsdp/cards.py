@@ -6,14 +6,17 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from accel_fsdp import lineage
 from accel_fsdp.runs import results
 
 METHODS = {True: "a LoRA adapter", False: "every weight"}
 SHOWN = (
-    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
-    *("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm", "seed"),
+    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
+    *(*lineage.SCHEDULE, "seed"),
 )
 """Trainer's arguments that decide what comes out; `run.json` has all of them."""
+ROWS = ("max_length", "packing", "assistant_only_loss", "completion_only_loss")
+"""What of the rows is trained."""
 
 
 def text(run: Mapping[str, Any], log_history: list[dict[str, float]]) -> str:
@@ -52,22 +55,32 @@ def _body(
     yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
     yield f"- method: supervised fine-tuning of {method}"
     if run["plan"]:
-        yield f"- trained with {run['plan']['strategy']} on {run['machine']['ranks']} ranks, {run['machine']['device']}"
+        ranks, device = run["machine"]["ranks"], run["machine"]["device"]
+        where = f"with {run['plan']['strategy']} on {ranks} ranks" if ranks > 1 else "in one process"
+        yield f"- trained {where}, {device}"
     yield from _segments(run.get("segments", []))
     yield "\n## Results\n"
     yield "| | first | best | last |\n|---|---|---|---|"
     for name, values in found.items():
         yield f"| {name} | {values['first']:.4f} | {values['best']:.4f} | {values['last']:.4f} |"
+    if smoothing := training.get("label_smoothing_factor"):
+        yield f"\nThe training loss is smoothed (label_smoothing_factor {smoothing:g}); the held-out loss is not."
     yield "\n## Arguments\n"
     yield "| argument | value |\n|---|---|"
-    yield f"| max_length | {arguments['data']['max_length']} |"
-    if method == METHODS[True]:
-        yield from (f"| {name} | {value} |" for name, value in arguments["model"].items() if name.startswith("lora_"))
-    ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
-    yield from (f"| {name} | {training[name]} |" for name in SHOWN if name != ends_by)
+    yield from _arguments(arguments, method == METHODS[True])
     yield "\n## Versions\n"
     yield "| package | version |\n|---|---|"
     yield from (f"| {name} | {version} |" for name, version in run["versions"].items())
+
+
+def _arguments(given: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
+    """Rows of those that decide what comes out, without those that are off."""
+    training = given["training"]
+    ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
+    shown = {name: given["data"].get(name) for name in ROWS}
+    shown |= {name: value for name, value in given["model"].items() if adapter and name.startswith("lora_")}
+    shown |= {name: training.get(name) for name in SHOWN if name != ends_by}
+    yield from (f"| {name} | {value} |" for name, value in shown.items() if value or name == "seed")
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -61,15 +61,22 @@ def _other_optimizer(job: Job, smallest: Recipe, given: Layout | None) -> Iterat
 
 
 def _more_gpus(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
-    """The GPUs that are enough; where no number is, with a method that holds less."""
+    """The GPUs that are enough; where no number is, with a method that holds less; where none is, what each holds."""
+    least: tuple[float, str] | None = None
     for method in (job.recipe.method, *SMALLER[job.recipe.method]):
         other = method != job.recipe.method
         recipe = replace(smallest, method=method, dtype="bfloat16") if other else smallest
-        more = (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1))
-        if enough := next((one for one in more if one and _fits(job, recipe, one)), None):
-            flag = f" and --method {method}" if other else ""
-            yield f"{enough.ranks} GPUs{flag}, with {_how(job, recipe, enough, given)}"
-            return
+        flag = f" and --method {method}" if other else ""
+        for layout in (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
+            if layout is None:
+                continue
+            if _fits(job, recipe, layout):
+                yield f"{layout.ranks} GPUs{flag}, with {_how(job, recipe, layout, given)}"
+                return
+            size = evaluate(job, recipe, layout).device.allocated / GIB
+            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{flag.replace(' and', ' with')}"))
+    if least:
+        yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {least[0]:.1f} GiB"
 
 
 def _offload(job: Job, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:

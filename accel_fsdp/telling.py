@@ -296,8 +296,8 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
     notes = []
     if shape.eager_only:
         notes.append(
-            f"{shape.name} runs eager attention whatever is asked for: transformers has no sdpa or flash_attention_2 "
-            "for it."
+            f"{shape.name}: transformers has no sdpa for it and runs eager attention; so does this plan, whatever "
+            "is asked for."
         )
     if shape.model_type == "gpt_oss":
         notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from accel_fsdp import facts, gpus, notes, prompts, render, tracing
+from accel_fsdp import facts, gpus, notes, prompts, render, tracing, trust
 from accel_fsdp.asking import Context, Question, settle, skip
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.presets import MODEL as PRESET_MODEL
@@ -91,11 +91,7 @@ class Interview:
         except UserError as error:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
-            render.say(
-                f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked",
-                style="yellow",
-                wrap=True,
-            )
+            _go_on_unchecked(error)
             return context
 
 
@@ -218,6 +214,18 @@ def _shape(name: str) -> notes.Known:
         return tracing.read_shape(name, Recipe())
     except UserError:  # no plan is made for it, such as of an encoder and a decoder
         return None
+
+
+@cache
+def _say_once(line: str) -> None:
+    render.say(line, style="yellow", wrap=True)
+
+
+def _go_on_unchecked(error: UserError) -> None:
+    """Says that the layer class is taken as given, and what else a model with code of its own needs."""
+    _say_once(f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked")
+    if isinstance(error, trust.NeedsCode):
+        _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
 
 
 @cache

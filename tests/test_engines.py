@@ -145,6 +145,10 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     assert_like(tmp_path, "lora", tiny_model, lora_reference)
     if smooth:
         assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
+        card = (tmp_path / "smooth" / "final" / "README.md").read_text()
+        assert "The training loss is smoothed (label_smoothing_factor 0.5)" in card
+        assert "| label_smoothing_factor | 0.5 |" in card
+        assert f" on {RANKS} ranks, cpu" in card
         adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
         assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
     for kind in held_out:

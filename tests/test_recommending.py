@@ -127,7 +127,7 @@ def test_a_model_with_eager_attention_alone_is_the_same_whatever_is_asked(attent
     assert content["strategies"] == eager["strategies"]
     if attention == "flash":
         text = shown("--model", "gpt-oss-20b", "--gpus", "8xH100", "--attention", attention)
-        assert "runs eager attention whatever is asked for" in text
+        assert "runs eager attention; so does this plan" in text
         assert "MXFP4" in text
 
 
@@ -149,6 +149,8 @@ def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
     largest = planned("--model", "meta-llama/Llama-3.1-405B", "--gpus", "8xH100")
     assert largest["choice"] is None  # offload would take 6,048 GiB of a machine's memory
     assert "6,048 GiB of memory on each machine, where 1,920 GiB are usual" in largest["changes"][-1]
+    none = planned("--model", "meta-llama/Llama-3.1-405B", "--gpus", "2xT4")  # a gathered layer is larger
+    assert "over 2,048 of these with --method qlora, each still holds 18.7 GiB" in none["changes"][0]
     told_more = planned("--model", "meta-llama/Llama-3.1-405B", "--gpus", "8xH100", "--host-memory", "8000")
     assert told_more["choice"]["strategy"] == "FSDP2 FULL_SHARD offload"
 

@@ -95,6 +95,13 @@ def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, 
         told_yes("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml"), trace
     )
     assert not (tmp_path / "out.yaml").exists()
+    words = ("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml")
+    written = told_yes(*words, "--layer-class", "EvilLayer")
+    said = " ".join((written.stdout + written.stderr).split())
+    assert written.returncode == 0, said
+    assert said.count("going on with the given layer class, unchecked") == 1
+    assert said.count("--trust_remote_code") == 1
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize("verify", ["load", "logits"])
