@@ -54,13 +54,14 @@ def describe(machine: MachineFacts) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """`NVIDIA H100 80GB HBM3` is `H100`: what people call it, without maker and memory."""
+    """`NVIDIA H100 80GB HBM3` is `H100`: what people call it, without maker and memory; PCIe cards are others."""
     words = [
         word
         for word in re.split(r"[\s-]+", name)
-        if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w*|SXM\d*|PCIE", word, re.I)
+        if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w*|SXM\d*", word, re.I)
     ]
-    return re.sub(r"[^\w. ]", "", " ".join(words)) or "GPU"
+    name = re.sub(r"[^\w. ]", "", " ".join(words)) or "GPU"
+    return re.sub(r" (PCIe)\b", r"-\1", name, flags=re.I)
 
 
 def address_problem(text: str) -> str:

@@ -24,6 +24,7 @@ from accel_fsdp import (
     facts,
     layouts,
     lint,
+    machines,
     plan,
     planning,
     questions,
@@ -31,9 +32,10 @@ from accel_fsdp import (
 )
 from accel_fsdp.errors import UserError
 from accel_fsdp.fields import Engine
+from accel_fsdp.gpus import find
 from accel_fsdp.inputs import read_subject
 from accel_fsdp.overheads import GIB
-from accel_fsdp.types import Answers, Checkpointing, Method, Recipe
+from accel_fsdp.types import Answers, Checkpointing, MachineFacts, Method, Recipe
 
 Captured = pytest.CaptureFixture[str]
 TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
@@ -254,6 +256,23 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
         ):
             assert option.label.endswith(f"~{table[name].device.allocated / GIB:,.1f} GiB")
+
+
+@pytest.mark.parametrize(
+    ("driver", "memory", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "8xH100-79GB"),
+        ("NVIDIA H100 PCIe", 79.1, "8xH100-PCIe-79GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "8xA100-PCIE-39GB"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "8xRTX 4090-24GB"),
+    ],
+)
+def test_a_gpu_stays_the_same_in_the_words_for_it(driver: str, memory: float, said: str) -> None:
+    words = machines.describe(MachineFacts(driver, 8, memory))
+    assert words == said
+    name = machines.parse(words)[0].accelerator
+    assert name is not None
+    assert find(name, memory) == find(driver, memory)
 
 
 @pytest.mark.parametrize(
