@@ -117,7 +117,7 @@ class _Walk:
         self.meter.add(BUFFERS, buffers_bytes)
         self.meter.add(WORKSPACE, workspace_bytes)
         self.engine.begin()
-        steady = sum(self.meter.live.values()) + self.engine.kept_gradients()
+        steady = self.meter.total + self.engine.kept_gradients()
         late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
         self.meter.add(GRADIENTS, late)
         last = self.recipe.accumulation

@@ -25,11 +25,12 @@ class Moment:
 
 @dataclass
 class Meter:
-    """What is alive, and the highest point of each phase so far."""
+    """What is alive, and the highest point of each phase so far. `total` is the sum of `live`."""
 
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     moments: list[Moment] = field(default_factory=list)
     phase: str = ""
+    total: int = 0
     _highest: int = -1
 
     def enter(self, phase: str) -> None:
@@ -40,32 +41,32 @@ class Meter:
     def add(self, kind: str, size: int) -> None:
         """Allocates, or frees where `size` is negative."""
         self.live[kind] += size
+        self.total += size
         self._look()
 
     def change(self, sizes: Mapping[str, int]) -> None:
         """Allocates and frees by kind, with nothing to see in between."""
         for kind, size in sizes.items():
             self.live[kind] += size
+            self.total += size
         self._look()
 
     def touch(self, rises: Mapping[str, int]) -> None:
         """A peak that is gone again before anything else happens: `rises` by kind above what is alive."""
-        for kind, size in rises.items():
-            self.live[kind] += size
-        self._look()
+        self.change(rises)
         for kind, size in rises.items():
             self.live[kind] -= size
+            self.total -= size
 
     def mark(self) -> None:
         """A unit is done. Only a `Trace` cares."""
 
     def _look(self) -> None:
-        total = sum(self.live.values())
-        if total > self._highest:
+        if self.total > self._highest:
             if self._highest >= 0:
                 self.moments.pop()
             self.moments.append(Moment(self.phase, dict(self.live)))
-            self._highest = total
+            self._highest = self.total
 
 
 @dataclass

@@ -168,6 +168,7 @@ def quantization_bytes(unit: Unit, layout: Layout) -> int:
     return round(whole if layout.engine == "fsdp1" else whole / layout.shard_ranks)
 
 
+@lru_cache(CACHED)
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """The optimizer state of one unit's trained shards."""
     trained = [one for one in unit.held if one.trained]
