@@ -232,6 +232,10 @@ def test_other_loops_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     for name, folder in other_kinds(model, tmp_path).items():
         same(export(folder.parent, tmp_path / f"{name}-out"), state)
+        assert not list((tmp_path / f"{name}-out").glob("optimizer*"))  # which lies in the same files of two of them
+    for name in ("nested", "job"):
+        export(tmp_path / name, tmp_path / f"{name}-more", with_optimizer=True)
+        assert "state.0.step" in load_file(tmp_path / f"{name}-more" / "optimizer.safetensors")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
