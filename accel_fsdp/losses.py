@@ -2,8 +2,9 @@
 
 Trainer's own go wrong in places (transformers 5.23). It shifts the labels for `--label_smoothing_factor` only if it
 knows the name of the model's class, which FSDP2 changes; counts one token too many per row of classes that aren't
-called ForCausalLM; weighs a router's loss by the number of micro-batches; divides a held-out loss by the tokens of all
-ranks and then drops some ranks' part; and goes on, with zeros in the log, after a loss that is not a number.
+called ForCausalLM; weighs a router's loss by the number of micro-batches; divides each rank's held-out loss by the
+tokens of all and then drops some ranks' part of the last batch; and goes on, with zeros in the log, after a loss that
+is not a number.
 """
 
 import math

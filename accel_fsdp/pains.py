@@ -106,7 +106,7 @@ PAINS: Mapping[str, str] = {
     "P97": "older: offload with RAM-efficient loading fails, exports name FSDP's class",
     "P98": "FSDP1 resumes sharded checkpoints without optimizer state",
     "P99": "label smoothing under FSDP2 trains the model to repeat its input",
-    "P100": "Trainer's held-out loss is too low on several processes",
+    "P100": "Trainer's held-out loss is wrong on several processes, by their last batch",
     "P101": "FSDP2 rounds the loss itself to 16 bits",
     "P102": "FSDP2's activation checkpointing draws dropout anew in backward",
     "P103": "hybrid sharding with one rank a copy shards nothing",

@@ -246,21 +246,22 @@ def adapter_on_fused_experts(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF632", "warning", pains=("P100",))
+@rule("AF632", "note", pains=("P100",))
 def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
-    """`--eval_strategy` in several processes: Trainer's held-out loss is wrong, and the lower the more there are.
+    """`--eval_strategy` in several processes: of the last batch Trainer's held-out loss may be far too low or high.
 
-    Trainer 5.23 divides each rank's sum by all ranks' tokens and then takes the ranks' mean. Early stopping, the best
-    model and every curve go by it. train/sft.py sums losses and tokens over the ranks; most scripts don't.
+    Trainer 5.23 divides each rank's sum by all ranks' tokens, repeated ones too, and then leaves out the ranks behind
+    the last row. That decides where the held-out rows are few: early stopping and the best model go by it. train/sft.py
+    sums losses and tokens over the ranks; most scripts don't.
     """
     asked = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
     evaluates = subject.arg_on("do_eval", "eval_on_start") or str(asked or "no").lower() not in ("no", "none", "false")
     if evaluates and subject.number("num_processes") > 1 and subject.engine is not Engine.NONE and not subject.ours:
         yield Finding(
             "num_processes",
-            f"Trainer's held-out loss of {subject.number('num_processes')} processes is too low",
-            "early stopping, the best model and the curve go by it, unless the script is train/sft.py",
-            "evaluate in one process, or with compute_metrics of your own",
+            f"the held-out loss of {subject.number('num_processes')} processes is off in its last batch",
+            "of few rows that is too low or too high by tenths, unless the script is train/sft.py",
+            "as many held-out rows as fill whole batches of all processes; or compute_metrics of your own",
         )
 
 

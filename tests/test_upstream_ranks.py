@@ -188,6 +188,21 @@ def test_label_smoothing_compares_tokens_with_themselves_under_fsdp2(sharding: S
     assert abs(smoothed - plain) > 0.01 * plain
 
 
+@pytest.mark.pain("P100")
+def test_the_held_out_loss_depends_on_how_rows_fall_to_ranks(sharding: Seen) -> None:
+    """AF632: the last batch has a row for one rank only; its part is scaled by both ranks' tokens and then cut."""
+    seen = same(sharding["held_out_loss"])
+    assert abs(seen["Trainer"] - seen["alone"]) > 0.1 * seen["alone"]
+
+
+@pytest.mark.pain("P103")
+def test_hybrid_with_one_rank_a_copy_shards_nothing(sharding: Seen) -> None:
+    """AF328 of FSDP1 with one process on each machine; AF323 of FSDP2, which stops."""
+    seen = same(sharding["copies_of_one_rank"])
+    assert seen["FSDP1"] == {"2": 0.5, "1": 1.0}
+    assert "no dimension for FSDP to shard across" in seen["FSDP2"]
+
+
 @pytest.mark.pain("P40")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 def test_fsdp2_shards_fully_whatever_the_strategy(strategy: str, sharding: Seen) -> None:
@@ -283,6 +298,17 @@ def test_a_resumed_adapter_starts_anew(lost: str, saving: Seen) -> None:
         assert seen[lost]["stored"] == 0
         assert seen[lost]["trained"] > 1
         assert seen[lost]["resumed"] == 0
+
+
+@pytest.mark.pain("P105")
+def test_fsdp1_resumes_no_adapter_from_a_gathered_checkpoint(saving: Seen) -> None:
+    """AF602: PEFT writes none, and where the file holds the whole adapter, the resumed one is zero all the same."""
+    seen = {name: [one[name] for one in saving["gathered_adapter_resumes"]] for name in ("fsdp1", "fsdp2")}
+    trained = seen["fsdp2"][0]["trained"]
+    assert [one["stored"] for one in seen["fsdp2"]] == [8, 8]
+    assert sum(one["resumed"] for one in seen["fsdp2"]) == pytest.approx(trained) != 0
+    assert seen["fsdp1"][0]["trained"] == pytest.approx(trained)
+    assert [(one["stored"], one["resumed"]) for one in seen["fsdp1"]] == [(0, 0), (0, 0)]
 
 
 @pytest.mark.pain("P98")

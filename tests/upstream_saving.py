@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from upstream_probe import FULL, V1, V2, AtStart, llama, local, lora, make_trainer, prepared, raised, rank
 
 AC = {"fsdp_activation_checkpointing": True}
@@ -75,6 +76,24 @@ def adapter_resumes(folder: Path) -> Any:
         trained = _adapter_b(first.model, None)
         _train(folder / name, lora(), settings, callbacks=[look], resume=str(checkpoint))
         seen[name] = {"stored": len(_stored(checkpoint)), "trained": trained, "resumed": look.seen}
+    return seen
+
+
+def gathered_adapter_resumes(folder: Path) -> Any:
+    """From a gathered checkpoint; where PEFT wrote nothing into it, from one with the whole adapter."""
+    seen = {}
+    for name, settings in FSDP.items():
+        first = _train(folder / name, lora(), {**settings, **FULL}, max_steps=1, **EVERY_STEP)
+        path, look = folder / name / "checkpoint-1" / "pytorch_model_fsdp.bin", AtStart(_adapter_b)
+        stored = len(torch.load(path, weights_only=True))
+        state = get_model_state_dict(first.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        whole = {key.replace(".default", ""): one for key, one in state.items() if "lora_" in key}
+        trained = sum(one.abs().sum().item() for key, one in whole.items() if "lora_B" in key)  # on rank 0 alone
+        if rank() == 0 and not stored:
+            torch.save(whole, path)
+        dist.barrier()
+        _train(folder / name, lora(), {**settings, **FULL}, callbacks=[look], resume=str(path.parent))
+        seen[name] = {"stored": stored, "trained": trained, "resumed": look.seen}
     return seen
 
 

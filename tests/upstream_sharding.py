@@ -1,9 +1,11 @@
 """Experiments of `upstream_probe.py`: what becomes a unit, on which mesh, in which dtype, and what then fails."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer, TrainingArguments
 from upstream_probe import (
     FULL,
     LAYER,
@@ -183,6 +185,31 @@ def label_smoothing(folder: Path) -> Any:
         return float(trainer.evaluate()["eval_loss"])
 
     return {name: [loss(one, factor) for factor in (0.0, 1e-9)] for name, one in {"FSDP1": V1, "FSDP2": V2}.items()}
+
+
+def held_out_loss(folder: Path) -> Any:
+    """Of three rows, the last with five times the labels: Trainer's mean, and that of one process."""
+    launched(V1)
+    ids = torch.arange(24).view(3, 8)
+    labels = torch.where(torch.tensor([[1], [1], [6]]) < torch.arange(8, 0, -1), -100, ids)
+    args = TrainingArguments(str(folder), report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
+    rows = [{"input_ids": one, "labels": wanted} for one, wanted in zip(ids, labels, strict=True)]
+    with torch.no_grad():
+        alone = llama()(input_ids=ids, labels=labels).loss.item()
+    return {"Trainer": Trainer(llama(), args, eval_dataset=rows).evaluate()["eval_loss"], "alone": alone}
+
+
+def copies_of_one_rank(folder: Path) -> Any:
+    """The share of the model that a rank holds under FSDP1's hybrid, with both ranks on one machine or on two."""
+    seen, model = {}, llama()
+    elements = sum(p.numel() for p in model.parameters())
+    for together in ("2", "1"):
+        os.environ["LOCAL_WORLD_SIZE"] = together
+        _, model, _ = prepared(llama(), {**V1, "fsdp_sharding_strategy": "HYBRID_SHARD"})
+        seen[together] = sum(p.numel() for p in model.parameters()) / elements
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 1}
+    return {"FSDP1": seen, "FSDP2": raised(prepared, llama(), V2, parallelism_config=mesh)}
 
 
 def strategy_under_fsdp2(folder: Path) -> Any:
