@@ -126,9 +126,16 @@ def _announce() -> None:
 
 
 def _prepare_deepspeed() -> None:
-    """DeepSpeed picks its device when it is imported; its offloaded Adam would be compiled, and move CPU to CPU."""
+    """DeepSpeed picks its device when it is imported; its offloaded Adam would be compiled, and move CPU to CPU.
+
+    Its reductions through shared memory would be compiled too (0.19): that takes a minute and a compiler, and all later
+    jobs wait for ever for a build that was killed. Without them it reduces by gloo.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))
+    from deepspeed.ops import __compatible_ops__ as compatible
+
+    compatible["deepspeed_shm_comm"] = False
 
 
 def _patch_backend_choice() -> None:
