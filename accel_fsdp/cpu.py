@@ -133,9 +133,10 @@ def _prepare_deepspeed() -> None:
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))
-    from deepspeed.ops import __compatible_ops__ as compatible
+    with contextlib.suppress(ModuleNotFoundError):  # Accelerate says so
+        from deepspeed.ops import __compatible_ops__ as compatible
 
-    compatible["deepspeed_shm_comm"] = False
+        compatible["deepspeed_shm_comm"] = False
 
 
 def _patch_backend_choice() -> None:

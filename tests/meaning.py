@@ -105,7 +105,7 @@ def spelled(draw: st.DrawFn, key: str, value: Any) -> Any:
 @st.composite
 def fsdp_files(draw: st.DrawFn) -> str:
     """What the wizard would write, in another dialect and with parts left to Accelerate's defaults."""
-    wanted: Answers = draw(answers().filter(lambda a: a.engine == "fsdp"))
+    wanted: Answers = draw(answers(engines=["fsdp"]))
     assume("Embedding" not in wanted.layer_class and "Linear" not in wanted.layer_class)
     content = config.to_mapping(wanted)
     section = content.get("fsdp_config", {})

@@ -2,7 +2,8 @@
 
 Reads torch objects directly and not through accel_fsdp.sharding, so that the two can be compared. Output, in the folder
 named by PROBE_OUT: RUN-rankN.json and RUN-logits.pt, where RUN is the name of the output folder. PROBE_MORE, a mapping
-from further such names to arguments, makes the same processes run the script again: most of a launch is imports.
+from further such names to arguments, makes the same processes run the script again: most of a launch is imports. With
+`--config_file` among them, under another YAML. A line `job RUN` stands before what each of them prints.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
+from accel_fsdp import jobs as launching
 from accel_fsdp import training
 from accel_fsdp.errors import guard
 
@@ -55,8 +57,23 @@ def jobs() -> None:
         GradientState._reset_state()
         if "--accelerate_config" in words:
             del os.environ["ACCELERATE_MIXED_PRECISION"]  # the first run's: else the launcher has been here
+        if "--config_file" in more:
+            at = more.index("--config_file")
+            under(Path(more[at + 1]))
+            more = more[:at] + more[at + 2 :]
+        if os.environ["RANK"] == "0":
+            print(f"\njob {run}", file=sys.stderr, flush=True)
         sys.argv = [*words, "--output_dir", str(output.with_name(run)), *more]
         main()
+
+
+def under(config: Path) -> None:
+    """This process as Accelerate's launcher would have started it with another YAML of FSDP."""
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))]:
+        if name != "ACCELERATE_TORCH_DEVICE":
+            del os.environ[name]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.update(launching.environment(launching.launcher_args(config, SFT, ())))
 
 
 training.SftTrainer.export = export_and_note

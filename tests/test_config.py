@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,14 +22,18 @@ from accel_fsdp.inputs import read_subject
 from accel_fsdp.questions import applying
 from accel_fsdp.types import Answers
 
+ENGINES = ("fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu")
+
 
 @st.composite
-def answers(draw: st.DrawFn) -> Answers:
-    """Any answers that the wizard would accept."""
-    engine = draw(st.sampled_from(["fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu"]))
-    method = draw(st.sampled_from(["full", "lora", "qlora"] if engine in ("fsdp", "ddp") else ["full", "lora"]))
-    version = draw(st.sampled_from([1, 2] if method == "full" else [2]))
-    policies = ["TRANSFORMER_BASED_WRAP", "NO_WRAP"] + (["SIZE_BASED_WRAP"] if version == 1 else [])
+def answers(draw: st.DrawFn, engines: Sequence[str] = ENGINES, fsdp1: bool = False) -> Answers:
+    """Any answers that the wizard would accept; `fsdp1`: of its version 1, without the policy that 2 lacks."""
+    engine = draw(st.sampled_from(engines))
+    adapts = engine in ("fsdp", "ddp") and not fsdp1
+    method = "full" if fsdp1 else draw(st.sampled_from(["full", "lora", "qlora"] if adapts else ["full", "lora"]))
+    version = 1 if fsdp1 else draw(st.sampled_from([1, 2] if method == "full" else [2]))
+    sized = version == 1 and not fsdp1
+    policies = ["TRANSFORMER_BASED_WRAP", "NO_WRAP"] + (["SIZE_BASED_WRAP"] if sized else [])
     policy = draw(st.sampled_from(policies))
     checkpointing = engine == "tpu" or (policy != "NO_WRAP" and method == "full")
     machines = 1 if engine == "tpu" else draw(st.integers(1, 4))

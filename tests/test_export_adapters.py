@@ -8,10 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_export_architectures import WHOLE
+from test_export_architectures import WHOLE, transposed_files
 from torch.distributed.checkpoint import save as save_dcp
-from transformers import AutoModelForCausalLM, conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers import AutoModelForCausalLM
 
 from accel_fsdp import exporting, papers, stream
 from accel_fsdp.errors import UserError
@@ -222,20 +221,15 @@ def test_a_base_whose_files_have_other_names_or_layouts(make: str, tmp_path: Pat
 
 
 def test_a_base_whose_files_are_transposed_is_not_merged(tmp_path: Path) -> None:
-    """Llama as if its files had q_proj transposed, which is square here: the sum of both would fit, and be wrong."""
-    registered, name = conversion_mapping.register_checkpoint_conversion_mapping, "LlamaForCausalLM"
-    pattern = "self_attn.q_proj.weight"
+    """The sum of both would fit, and be wrong."""
     model = WHOLE["llama tied"]()
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     moved(adapted)
     adapted.save_pretrained(tmp_path / "adapter")
-    registered(name, [WeightConverter(pattern, pattern, operations=[Transpose(0, 1)])])
-    try:
+    with transposed_files():
         adapted.unload().save_pretrained(tmp_path / "base")
         with pytest.raises(UserError, match="hold in another layout"):
             export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
-    finally:
-        registered(name, [], overwrite=True)
 
 
 def test_a_vocabulary_that_has_grown_is_in_no_adapter(tiny_model: Path, tmp_path: Path) -> None:

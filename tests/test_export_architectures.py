@@ -1,6 +1,7 @@
 """An export holds what `save_pretrained` writes, for models of many makes: names, layouts, ties and dtypes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from accel_fsdp import exporting
 
@@ -60,6 +63,18 @@ def made(make: str) -> Callable[[], Any]:
 
 
 WHOLE = {"llava": llava, "gemma3 with images": gemma3_with_images, **{make: made(make) for make in MAKES}}
+
+
+@contextlib.contextmanager
+def transposed_files() -> Iterator[None]:
+    """Llama as if its files had q_proj transposed, which is square here: the same names and shapes."""
+    registered, name = conversion_mapping.register_checkpoint_conversion_mapping, "LlamaForCausalLM"
+    pattern = "self_attn.q_proj.weight"
+    registered(name, [WeightConverter(pattern, pattern, operations=[Transpose(0, 1)])], overwrite=True)
+    try:
+        yield
+    finally:
+        registered(name, [], overwrite=True)
 
 
 @pytest.mark.parametrize("make", WHOLE)

@@ -113,9 +113,8 @@ def test_a_stage_of_zero_is_what_was_asked_for(text: str, target: str, tmp_path:
 
 
 @ANY_FILE
-@given(wanted=answers().filter(lambda a: a.engine == "fsdp"))
+@given(wanted=answers(engines=["fsdp"], fsdp1=True))
 def test_there_and_back_means_the_same(wanted: Answers, tmp_path: Path) -> None:
-    assume(wanted.fsdp_version == 1 and wanted.wrap_policy != "SIZE_BASED_WRAP")
     path = tmp_path / "old.yaml"
     path.write_text(config.to_text(wanted))
     there, output = migrated(path, "fsdp2")
