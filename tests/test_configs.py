@@ -1,12 +1,14 @@
 """The ready-made YAMLs of accelerate_configs/: each really trains, and the linter finds nothing in them."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAT_DATA, ROOT, SFT, accelerate_launch
+from conftest import CHAT_DATA, ROOT, accelerate_launch
 from offline import assert_exports_offline
-from test_engines import SHIPPED
+from test_engines import PROBE, SHIPPED
 
 from accel_fsdp import arguments, catalogue, lint, reference
 from accel_fsdp.presets import MODEL, PRESETS
@@ -22,20 +24,41 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in {"tpu", *SHIPPED}])
-def test_it_trains_on_two_ranks_and_exports(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    """As shipped, bfloat16 too, but on 2 CPU processes instead of 8 or 16 GPUs; the others are in test_engines.py."""
-    method = METHOD[PRESETS[name]["method"]]
-    words = ["--model_name_or_path", tiny_model, "--dataset_name", CHAT_DATA, "--output_dir", tmp_path / "run"]
-    short = ["--max_steps", "2", "--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
-    smaller = ["--num_processes", "2", *SMALLER.get(name, [])]
-    finished = accelerate_launch(FOLDER / f"{name}.yaml", SFT, *words, *short, *method, launcher=smaller)
+ALONE = "zero3_offload"
+TOGETHER = [name for name in PRESETS if name not in {"tpu", ALONE, *SHIPPED}]
+
+
+def launched(names: Sequence[str], model: Path, folder: Path) -> str:
+    """One launch of presets as shipped, bfloat16 too, but on 2 CPU processes instead of 8 or 16 GPUs."""
+    shared = ["--model_name_or_path", str(model), "--dataset_name", str(CHAT_DATA), "--max_steps", "2"]
+    shared += ["--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
+    words = {name: ["--output_dir", str(folder / name), *METHOD[PRESETS[name]["method"]]] for name in names}
+    more = {name: ["--config_file", str(FOLDER / f"{name}.yaml"), *words[name]] for name in names[1:]}
+    smaller = ["--num_processes", "2", *SMALLER.get(names[0], [])]
+    env = {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(more)}
+    config = FOLDER / f"{names[0]}.yaml"
+    finished = accelerate_launch(config, PROBE, *shared, *words[names[0]], launcher=smaller, **env)
     assert finished.code == 0, finished.output
-    assert "exported and verified" in finished.output
-    assert next(text for start, text in SHARDS.items() if name.startswith(start)) in finished.output
-    assert finished.output.count("  loss ") == 2
+    return f"job {names[0]}\n{finished.output}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, str]:
+    """The folder of all runs, and what they printed."""
+    folder = tmp_path_factory.mktemp("presets")
+    return folder, launched(TOGETHER, tiny_model, folder) + launched([ALONE], tiny_model, folder)
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, ALONE])
+def test_it_trains_on_two_ranks_and_exports(name: str, runs: tuple[Path, str], tmp_path: Path) -> None:
+    """The others are in test_engines.py."""
+    folder, printed = runs
+    output = printed.partition(f"job {name}\n")[2].partition("\njob ")[0]
+    assert "exported and verified" in output
+    assert next(text for start, text in SHARDS.items() if name.startswith(start)) in output
+    assert output.count("  loss ") == 2
     trained_as = torch.bfloat16 if name.startswith("zero") else torch.float32
-    assert_exports_offline(tmp_path / "run", tmp_path / "offline", trained_as)
+    assert_exports_offline(folder / name, tmp_path / "offline", trained_as)
 
 
 def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:
