@@ -1,6 +1,7 @@
 """The command line: fast help, exit codes, and one clear message for each kind of bad input."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from accel_fsdp import __version__, files
 from accel_fsdp.errors import UserError
 
+CATALOGUED = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100")  # nothing is built, and torch not imported
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
@@ -35,17 +37,17 @@ def test_help_imports_no_heavy_library() -> None:
         (["--model", "{model}x"], 1, "Did you mean tiny-llama?"),
         (["--model", "{folder}"], 1, "has no config.json"),
         ([], 2, "--model is missing"),
-        (["--model", "{model}", "--layer-class", "LlamaDecoderLyer"], 1, "Did you mean LlamaDecoderLayer?"),
-        (["--model", "{model}", "--strategy", "FULL_SHRAD"], 2, "Did you mean FULL_SHARD?"),
-        (["--model", "{model}", "--wrap-policy", "SIZE_BASED_WRAP"], 2, "lists of layers, which have no forward"),
-        (["--model", "{model}", "--wrap-policy", "NO_WRAP", "--activation-checkpointing", "true"], 2, "names nothing"),
-        (["--model", "{model}", "--strategy", "3", "--cpu-offload", "true"], 2, "has no effect"),
-        (["--model", "{model}", "--num-machines", "2"], 1, "--main-process-ip is missing"),
-        (["--model", "{model}", "--num-machines", "2", "--num-processes", "9"], 1, "not a multiple"),
-        (["--model", "{model}", "--num-processes", "two"], 1, "not a whole number"),
-        (["--model", "{model}", "--num-processes", "\u00b2"], 1, "not a whole number"),
-        (["--model", "{model}", "--strategy", "4", "--num-processes", "1"], 1, "nothing would be sharded"),
-        (["--model", "{model}", "--cpu-offload", "yes"], 2, "one of: false, true"),
+        ([*CATALOGUED, "--layer-class", "LlamaDecoderLyer"], 1, "Did you mean LlamaDecoderLayer?"),
+        ([*CATALOGUED, "--strategy", "FULL_SHRAD"], 2, "Did you mean FULL_SHARD?"),
+        ([*CATALOGUED, "--wrap-policy", "SIZE_BASED_WRAP"], 2, "lists of layers, which have no forward"),
+        ([*CATALOGUED, "--wrap-policy", "NO_WRAP", "--activation-checkpointing", "true"], 2, "names nothing"),
+        ([*CATALOGUED, "--strategy", "3", "--cpu-offload", "true"], 2, "has no effect"),
+        ([*CATALOGUED, "--num-machines", "2"], 1, "--main-process-ip is missing"),
+        ([*CATALOGUED, "--num-machines", "2", "--num-processes", "9"], 1, "not a multiple"),
+        ([*CATALOGUED, "--num-processes", "two"], 1, "not a whole number"),
+        ([*CATALOGUED, "--num-processes", "\u00b2"], 1, "not a whole number"),
+        ([*CATALOGUED, "--strategy", "4", "--num-processes", "1"], 1, "nothing would be sharded"),
+        ([*CATALOGUED, "--cpu-offload", "yes"], 2, "one of: false, true"),
         (["--modle", "x"], 2, "--model"),
     ],
 )
@@ -58,14 +60,14 @@ def test_refused_answers(flags: list[str], code: int, message: str, tiny_model: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_terminal_the_missing_flags_are_named(tiny_model: Path) -> None:
-    finished = accel_fsdp("config", "--model", tiny_model, "--method", "lora")
+def test_without_a_terminal_the_missing_flags_are_named() -> None:
+    finished = accel_fsdp("config", *CATALOGUED, "--method", "lora")
     assert finished.code == 2
-    assert "unanswered: --gpus --num-machines --engine --fsdp-version --strategy" in finished.output
+    assert "unanswered: --num-machines --engine --fsdp-version --strategy" in finished.output
 
 
-def test_unwritable_output_is_refused(tiny_model: Path) -> None:
-    finished = accel_fsdp("config", "--yes", "--model", tiny_model, "-o", "/proc/none/new.yaml")
+def test_unwritable_output_is_refused() -> None:
+    finished = accel_fsdp("config", "--yes", *CATALOGUED, "-o", "/proc/none/new.yaml")
     assert finished.code == 1
     assert "cannot write /proc/none/new.yaml" in finished.output
 
@@ -131,24 +133,25 @@ def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None
     assert f"accelerate launch --config_file {path} {SFT} --max_steps 1" in finished.output
 
 
-BAD_RUNS = [
-    pytest.param("", {"--model_name_or_path": "/no/such/model"}, "model /no/such/model does not exist", id="no-model"),
-    pytest.param("", {"--dataset_name": "{folder}/empty.jsonl"}, "it has no rows", id="empty-data"),
-    pytest.param("", {"--dataset_name": "{folder}/no_rows.csv"}, "corresponds to no data", id="no-rows"),
-    pytest.param("", {"--dataset_name": "{folder}/columns.jsonl"}, "only: question, answer", id="columns"),
-    pytest.param("", {"--dataset_name": "{folder}/turns.jsonl"}, "turns.jsonl, row 2: messages is not", id="bad-row"),
-    pytest.param("", {"--dataset_name": "{folder}/cut.jsonl"}, "JSON parse error", id="broken-json"),
-    pytest.param("", {"--output_dir": "/proc/none"}, "cannot write /proc/none", id="unwritable"),
-    pytest.param("", {"--datset_name": "x"}, "Did you mean --dataset_name?", id="unknown-flag"),
-    pytest.param("", {"--max_steps": "many"}, "argument --max_steps", id="bad-value"),
-    pytest.param("", {"--max_length": "1"}, "--max_length 1 is too short", id="too-short"),
-    pytest.param("", {"--eval_on_start": "true"}, "--eval_on_start without evaluation", id="eval-on-start"),
-    pytest.param("", {"--attn_implementation": "flash_attention_2"}, "cannot load the weights", id="no-flash"),
-    pytest.param("", {"--model_name_or_path": "{folder}/gaps"}, "lacks 1 weights of its model", id="missing-weight"),
-    pytest.param("", {"--model_name_or_path": "{folder}/cut"}, "cannot load the weights", id="cut-weights"),
-    pytest.param("", {"--resume_from_checkpoint": "true"}, "no complete checkpoint-N folder", id="nothing-to-resume"),
-    pytest.param("LlamaDecoderLyer", {}, "Did you mean LlamaDecoderLayer?", id="layer-class"),
-]
+BAD_RUNS: dict[str, tuple[dict[str, str], str]] = {
+    "no-model": ({"--model_name_or_path": "/no/such/model"}, "model /no/such/model does not exist"),
+    "empty-data": ({"--dataset_name": "{folder}/empty.jsonl"}, "it has no rows"),
+    "no-rows": ({"--dataset_name": "{folder}/no_rows.csv"}, "corresponds to no data"),
+    "columns": ({"--dataset_name": "{folder}/columns.jsonl"}, "only: question, answer"),
+    "bad-row": ({"--dataset_name": "{folder}/turns.jsonl"}, "turns.jsonl, row 2: messages is not"),
+    "broken-json": ({"--dataset_name": "{folder}/cut.jsonl"}, "JSON parse error"),
+    "unwritable": ({"--output_dir": "/proc/none"}, "cannot write /proc/none"),
+    "unknown-flag": ({"--datset_name": "x"}, "Did you mean --dataset_name?"),
+    "bad-value": ({"--max_steps": "many"}, "argument --max_steps"),
+    "too-short": ({"--max_length": "1"}, "--max_length 1 is too short"),
+    "eval-on-start": ({"--eval_on_start": "true"}, "--eval_on_start without evaluation"),
+    "no-flash": ({"--attn_implementation": "flash_attention_2"}, "cannot load the weights"),
+    "missing-weight": ({"--model_name_or_path": "{folder}/gaps"}, "lacks 1 weights of its model"),
+    "cut-weights": ({"--model_name_or_path": "{folder}/cut"}, "cannot load the weights"),
+    "nothing-to-resume": ({"--resume_from_checkpoint": "true"}, "no complete checkpoint-N folder"),
+}
+LAUNCHED = ("unknown-flag", "cut-weights")
+"""Those that a launch of their own shows too: one that ends before anything is loaded, and one late."""
 
 
 @pytest.fixture(scope="module")
@@ -170,31 +173,62 @@ def bad_data(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     return folder
 
 
-@pytest.mark.parametrize(("layer_class", "changed", "message"), BAD_RUNS)
-def test_bad_runs_end_with_one_message(
-    layer_class: str,
-    changed: dict[str, str],
-    message: str,
-    bad_data: Path,
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-) -> None:
-    config = tmp_path / "fsdp.yaml"
-    text = made_yaml(model=str(tiny_model), mixed_precision="no")
-    config.write_text(text.replace("LlamaDecoderLayer", layer_class) if layer_class else text)
-    flags = {
-        "--model_name_or_path": str(tiny_model),
-        "--dataset_name": str(text_data),
-        "--output_dir": str(tmp_path / "run"),
-    }
-    flags |= {name: value.format(folder=bad_data) for name, value in changed.items()}
-    finished = accel_fsdp("launch", config, SFT, *[word for pair in flags.items() for word in pair])
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    config = tmp_path_factory.mktemp("yaml") / "fsdp.yaml"
+    config.write_text(made_yaml(model=str(tiny_model), mixed_precision="no"))
+    return config
+
+
+@pytest.fixture(scope="module")
+def bad_words(bad_data: Path, tiny_model: Path, text_data: Path) -> dict[str, list[str]]:
+    """The arguments of each of the bad runs."""
+    right = {"--model_name_or_path": str(tiny_model), "--dataset_name": str(text_data)}
+    made = {}
+    for name, (changed, _) in BAD_RUNS.items():
+        flags = {**right, "--output_dir": str(bad_data / "runs" / name)}
+        flags |= {flag: value.format(folder=bad_data) for flag, value in changed.items()}
+        made[name] = [word for pair in flags.items() for word in pair]
+    return made
+
+
+@pytest.fixture(scope="module")
+def bad_ends(fsdp: Path, bad_words: dict[str, list[str]]) -> dict[str, str]:
+    """What each of the bad runs prints, with its exit code in the last line."""
+    one = ["--num_processes", "1"]
+    finished = accelerate_launch(fsdp, ROOT / "tests" / "several.py", launcher=one, SEVERAL=json.dumps(bad_words))
+    assert finished.code == 0, finished.output
+    parts = re.split(r"^job (.*)\n", finished.output, flags=re.M)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_bad_runs_end_with_one_message(name: str, bad_data: Path, bad_ends: dict[str, str]) -> None:
+    assert_one_message(bad_ends[name], BAD_RUNS[name][1])
+    assert re.search(r"^code [12]$", bad_ends[name], re.M)
+    assert not (bad_data / "runs" / name).exists()
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_launcher_adds_nothing_to_it(name: str, fsdp: Path, bad_words: dict[str, list[str]]) -> None:
+    finished = accel_fsdp("launch", fsdp, SFT, *bad_words[name])
     assert finished.code in (1, 2)
-    assert message in finished.output
-    assert ("\n" + finished.output).count("\nerror: ") == 1
-    assert "Traceback" not in finished.output
-    assert not (tmp_path / "run").exists()
+    assert_one_message(finished.output, BAD_RUNS[name][1])
+
+
+def test_a_layer_class_that_the_model_lacks(fsdp: Path, bad_words: dict[str, list[str]], tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(fsdp.read_text().replace("LlamaDecoderLayer", "LlamaDecoderLyer"))
+    words = bad_words["nothing-to-resume"][:-2]
+    finished = accel_fsdp("launch", config, SFT, *words)
+    assert finished.code in (1, 2)
+    assert_one_message(finished.output, "Did you mean LlamaDecoderLayer?")
+
+
+def assert_one_message(output: str, message: str) -> None:
+    assert message in output
+    assert ("\n" + output).count("\nerror: ") == 1
+    assert "Traceback" not in output
 
 
 def test_an_unwritten_run_is_not_mixed_with_another(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     assert "exported and verified" in finished.output
 
 
-@pytest.mark.parametrize("stop_at", range(len(ASKED) + 1))
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 7, 12, len(ASKED)])  # of each kind of question some
 def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
     terminal = Terminal("-o", str(path))
