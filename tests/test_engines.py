@@ -51,6 +51,14 @@ SHIPPED = {
     "zero3": 1,
 }
 """Ranks that share one copy of the parameters. DeepSpeed keeps tensors as small as these whole under ZeRO-3 too."""
+TOGETHER = (
+    "fsdp1_shard_grad_op",
+    "fsdp1_no_shard",
+    "fsdp1_hybrid_shard",
+    "fsdp1_hybrid_shard_zero2",
+    "fsdp2_no_reshard",
+)
+"""Those that share a launch; the others have one each."""
 SMOOTHED = ("fsdp1_full_shard", "fsdp2", "fsdp2_hybrid_2x8", "ddp", "zero3")
 
 
@@ -119,7 +127,39 @@ def loaded(folder: Path, base: Path) -> torch.nn.Module:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).merge_and_unload()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.fixture(scope="module")
+def together_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path) -> tuple[Path, str]:
+    """The shipped YAMLs of TOGETHER in one launch, full training and LoRA of each: their folder and what they print."""
+    folder, jobs = tmp_path_factory.mktemp("together"), {}
+    for name in TOGETHER:
+        text = (FOLDER / f"{name}.yaml").read_text()
+        (folder / f"{name}.yaml").write_text(text.replace("mixed_precision: bf16", "mixed_precision: 'no'"))
+        for kind, more in {"full": [], "lora": LORA}.items():
+            jobs[f"{name}-{kind}"] = ["--config_file", str(folder / f"{name}.yaml"), *more]
+    first = next(iter(jobs))
+    args = sft_args(tiny_model, text_data, folder / first)
+    env = probed(folder, {job: words for job, words in jobs.items() if job != first})
+    finished = accelerate_launch(folder / f"{TOGETHER[0]}.yaml", PROBE, *args, launcher=["--num_processes", "2"], **env)
+    assert finished.code == 0, finished.output
+    return folder, f"\njob {first}\n{finished.output}"
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_shipped_yamls_together(
+    name: str,
+    together_runs: tuple[Path, str],
+    tiny_model: Path,
+    reference: Reference,
+    lora_reference: Reference,
+) -> None:
+    folder, printed = together_runs
+    assert_like(folder, f"{name}-full", tiny_model, reference)
+    assert_like(folder, f"{name}-lora", tiny_model, lora_reference)
+    output = printed.partition(f"\njob {name}-full\n")[2].partition("\njob ")[0]
+    assert_shared_out(name, folder, f"{name}-full", RANKS, reference, output)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in TOGETHER])
 def test_shipped_yaml_trains_as_plain_pytorch_does(
     name: str,
     tiny_model: Path,
@@ -148,24 +188,29 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
         card = (tmp_path / "smooth" / "final" / "README.md").read_text()
         assert "The training loss is smoothed (label_smoothing_factor 0.5)" in card
         assert "| label_smoothing_factor | 0.5 |" in card
-        assert f" on {RANKS} ranks, cpu" in card
+        assert f" on {ranks} ranks, cpu" in card
         adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
         assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
     for kind in held_out:
         untrained = train(tiny_model, text_data, steps=0, global_batch=1)
         assert noted(tmp_path, kind)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
-    total = sum(tensor.numel() for tensor in reference.weights.values())
-    for rank in range(ranks):
-        seen = noted(tmp_path, "full", rank)
-        assert seen["held"] == pytest.approx(total / SHIPPED[name], rel=0.02)
-        assert seen["kinds"] == (["DTensor"] if name.startswith("fsdp2") else ["Parameter"])
-        assert seen["stage"] == (int(name[-1]) if name.startswith("zero") else 0)
+    assert_shared_out(name, tmp_path, "full", ranks, reference, finished.output)
     if name.startswith("zero"):
         assert_exports_offline(tmp_path / "full", tmp_path / "offline")
         assert_exports_moments(tmp_path / "full", tmp_path / "with", reference)
+
+
+def assert_shared_out(name: str, folder: Path, run: str, ranks: int, reference: Reference, output: str) -> None:
+    """Each rank holds the share that the YAML asks for, and the run says so."""
+    total = sum(tensor.numel() for tensor in reference.weights.values())
+    for rank in range(ranks):
+        seen = noted(folder, run, rank)
+        assert seen["held"] == pytest.approx(total / SHIPPED[name], rel=0.02)
+        assert seen["kinds"] == (["DTensor"] if name.startswith("fsdp2") else ["Parameter"])
+        assert seen["stage"] == (int(name[-1]) if name.startswith("zero") else 0)
     if name.startswith("fsdp"):
-        assert f"sharding: {name[:5].upper()}" in finished.output
-        assert reported_share(finished) == pytest.approx(1 / SHIPPED[name], abs=0.02)
+        assert f"sharding: {name[:5].upper()}" in output
+        assert reported_share(output) == pytest.approx(1 / SHIPPED[name], abs=0.02)
 
 
 def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) -> None:
@@ -178,10 +223,10 @@ def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) ->
         torch.testing.assert_close(found[name], moment, rtol=1e-3, atol=1e-3 * moment.abs().max().item())
 
 
-def reported_share(finished: Finished) -> float:
+def reported_share(output: str) -> float:
     """The share of the parameters that each rank holds, as the first run reported it."""
-    found = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", finished.output)
-    assert found, finished.output
+    found = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", output)
+    assert found, output
     return float(found[1]) / float(found[2])
 
 
