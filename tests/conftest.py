@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SFT = ROOT / "train" / "sft.py"
+PROBE = ROOT / "tests" / "probe.py"
 CHAT_DATA = ROOT / "train" / "data" / "fsdp_chat"
 LAUNCH_SECONDS = 150
 

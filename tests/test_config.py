@@ -83,7 +83,7 @@ def seen_by_accelerate(yaml_file: Path) -> tuple[Any, dict[str, str]]:
     return args, jobs.environment(args)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wanted=answers())
 def test_accelerate_reads_what_was_answered(wanted: Answers, yaml_file: Path) -> None:
     yaml_file.write_text(config.to_text(wanted))
@@ -173,7 +173,7 @@ def test_comments_and_unknown_keys_survive_loading(yaml_file: Path) -> None:
     assert list(config.load(yaml_file)) == ["distributed_type", "mine"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wanted=answers(), other=answers())
 def test_a_file_is_re_edited_in_place(wanted: Answers, other: Answers, yaml_file: Path) -> None:
     """Its answers are read back, the new ones are in it afterwards, and what is not ours stays."""

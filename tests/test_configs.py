@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAT_DATA, ROOT, accelerate_launch
+from conftest import CHAT_DATA, PROBE, ROOT, accelerate_launch
 from offline import assert_exports_offline
-from test_engines import PROBE, SHIPPED
+from test_engines import SHIPPED
 
 from accel_fsdp import arguments, catalogue, lint, reference
 from accel_fsdp.presets import MODEL, PRESETS

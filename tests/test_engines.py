@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SFT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from conftest import PROBE, ROOT, SFT, Finished, accelerate_launch, free_port, made_yaml, run, together
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from accel_fsdp import exporting
 
 FOLDER = ROOT / "accelerate_configs"
-PROBE, PROBE_NATIVE = ROOT / "tests" / "probe.py", ROOT / "tests" / "probe_native.py"
+PROBE_NATIVE = ROOT / "tests" / "probe_native.py"
 STEPS = 8
 GLOBAL_BATCH = 4
 RANKS = 2
@@ -59,7 +59,7 @@ TOGETHER = (
     "fsdp2_no_reshard",
 )
 """Those that share a launch; the others have one each."""
-SMOOTHED = ("fsdp1_full_shard", "fsdp2", "fsdp2_hybrid_2x8", "ddp", "zero3")
+SMOOTHED = ("fsdp1_full_shard", "fsdp2", "zero3")
 
 
 def sft_args(model: Path, data: Path, output: Path, per_rank: int = GLOBAL_BATCH // RANKS) -> list[str]:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml
+from conftest import PROBE, SFT, accel_fsdp, accelerate_launch, made_yaml
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
-PROBE = ROOT / "tests" / "probe.py"
 STEPS = 6
 PER_RANK = 2
 RANKS = 2
@@ -267,11 +266,11 @@ def assert_same_logits(model: torch.nn.Module, noted: Path) -> None:
     torch.testing.assert_close(logits, torch.load(noted, weights_only=True), atol=1e-5, rtol=1e-5)
 
 
-def test_what_cannot_be_resumed_is_said(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_said(straight: Jobs, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Half-written checkpoints are passed over, and one that doesn't fit the run ends in one message."""
-    config, out = make_config(tmp_path, tiny_model), tmp_path / "run"
+    config, out = straight.folder / "sharded-2.yaml", tmp_path / "run"
+    shutil.copytree(straight.folder / "sharded-2", out)
     args = sft_args(tiny_model, text_data, out)
-    assert accelerate_launch(config, SFT, *args).code == 0
     (out / f"checkpoint-{STEPS}" / "trainer_state.json").unlink()
     resume = ("--resume_from_checkpoint", "true")
     other = accel_fsdp("launch", config, SFT, *args, *resume, "--use_peft", "--resume_with_changes", "true")

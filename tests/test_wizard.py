@@ -13,6 +13,7 @@ from accel_fsdp import jobs
 from accel_fsdp.questions import QUESTIONS
 
 DOWN, UP, ENTER, CTRL_C, ESCAPE = "\x1b[B", "\x1b[A", "\r", "\x03", "\x1b"
+LLAMA = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100"]  # nothing is built, and torch not imported
 OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port")
 ASKED = [question.prompt for question in QUESTIONS if question.field not in OTHER_ANSWERS]
 
@@ -109,38 +110,38 @@ def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
     assert terminal.exit_code() == 130
 
 
-def test_overwriting_needs_a_yes(tiny_model: Path, tmp_path: Path) -> None:
+def test_overwriting_needs_a_yes(tmp_path: Path) -> None:
     path = tmp_path / "kept.yaml"
     path.write_text("mine\n")
-    refused = accel_fsdp("config", "--yes", "--model", tiny_model, "-o", path)
+    refused = accel_fsdp("config", "--yes", *LLAMA, "-o", path)
     assert refused.code == 1
     assert "add --force" in refused.output
     assert path.read_text() == "mine\n"
-    assert accel_fsdp("config", "--yes", "--model", tiny_model, "-o", path, "--force").code == 0
+    assert accel_fsdp("config", "--yes", *LLAMA, "-o", path, "--force").code == 0
     assert "fsdp_version: 2" in path.read_text()
 
 
-def test_the_command_in_the_header_writes_the_same_bytes(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None:
     import shlex
 
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     flags = ["--fsdp-version", "1", "--strategy", "HYBRID_SHARD", "--wrap-policy", "size_based_wrap"]
-    assert accel_fsdp("config", "--yes", "--model", tiny_model, *flags, "-o", first).code == 0
+    assert accel_fsdp("config", "--yes", *LLAMA, *flags, "-o", first).code == 0
     words = shlex.split(first.read_text().splitlines()[2].removeprefix("#"))
     assert accel_fsdp(*words[1:], "-o", second).code == 0
     assert first.read_bytes() == second.read_bytes()
 
 
-def made(folder: Path, model: Path) -> Path:
+def made(folder: Path) -> Path:
     path = folder / "made.yaml"
-    assert accel_fsdp("config", "--yes", "--preset", "fsdp2", "--model", model, "-o", path).code == 0
+    assert accel_fsdp("config", "--yes", "--preset", "fsdp2", *LLAMA[:2], "-o", path).code == 0
     return path
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (30, 40)])
-def test_escape_goes_back_one_question(rows: int, columns: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_escape_goes_back_one_question(rows: int, columns: int, tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
-    given = ["--model", str(tiny_model), "--gpus", "cpu", "--num-machines", "1", "--engine", "fsdp"]
+    given = [*LLAMA[:2], "--gpus", "cpu", "--num-machines", "1", "--engine", "fsdp"]
     rest = ["--strategy", "1", "--mixed-precision", "no", "--num-processes", "2", "--cpu-offload", "false"]
     more = ["--wrap-policy", "TRANSFORMER_BASED_WRAP", "--layer-class", "LlamaDecoderLayer"]
     last = ["--activation-checkpointing", "false", "--state-dict-type", "FULL_STATE_DICT"]
@@ -162,8 +163,8 @@ def test_escape_goes_back_one_question(rows: int, columns: int, tiny_model: Path
     assert "--method full" in path.read_text()
 
 
-def test_an_answer_is_changed_at_the_review(tiny_model: Path, tmp_path: Path) -> None:
-    path = made(tmp_path, tiny_model)
+def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
+    path = made(tmp_path)
     terminal = Terminal("--from", str(path))
     terminal.wait_for("Quit, write nothing")
     terminal.child.send(DOWN * 5 + ENTER)  # write, model, method, gpus, machines, engine
@@ -178,8 +179,8 @@ def test_an_answer_is_changed_at_the_review(tiny_model: Path, tmp_path: Path) ->
     assert "fsdp_config" not in path.read_text()
 
 
-def test_a_file_is_re_edited_with_a_diff(tiny_model: Path, tmp_path: Path) -> None:
-    path = made(tmp_path, tiny_model)
+def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
+    path = made(tmp_path)
     path.write_text(path.read_text().replace("num_machines: 1", "num_machines: 1  # mine"))
     changed = accel_fsdp("config", "--from", path, "--yes", "--strategy", "2")
     assert changed.code == 0, changed.output
@@ -196,8 +197,8 @@ def test_the_first_prompt_needs_no_heavy_library() -> None:
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
-def test_an_unknown_preset_is_refused(tiny_model: Path) -> None:
-    finished = accel_fsdp("config", "--yes", "--preset", "fsdp3", "--model", tiny_model, "-o", "-")
+def test_an_unknown_preset_is_refused() -> None:
+    finished = accel_fsdp("config", "--yes", "--preset", "fsdp3", *LLAMA[:2], "-o", "-")
     assert finished.code == 2
     assert "Did you mean fsdp2?" in finished.output
 
