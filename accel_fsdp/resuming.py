@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +26,8 @@ def chosen(training: "TrainingArguments") -> str | None:
     Call on all ranks. The bytes of what is chosen are those that were written: each rank reads a share of them.
 
     Raises:
-        UserError: there is nothing to resume from, or `output_dir` holds another run that would be mixed up with this.
+        UserError: there is nothing to resume from, its steps are of other sizes, or `output_dir` holds another run that
+            would be mixed up with this.
     """
     output, wanted = Path(training.output_dir), training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
@@ -38,16 +40,18 @@ def chosen(training: "TrainingArguments") -> str | None:
         return None
     if str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted), training)
-    choice = complete.choose(output, _agreed([files.checkpoints(output)])[0], lambda folder: _flaw(folder, training))
-    for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
+    found = complete.choose(output, _agreed([files.checkpoints(output)])[0], lambda folder: _flaw(folder, training))
+    for folder, flaw in found.skipped.items() if training.process_index == 0 else ():
         render.say(f"skipped: {folder}: {flaw}", style="yellow")
-    if choice.newest is None and str(wanted).lower() == "true":
+    if found.newest is None and str(wanted).lower() == "true":
         raise UserError(
             f"no complete checkpoint-N folder in {output}",
             why="there is nothing to resume from",
             fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
         )
-    return str(choice.newest) if choice.newest else None
+    if found.newest is not None:
+        _check_rows(found.newest, complete.origin_of(found.newest), _rows_per_step(training), training.ignore_data_skip)
+    return str(found.newest) if found.newest else None
 
 
 def _named(checkpoint: Path, training: "TrainingArguments") -> str:
@@ -59,7 +63,25 @@ def _named(checkpoint: Path, training: "TrainingArguments") -> str:
             why=flaw,
             fix=f"--resume_from_checkpoint {newest if newest not in (None, checkpoint) else 'FOLDER/checkpoint-N'}",
         )
+    _check_rows(checkpoint, complete.origin_of(checkpoint), _rows_per_step(training), training.ignore_data_skip)
     return str(checkpoint)
+
+
+def _rows_per_step(training: "TrainingArguments") -> int:
+    """Those of all ranks, where ranks that share rows (tensor, context and sequence parallel) count once."""
+    sharing = prod(int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in ("TP", "CP", "SP"))
+    return int(training.train_batch_size * training.gradient_accumulation_steps * training.world_size // sharing)
+
+
+def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ignores_place: bool) -> None:
+    """Refuses a step of another size, before anything is loaded."""
+    if origin and origin.rows_per_step and origin.rows_per_step != rows_per_step and not ignores_place:
+        raise UserError(
+            f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {rows_per_step}",
+            why="rows would be trained twice or never, and the schedule would stretch",
+            fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
+            "--ignore_data_skip true to start the data anew",
+        )
 
 
 def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
@@ -115,13 +137,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
             "train/sft.py --model_name_or_path",
         )
     _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
-    if skips_data and origin and origin.rows_per_step and origin.rows_per_step != here.rows_per_step:
-        raise UserError(
-            f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {here.rows_per_step}",
-            why="rows would be trained twice or never, and the schedule would stretch",
-            fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
-            "--ignore_data_skip true to start the data anew",
-        )
+    _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
 
 
 def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "default") -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,22 @@ def test_data_that_start_anew_need_no_place(tmp_path: Path) -> None:
     resuming.check(folder, Origin("FSDP", 3, 12), skips_data=False)
     with pytest.raises(UserError, match="by 2 ranks, this run has 4"):
         resuming.check(folder, Origin("FSDP", 4, 8), order_depends_on_ranks=True)
+
+
+@pytest.mark.parametrize("wanted", ["true", "checkpoint-4"])
+def test_steps_of_another_size_are_refused_before_anything_is_loaded(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)  # steps of 8 rows
+    monkeypatch.setattr(resuming, "_agreed", list)
+    resume = "true" if wanted == "true" else str(folder)
+    run = {"output_dir": str(tmp_path), "world_size": 2, "process_index": 0, "save_on_each_node": False}
+    run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": resume}
+    with pytest.raises(UserError, match="counts steps of 8 rows, this run steps of 16"):
+        resuming.chosen(SimpleNamespace(**run, train_batch_size=4))
+    assert resuming.chosen(SimpleNamespace(**run, train_batch_size=2)) == str(folder)
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")  # both ranks have a part of the same rows
+    assert resuming.chosen(SimpleNamespace(**run, train_batch_size=4)) == str(folder)
 
 
 def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
