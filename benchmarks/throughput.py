@@ -31,8 +31,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parent.parent
 SMOLLM2, NARROW = "SmolLM2-135M", "256 wide"
 BATCH, MAX_LENGTH = 4, 256
-ROWS = {NARROW: 96, SMOLLM2: 24}
-"""Of the one epoch: about half a minute of training on two cores."""
+ROWS = {NARROW: 48, SMOLLM2: 12}
+"""Of the one epoch: about a quarter of a minute of training on two cores."""
 SIDES = {"ours": [str(ROOT / "train" / "sft.py")], "TRL": ["--module", "trl.scripts.sft"]}
 LAUNCH_SECONDS = 900
 
@@ -187,8 +187,8 @@ def preface(times: int) -> list[str]:
         "`python benchmarks/throughput.py --write`",
         "",
         f"`accelerate launch` of `train/sft.py` and of `trl.scripts.sft` with the same YAML (one process, or DDP of "
-        f"two), one epoch of chats of less than {MAX_LENGTH} tokens, {BATCH} rows a rank, fp32, {device}, in turns, "
-        f"median of {times}. TRL {version('trl')}, transformers {version('transformers')}.",
+        f"two), one epoch of chats of less than {MAX_LENGTH} tokens ({ROWS[NARROW]} of them, {ROWS[SMOLLM2]} for "
+        f"{SMOLLM2}), {BATCH} rows a rank, fp32, {device}, in turns, median of {times}. TRL {version('trl')}, transformers {version('transformers')}.",
         "",
         "Seconds are Trainer's `train_runtime`; tokens are those of documents. Both compute loss, gradient norm and "
         "the accuracy of the predicted tokens; TRL also the entropy of the predictions, ours also rate and memory "
