@@ -188,7 +188,8 @@ def preface(times: int) -> list[str]:
         "",
         f"`accelerate launch` of `train/sft.py` and of `trl.scripts.sft` with the same YAML (one process, or DDP of "
         f"two), one epoch of chats of less than {MAX_LENGTH} tokens ({ROWS[NARROW]} of them, {ROWS[SMOLLM2]} for "
-        f"{SMOLLM2}), {BATCH} rows a rank, fp32, {device}, in turns, median of {times}. TRL {version('trl')}, transformers {version('transformers')}.",
+        f"{SMOLLM2}), {BATCH} rows a rank, fp32, {device}, in turns, median of {times}. TRL {version('trl')}, "
+        f"transformers {version('transformers')}.",
         "",
         "Seconds are Trainer's `train_runtime`; tokens are those of documents. Both compute loss, gradient norm and "
         "the accuracy of the predicted tokens; TRL also the entropy of the predictions, ours also rate and memory "
