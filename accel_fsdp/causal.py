@@ -77,17 +77,23 @@ def _looks_ahead(name: str, made: str) -> UserError:
 def looks_ahead_by(config: Any) -> bool | None:
     """Whether a random model of two layers of this kind does; None where it can't be made or is too large."""
     try:
-        small = _shrunk(config)
-        with torch.device("meta"), set_zero3_state():  # ZeRO-3 would wait for the other ranks, which don't ask
-            shape = AutoModelForCausalLM.from_config(small, trust_remote_code=False)
-        if sum(one.numel() for one in shape.parameters()) > LARGEST:
-            return None
-        with torch.random.fork_rng(devices=[]), set_zero3_state():  # the run's own random numbers stay as they are
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
+        with set_zero3_state():  # ZeRO-3 would part it and wait for the other ranks, which don't ask
+            model = _random(_shrunk(config))
     except Exception:  # whatever a config of unknown kind brings: the loaded model is tried then
         return None
-    return looks_ahead(model)
+    return None if model is None else looks_ahead(model)
+
+
+def _random(config: Any) -> "nn.Module | None":
+    """A model of this config, always the same; None where it is too large."""
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if sum(one.numel() for one in shape.parameters()) > LARGEST:
+        return None
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    return model
 
 
 def _shrunk(config: Any) -> Any:

@@ -66,15 +66,15 @@ def _more_gpus(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str
     for method in (job.recipe.method, *SMALLER[job.recipe.method]):
         other = method != job.recipe.method
         recipe = replace(smallest, method=method, dtype="bfloat16") if other else smallest
-        flag = f" and --method {method}" if other else ""
+        flag = f"--method {method}" if other else ""
         for layout in (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
             if layout is None:
                 continue
             if _fits(job, recipe, layout):
-                yield f"{layout.ranks} GPUs{flag}, with {_how(job, recipe, layout, given)}"
+                yield f"{layout.ranks} GPUs{f' and {flag}' if other else ''}, with {_how(job, recipe, layout, given)}"
                 return
             size = evaluate(job, recipe, layout).device.allocated / GIB
-            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{flag.replace(' and', ' with')}"))
+            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if other else ''}"))
     if least:
         yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {least[0]:.1f} GiB"
 

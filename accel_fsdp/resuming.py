@@ -29,6 +29,14 @@ def chosen(training: "TrainingArguments") -> str | None:
         UserError: there is nothing to resume from, its steps are of other sizes, or `output_dir` holds another run that
             would be mixed up with this.
     """
+    checkpoint = _wanted(training)
+    if checkpoint is None:
+        return None
+    _check_rows(checkpoint, complete.origin_of(checkpoint), _rows_per_step(training), training.ignore_data_skip)
+    return str(checkpoint)
+
+
+def _wanted(training: "TrainingArguments") -> Path | None:
     output, wanted = Path(training.output_dir), training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
         if any(output.glob("checkpoint-*")) or (output / "final").exists():
@@ -40,21 +48,19 @@ def chosen(training: "TrainingArguments") -> str | None:
         return None
     if str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted), training)
-    found = complete.choose(output, _agreed([files.checkpoints(output)])[0], lambda folder: _flaw(folder, training))
-    for folder, flaw in found.skipped.items() if training.process_index == 0 else ():
+    choice = complete.choose(output, _agreed([files.checkpoints(output)])[0], lambda folder: _flaw(folder, training))
+    for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
         render.say(f"skipped: {folder}: {flaw}", style="yellow")
-    if found.newest is None and str(wanted).lower() == "true":
+    if choice.newest is None and str(wanted).lower() == "true":
         raise UserError(
             f"no complete checkpoint-N folder in {output}",
             why="there is nothing to resume from",
             fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
         )
-    if found.newest is not None:
-        _check_rows(found.newest, complete.origin_of(found.newest), _rows_per_step(training), training.ignore_data_skip)
-    return str(found.newest) if found.newest else None
+    return choice.newest
 
 
-def _named(checkpoint: Path, training: "TrainingArguments") -> str:
+def _named(checkpoint: Path, training: "TrainingArguments") -> Path:
     flaw = _flaw(checkpoint, training)
     if flaw:
         newest = complete.choose(Path(training.output_dir)).newest
@@ -63,8 +69,7 @@ def _named(checkpoint: Path, training: "TrainingArguments") -> str:
             why=flaw,
             fix=f"--resume_from_checkpoint {newest if newest not in (None, checkpoint) else 'FOLDER/checkpoint-N'}",
         )
-    _check_rows(checkpoint, complete.origin_of(checkpoint), _rows_per_step(training), training.ignore_data_skip)
-    return str(checkpoint)
+    return checkpoint
 
 
 def _rows_per_step(training: "TrainingArguments") -> int:
