@@ -30,7 +30,7 @@ lint: $(VENV)/.test
 check: lint test
 
 docs: $(VENV)/.base
-	python -m accel_fsdp.reference
+	python -m accel_fsdp.reference_docs
 
 clean:
 	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

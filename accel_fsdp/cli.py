@@ -12,11 +12,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_fsdp import __version__
-from accel_fsdp.asking import Question
 from accel_fsdp.errors import UsageError, guard, nearest
-from accel_fsdp.plan_flags import DTYPES, PlanCommand
-from accel_fsdp.presets import PRESETS
-from accel_fsdp.questions import QUESTIONS
+from accel_fsdp.planner import DTYPES, PlanCommand
+from accel_fsdp.wizard import PRESETS, QUESTIONS, Question
 
 EXPORT_ENDED = "OUT is as it was"
 
@@ -245,33 +243,34 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
     if isinstance(command, Launch):
         return _launch(command, script_args)
     if isinstance(command, Check):
-        from accel_fsdp import lint
+        from accel_fsdp import linter
 
         if command.list_rules or command.explain:
-            return lint.show_rules(command.explain)
-        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(lint.Options)}
-        options = lint.Options(**asked)
-        return lint.lint_all(command.files, options)
+            return linter.show_rules(command.explain)
+        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(linter.Options)}
+        options = linter.Options(**asked)
+        return linter.lint_all(command.files, options)
     if isinstance(command, Migrate):
-        from accel_fsdp import rewrite
+        from accel_fsdp import migration
 
         given = (command.output, command.force, command.overwrite, command.json, command.dry_run, command.layer_class)
-        return rewrite.migrate(command.file, command.to, rewrite.Options(*given))
+        return migration.migrate(command.file, command.to, migration.Options(*given))
     if isinstance(command, PlanCommand):
-        from accel_fsdp import planning
+        from accel_fsdp import planner
 
-        return planning.show_plan(planning.options_of(command))
+        return planner.show_plan(planner.options_of(command))
     if isinstance(command, Export):
         return _export(command)
     if isinstance(command, Init):
-        from accel_fsdp import starter
+        from accel_fsdp import init_command
 
-        return starter.init(command.folder, command.config, command.native)
+        return init_command.init(command.folder, command.config, command.native)
     return _config(command)
 
 
 def _export(command: Export) -> int:
-    from accel_fsdp import exporting, papers
+    from accel_fsdp import exporter
+    from accel_fsdp.exporter import companion_files
 
     if command.dtype is not None and command.dtype not in DTYPES:
         raise UsageError(
@@ -282,9 +281,9 @@ def _export(command: Export) -> int:
     for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
         if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:  # nohup's
             signal.signal(signal.Signals[name], _terminate)
-    asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporting.Options)}
-    asked["dtype"] = papers.DTYPES.get(command.dtype or "")
-    return exporting.run(exporting.Options(**asked))
+    asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporter.Options)}
+    asked["dtype"] = companion_files.DTYPES.get(command.dtype or "")
+    return exporter.run(exporter.Options(**asked))
 
 
 def _terminate(number: int, _: object) -> None:
@@ -312,23 +311,25 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
-    from accel_fsdp import config, jobs, lint, render
+    from accel_fsdp import console, linter
+    from accel_fsdp.config import yaml_file
+    from accel_fsdp.launch import launcher
 
-    if lint.stops(command.file, command.script, script_args, command.no_check):
+    if linter.stops(command.file, command.script, script_args, command.no_check):
         return 1
-    args = jobs.launcher_args(command.file, command.script, script_args)
-    jobs.take_machine_rank(args, config.load(command.file), command.machine_rank)
+    args = launcher.launcher_args(command.file, command.script, script_args)
+    launcher.take_machine_rank(args, yaml_file.load(command.file), command.machine_rank)
     if not command.dry_run:
-        return jobs.launch(args)
-    for name, value in sorted(jobs.environment(args).items()):
-        render.put(f"{name}={shlex.quote(value)}")
-    render.put(shlex.join(jobs.command(args)))
+        return launcher.launch(args)
+    for name, value in sorted(launcher.environment(args).items()):
+        console.put(f"{name}={shlex.quote(value)}")
+    console.put(shlex.join(launcher.command(args)))
     return 0
 
 
 def _config(command: Any) -> int:
-    from accel_fsdp import configure
+    from accel_fsdp import wizard
 
     flags = {q.field: getattr(command, q.field) for q in QUESTIONS if getattr(command, q.field) is not None}
-    options = configure.Options(command.output, command.yes, command.force, command.from_file, command.preset)
-    return configure.configure(options, flags)
+    options = wizard.Options(command.output, command.yes, command.force, command.from_file, command.preset)
+    return wizard.configure(options, flags)

@@ -3,7 +3,7 @@
 Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
 closes that gap for tests, rehearsals and laptops. It acts only when torch sees no device that Accelerate can shard on,
 says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. Each patch names its reason and
-the version it was needed for; this module and `adapters.py` are the only ones that patch a library.
+the version it was needed for; this module and `peft_patches.py` are the only ones that patch a library.
 """
 
 import contextlib

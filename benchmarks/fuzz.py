@@ -91,7 +91,8 @@ def build(folder: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter, save
     from transformers import LlamaForCausalLM
 
-    from accel_fsdp import complete, exporting
+    from accel_fsdp.checkpoints import completeness
+    from accel_fsdp.exporter import command as exporting
 
     model = small_llama()
     model.save_pretrained(folder / "saved", max_shard_size="40KB")
@@ -99,10 +100,10 @@ def build(folder: Path) -> None:
     exporting.run(exporting.Options(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
     evil = EVIL.encode()
     checkpoint = folder / "run" / "checkpoint-2"
-    complete.begin(checkpoint)
+    completeness.begin(checkpoint)
     save({"model": model.state_dict()}, storage_writer=FileSystemWriter(checkpoint / "pytorch_model_fsdp_0"))
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 2, "log_history": []}))
-    complete.seal(checkpoint, complete.Origin("FSDP"))
+    completeness.seal(checkpoint, completeness.Origin("FSDP"))
     shutil.copytree(folder / "saved", folder / "run" / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
     (folder / "run" / "run.json").write_text(json.dumps({"arguments": {"model_name_or_path": str(folder / "saved")}}))
     (folder / "pth").mkdir()
@@ -375,11 +376,13 @@ def warm_up() -> None:
     import transformers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
-    from accel_fsdp import arguments, cli, exporting, facts, lint, planning, training
+    from accel_fsdp import cli, exporter, linter, planner
+    from accel_fsdp.models import inspect_model
+    from accel_fsdp.training import arguments, trainer
 
     torch.set_num_threads(1)
     del accelerate, datasets, peft, transformers, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
-    del arguments, cli, exporting, facts, lint, planning, training
+    _ = (arguments, cli, exporter.run, inspect_model, linter.lint, planner.show_plan, trainer)  # names load on use
 
 
 def main() -> int:

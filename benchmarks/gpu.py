@@ -24,11 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from accel_fsdp import catalogue, memory, overheads, recorded
+from accel_fsdp.atomic_files import write_text
 from accel_fsdp.errors import UserError
-from accel_fsdp.files import write_text
-from accel_fsdp.tapes import Tapes, variant_of
-from accel_fsdp.types import Layout, ModelShape, Recipe
+from accel_fsdp.models import catalogue
+from accel_fsdp.prediction import capacity, trace_store
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, variant_of
+from accel_fsdp.prediction.memory import step as memory
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "gpu_cases.json"
@@ -139,13 +140,13 @@ def config_of(one: Case) -> dict[str, Any]:
 def shape_and_tapes(one: Case) -> tuple[ModelShape, Tapes]:
     """From the bundle, else recorded anew, which takes all of this project's libraries."""
     variant = variant_of(one.recipe, one.layout.engine)
-    found = recorded.find(one.model)
+    found = trace_store.find(one.model)
     assert found is not None
     shape, tapes = found
     if variant not in tapes:
         from transformers import AutoConfig
 
-        from accel_fsdp.fitting import tapes_of
+        from accel_fsdp.prediction.tracing import tapes_of
 
         config = dict(catalogue.entries()[one.model]["config"])
         shape, tapes[variant] = tapes_of(one.model, AutoConfig.for_model(config.pop("model_type"), **config), variant)
@@ -190,7 +191,7 @@ def measure(one: Case, device: str) -> dict[str, Any]:
 
 def row_of(one: Case, found: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a case."""
-    hopper = overheads.HOPPER_WORKSPACE_BYTES if found.get("hopper") else overheads.WORKSPACE_BYTES
+    hopper = capacity.HOPPER_WORKSPACE_BYTES if found.get("hopper") else capacity.WORKSPACE_BYTES
     guess = predicted(one, hopper if found["device"] != "CPU" else 0)
     measured = {name: value for name, value in found.items() if name not in ("versions", "device", "hopper")}
     measured["run"] = max(measured["forward"], measured["backward"])
@@ -234,7 +235,7 @@ def needed(one: Case) -> int:
     """Roughly what a case takes: its step, or its whole model beside the shards while it is prepared."""
     shape, _ = shape_and_tapes(one)
     width = 4 if one.recipe.precision != "no" and one.recipe.method == "full" else 2
-    loading = overheads.model_numel(shape) * max(width, 4 if one.recipe.dtype == "float32" else 2)
+    loading = capacity.model_numel(shape) * max(width, 4 if one.recipe.dtype == "float32" else 2)
     return round(1.25 * max(predicted(one, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import results
 
-from accel_fsdp import catalogue, runs, wizard
-from accel_fsdp.config import to_text
-from accel_fsdp.files import write_text
+from accel_fsdp.atomic_files import write_text
+from accel_fsdp.models import catalogue
+from accel_fsdp.training import run_record
+from accel_fsdp.wizard import interview, to_text
 
 ROOT = Path(__file__).parent.parent
 CHATS = ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl"
@@ -96,7 +97,7 @@ def measure(one: Case, folder: Path) -> dict[str, Any]:
     write_model(one, model)
     write_data(one, data)
     asked = {"model": str(model), "num_processes": "1", "mixed_precision": one.precision}
-    write_text(config, to_text(wizard.answers(wizard.interview(asked, {}, "defaults"))))
+    write_text(config, to_text(interview.answers(interview.interview(asked, {}, "defaults"))))
     where = ("--model_name_or_path", model, "--dataset_name", data, "--output_dir", run, "--save_strategy", "no")
     batch = ("--packing", "true", "--max_length", one.length, "--per_device_train_batch_size", one.rows)
     steps = ("--max_steps", STEPS, "--logging_steps", WINDOW, "--disable_tqdm", "true", "--report_to", "none")
@@ -111,7 +112,7 @@ def measure(one: Case, folder: Path) -> dict[str, Any]:
         timeout=CASE_SECONDS,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
-    account = runs.read(run)
+    account = run_record.read(run)
     if ran.returncode or account.get("status") != "finished":
         return {"error": " | ".join(ran.stdout.strip().splitlines()[-3:])}
     return account

@@ -19,7 +19,8 @@ import results
 import torch
 import torch.distributed.checkpoint as dcp
 
-from accel_fsdp import complete, files
+from accel_fsdp import atomic_files
+from accel_fsdp.checkpoints import completeness
 
 TENSORS = 16
 
@@ -44,19 +45,19 @@ def once(gib: float, place: Path) -> dict[str, float]:
     state = {f"layer.{number}": torch.rand(int(gib * (1 << 30)) // 4 // TENSORS) for number in range(TENSORS)}
 
     def save() -> None:
-        complete.begin(folder)
+        completeness.begin(folder)
         dcp.save(state, checkpoint_id=folder, no_dist=True)
-        files.sync_folder(folder)
+        atomic_files.sync_folder(folder)
 
     names = lambda: [path.name for path in folder.iterdir()]  # noqa: E731
-    found = {"save": seconds(save), "hash": seconds(lambda: complete.hashes_of(folder, names()))}
-    complete.seal(folder, complete.Origin("FSDP"))
+    found = {"save": seconds(save), "hash": seconds(lambda: completeness.hashes_of(folder, names()))}
+    completeness.seal(folder, completeness.Origin("FSDP"))
     drop_from_memory(folder)
     found["load"] = seconds(lambda: dcp.load(state, checkpoint_id=folder, no_dist=True))
     drop_from_memory(folder)
 
     def checked() -> None:
-        assert complete.damage(folder) == ""
+        assert completeness.damage(folder) == ""
         dcp.load(state, checkpoint_id=folder, no_dist=True)
 
     found["checked load"] = seconds(checked)

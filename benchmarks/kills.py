@@ -19,7 +19,8 @@ from typing import Any
 
 import results
 
-from accel_fsdp import complete, config, wizard
+from accel_fsdp.checkpoints import completeness
+from accel_fsdp.wizard import interview, to_yaml
 
 HERE = Path(__file__).parent
 CASE, DATA = HERE / "kills_case.py", HERE / "data" / "kills.json"
@@ -50,7 +51,7 @@ def chain(number: int, work: Path) -> list[dict[str, Any]]:
     model, data = fixtures(work)
     flags = {"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", "fsdp_version": version}
     yaml = work / "fsdp.yaml"
-    yaml.write_text(config.to_text(wizard.answers(wizard.interview(flags, {}, "defaults"))))
+    yaml.write_text(to_yaml.to_text(interview.answers(interview.interview(flags, {}, "defaults"))))
     straight = live(work, yaml, model, data, "straight", method)
     assert straight.returncode == 0, straight.stdout
     within = float(re.findall(r"'train_runtime': '?([\d.]+)", straight.stdout)[0]) / kills
@@ -70,15 +71,15 @@ def death(work: Path, job: tuple[Path, Path, Path], method: str, how: tuple[str,
     kind, within = how
     run, note = work / "killed", work / "note.json"
     note.unlink(missing_ok=True)
-    before = step_of(complete.choose(run).newest)
+    before = step_of(completeness.choose(run).newest)
     number = before + 2 * SAVE_STEPS if kind == "save" else within
     environment = {"KILL_AT": f"{kind}:{number}", "KILL_SEED": str(seed), "KILL_NOTE": str(note)}
     finished = live(work, *job, "killed", method, **environment)
     assert note.exists(), finished.stdout
-    noted, newest = json.loads(note.read_text()), step_of(complete.choose(run).newest)
+    noted, newest = json.loads(note.read_text()), step_of(completeness.choose(run).newest)
     lost = noted["step"] - newest
     row = {"kind": kind, "seed": seed, "expected": before, **noted, "newest": newest, "lost": lost}
-    row["half_written"] = len(complete.choose(run).skipped)
+    row["half_written"] = len(completeness.choose(run).skipped)
     print(row, flush=True)
     return row
 

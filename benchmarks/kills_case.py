@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from accel_fsdp.surviving import SurvivingTrainer
+from accel_fsdp.training import SurvivingTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK = os.environ["RANK"]

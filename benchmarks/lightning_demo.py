@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_fsdp.tapes import Event, Size, Tape, Tapes
-from accel_fsdp.traces import Raw, record_run
-from accel_fsdp.types import Block, Kind, ModelShape, Parameter
-from accel_fsdp.watching import Watch
+from accel_fsdp.prediction.memory import Block, Event, Kind, ModelShape, Parameter, Size, Tape, Tapes
+from accel_fsdp.prediction.tracing import Raw, Watch, record_run
 
 NAME = "Lightning-1B-demo"
 VOCAB, WIDTH, INNER, HEADS, LAYERS, TOKENS, DROPOUT = 33278, 1024, 4096, 64, 32, 35, 0.2

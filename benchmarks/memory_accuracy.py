@@ -16,10 +16,8 @@ from typing import Any
 import lightning_demo
 from results import keep
 
-from accel_fsdp import memory, overheads, recorded
-from accel_fsdp.quirks import quirks_of
-from accel_fsdp.tapes import Tapes, variant_of
-from accel_fsdp.types import Layout, ModelShape, Recipe
+from accel_fsdp.prediction import capacity, trace_store
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, quirks_of, step, variant_of
 
 DATA = Path(__file__).parent / "data" / "memory.json"
 
@@ -54,11 +52,11 @@ def result(row: dict[str, Any]) -> Result:
     layout = Layout(row["engine"], row.get("strategy", 1), row["gpus"], row["gpus"], offload=row["offload"])
     shape, tapes = model(row["model"], variant_of(recipe, layout.engine))
     known = replace(quirks_of(row["versions"], shape.model_type, recipe), **row.get("quirks", {}))
-    made = memory.predict(shape, tapes, recipe, layout, overheads.WORKSPACE_BYTES, known)
+    made = step.predict(shape, tapes, recipe, layout, capacity.WORKSPACE_BYTES, known)
     peak = made.peak.total
     within = None
     if row["kind"] == "reserved":
-        low, high = (round(peak * factor) for factor in overheads.RESERVED[layout.engine])
+        low, high = (round(peak * factor) for factor in capacity.RESERVED[layout.engine])
         within = low <= row["peak_bytes"] <= high
     steady = made.steady / row["steady_bytes"] - 1 if "steady_bytes" in row else None
     return Result(row, peak / row["peak_bytes"] - 1, steady, made.peak.phase, within)
@@ -71,16 +69,16 @@ def model(name: str, variant: str) -> tuple[ModelShape, Tapes]:
         return lightning_demo.shape_and_tapes()
     known = content()["models"][name]
     if isinstance(known, str):
-        found = recorded.find(known)
+        found = trace_store.find(known)
         assert found is not None
         if variant in found[1]:
             return found[0], found[1][variant]
-        from accel_fsdp import catalogue
+        from accel_fsdp.models import catalogue
 
         known = catalogue.entries()[known]["config"]
     from transformers import AutoConfig
 
-    from accel_fsdp.fitting import tapes_of
+    from accel_fsdp.prediction.tracing import tapes_of
 
     kind = known["model_type"]
     return tapes_of(name, AutoConfig.for_model(kind, **{k: v for k, v in known.items() if k != "model_type"}), variant)

@@ -24,8 +24,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from accel_fsdp import tokenizing
-from accel_fsdp.data_arguments import DataArguments
+from accel_fsdp.training.data import DataArguments, tokenizing
 
 CHATS = Path(__file__).parent.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
 MAX_LENGTH = 512

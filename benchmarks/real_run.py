@@ -22,8 +22,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from accel_fsdp import files, runs
+from accel_fsdp import atomic_files
 from accel_fsdp.errors import UserError, guard
+from accel_fsdp.training import run_record
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "train"))
@@ -124,7 +125,7 @@ def write_data(folder: Path, found: list[Definition]) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("test", others[:HELD_OUT]), ("train", others[HELD_OUT:])):
         lines = "".join(json.dumps(one.chat, ensure_ascii=False) + "\n" for one in part)
-        files.write_text(folder / f"{name}.jsonl", lines)
+        atomic_files.write_text(folder / f"{name}.jsonl", lines)
     print(f"{len(others) - HELD_OUT} definitions to train on, {HELD_OUT} held out, and those of the ten terms")
     return wanted
 
@@ -196,7 +197,7 @@ def verdict(found: list[Answer]) -> str:
 
 def page(run: Path, found: list[Answer]) -> str:
     """The document."""
-    record = runs.read(run)
+    record = run_record.read(run)
     results, machine = record["results"], record["machine"]
     losses = {name: one for name, one in results.items() if name.endswith(" loss")}
     rows = [f"| {name} | {one['first']:.4f} | {one['best']:.4f} | {one['last']:.4f} |" for name, one in losses.items()]
@@ -245,8 +246,8 @@ def main() -> None:
     offline = export_offline(run, options.folder / "offline")
     found = compared(options.model, run / "final", offline, wanted)
     if options.write:
-        files.write_text(PAGE, page(run, found))
-        shutil.copyfile(run / runs.CURVE, PICTURE)
+        atomic_files.write_text(PAGE, page(run, found))
+        shutil.copyfile(run / run_record.CURVE, PICTURE)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from typing import Any
 
 import results
 
-from accel_fsdp import gpus
-from accel_fsdp.speed import Step, step_time
-from accel_fsdp.types import Block, Layout, ModelShape, Parameter, Recipe
+from accel_fsdp.hardware import gpus
+from accel_fsdp.prediction import Step, step_time
+from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe
 
 DATA = Path(__file__).parent / "data" / "throughput.json"
 

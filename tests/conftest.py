@@ -84,9 +84,9 @@ def accel_fsdp(*args: str | Path) -> Finished:
 
 def made_yaml(**flags: str) -> str:
     """The YAML that `accel-fsdp config --yes` writes with these flags."""
-    from accel_fsdp import config, wizard
+    from accel_fsdp.wizard import interview, to_yaml
 
-    return config.to_text(wizard.answers(wizard.interview(flags, {}, "defaults")))
+    return to_yaml.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
 
 
 @pytest.fixture(scope="session")

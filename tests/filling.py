@@ -14,9 +14,8 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState
 
-from accel_fsdp import training
 from accel_fsdp.errors import guard
-from accel_fsdp.surviving import SurvivingTrainer
+from accel_fsdp.training import SurvivingTrainer, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 METHODS = {
@@ -48,7 +47,7 @@ def filling(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once(name: str) -> int:
-    owner = SurvivingTrainer if name == "save" else training.SftTrainer
+    owner = SurvivingTrainer if name == "save" else trainer.SftTrainer
     method = METHODS.get(name, "_save")
     before = getattr(owner, method)
     AcceleratorState._reset_state()
@@ -71,5 +70,5 @@ for name in names:
         BALLAST.unlink()
         shutil.rmtree(OUTPUT / name)
 print(f"CODES {codes}", file=sys.stderr, flush=True)
-training.finish(codes[-1])
+trainer.finish(codes[-1])
 sys.exit(codes[-1])

@@ -13,8 +13,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from test_config import answers, seen_by_accelerate
 
-from accel_fsdp import config
-from accel_fsdp.types import STRATEGIES, Answers
+from accel_fsdp.config import STRATEGIES
+from accel_fsdp.wizard import Answers, to_yaml
 
 STAGES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
 
@@ -107,7 +107,7 @@ def fsdp_files(draw: st.DrawFn) -> str:
     """What the wizard would write, in another dialect and with parts left to Accelerate's defaults."""
     wanted: Answers = draw(answers(engines=["fsdp"]))
     assume("Embedding" not in wanted.layer_class and "Linear" not in wanted.layer_class)
-    content = config.to_mapping(wanted)
+    content = to_yaml.to_mapping(wanted)
     section = content.get("fsdp_config", {})
     strategy = section.get("fsdp_sharding_strategy")
     if strategy is not None and draw(st.booleans()):

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from accel_fsdp import training
+from accel_fsdp.training import trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 
-load = training.SftTrainer._load_optimizer_and_scheduler
+load = trainer.SftTrainer._load_optimizer_and_scheduler
 
 
 def load_and_note(self: Any, checkpoint: str | None) -> None:
@@ -26,5 +26,5 @@ def load_and_note(self: Any, checkpoint: str | None) -> None:
         torch.save(found["state"], Path(os.environ["PROBE_OUT"]) / "moments.pt")
 
 
-training.SftTrainer._load_optimizer_and_scheduler = load_and_note
+trainer.SftTrainer._load_optimizer_and_scheduler = load_and_note
 runpy.run_path(str(SFT), run_name="__main__")

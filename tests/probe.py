@@ -1,6 +1,6 @@
 """Runs `train/sft.py` unchanged and, just before it exports, notes what each rank holds and what the model computes.
 
-Reads torch objects directly and not through accel_fsdp.sharding, so that the two can be compared. Output, in the folder
+Reads torch objects directly and not through accel_fsdp.training, so that the two can be compared. Output, in the folder
 named by PROBE_OUT: RUN-rankN.json and RUN-logits.pt, where RUN is the name of the output folder. PROBE_MORE, a mapping
 from further such names to arguments, makes the same processes run the script again: most of a launch is imports. With
 `--config_file` among them, under another YAML. A line `job RUN` stands before what each of them prints.
@@ -16,18 +16,18 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import jobs as launching
-from accel_fsdp import training
 from accel_fsdp.errors import guard
+from accel_fsdp.launch import launcher as launching
+from accel_fsdp.training import trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 OUT = Path(os.environ["PROBE_OUT"])
 INPUT_IDS = torch.arange(3, 43).reshape(2, 20)
 
-export = training.SftTrainer.export
+export = trainer.SftTrainer.export
 
 
-def export_and_note(self: training.SftTrainer, target: Path, *rest: str) -> int:
+def export_and_note(self: trainer.SftTrainer, target: Path, *rest: str) -> int:
     run, rank = target.parent.name, os.environ["RANK"]
     parameters = list(self.model.parameters())
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
@@ -76,7 +76,7 @@ def under(config: Path) -> None:
     os.environ.update(launching.environment(launching.launcher_args(config, SFT, ())))
 
 
-training.SftTrainer.export = export_and_note
+trainer.SftTrainer.export = export_and_note
 code = guard(jobs)
-training.finish(code)
+trainer.finish(code)
 sys.exit(code)

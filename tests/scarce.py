@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from accel_fsdp import here, training
-from accel_fsdp.surviving import SurvivingTrainer
+from accel_fsdp.hardware import host
+from accel_fsdp.training import SurvivingTrainer, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
-trained = training.SftTrainer.training_step
+trained = trainer.SftTrainer.training_step
 stepped = SurvivingTrainer.training_step
 
 
-def out_of_memory(self: training.SftTrainer, *args: Any) -> torch.Tensor:
+def out_of_memory(self: trainer.SftTrainer, *args: Any) -> torch.Tensor:
     loss = trained(self, *args)
     if self.state.global_step == 1 and os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 79 GiB in use.")
@@ -32,9 +32,9 @@ def infinite(self: SurvivingTrainer, *args: Any) -> torch.Tensor:
 
 
 if os.environ["SCARCE"] == "gpu":
-    training.SftTrainer.training_step = out_of_memory
+    trainer.SftTrainer.training_step = out_of_memory
 elif os.environ["SCARCE"] == "number":
     SurvivingTrainer.training_step = infinite
 else:
-    here.free_memory = lambda: 1000
+    host.free_memory = lambda: 1000
 runpy.run_path(str(SFT), run_name="__main__")

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -17,18 +18,17 @@ PROGRAM = re.compile(
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
-    "config": "refusals wizard",
-    "config plan": "machines",
-    "plan": "planning layouts fitting",
-    "check": "lint inputs weights",
-    "migrate": "rewrite",
-    "launch": "jobs",
-    "export": "checkpoint cli describing exporting hub merging papers planned sources stream verifying",
-    "train/sft.py": "arguments batching causal chats columns data data_arguments files lineage losses models prepare "
-    "resuming sensible sharding surviving tokenizing",
-    "": "config facts trust",
+    "config": "wizard/validation wizard/interview",
+    "config plan": "hardware/",
+    "plan": "planner/ prediction/",
+    "check": "linter/ checkpoints/summary",
+    "migrate": "migration/",
+    "launch": "launch/",
+    "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint cli",
+    "train/sft.py": "training/ models/causal atomic_files",
+    "": "config/ wizard/ models/",
 }
-"""Which commands print the errors of which modules; those of the last line name the program themselves."""
+"""Which commands print the errors of which rooms and modules; those of the last line name the program themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,10 @@ def known() -> dict[str, set[str]]:
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
-    from accel_fsdp import arguments
+    from accel_fsdp.training import arguments
+    from accel_fsdp.training.data import DataArguments
 
-    groups = [arguments.ModelArguments, arguments.DataArguments, arguments.SftArguments]
+    groups = [arguments.ModelArguments, DataArguments, arguments.SftArguments]
     parsers = {
         "accelerate launch": launch_command_parser(),
         "torchrun": get_args_parser(),
@@ -76,16 +77,20 @@ def test_no_fix_leaves_open_whose_flag_it_means() -> None:
 
 def advised() -> Iterator[tuple[str, str, str]]:
     """Program, flag and place of every flag in a `fix=`."""
-    for path in sorted((ROOT / "accel_fsdp").glob("*.py")):
+    for path in sorted((ROOT / "accel_fsdp").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "fix":
-                for program, flag in named(path.stem, text_of(node.value)):
+                for program, flag in named(module_of(path), text_of(node.value)):
                     yield program, flag.replace("_", "-"), f"{path.name}:{node.value.lineno}"
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(ROOT / "accel_fsdp").with_suffix("").as_posix()
 
 
 def named(module: str, text: str) -> Iterator[tuple[str, str]]:
     """The flags of one fix, each with the program that stands before it, else with those that print the module."""
-    printers = next((names for names, modules in PRINTED_BY.items() if module in modules.split()), "")
+    printers = next((names for names, modules in PRINTED_BY.items() if module.startswith(tuple(modules.split()))), "")
     for flag in FLAG.finditer(text):
         before = list(PROGRAM.finditer(text, 0, flag.start() + 2))
         programs = [next(filter(None, before[-1].groups()))] if before else re.split(r" (?!launch)", printers)

@@ -1,175 +1,122 @@
-"""The shape of the code that reviews rely on."""
+"""The shape of the code that reviews rely on: the order of the rooms, their faces, and which libraries load where."""
 
 import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 PACKAGE = ROOT / "accel_fsdp"
-MODULES = sorted(PACKAGE.glob("*.py"))
-RULES = {path.stem for path in MODULES if path.stem.startswith("rules_")}
-PURE = {
-    *("errors", "types", "machines", "asking", "defaults", "refusals", "questions", "presets", "catalogue", "fields"),
-    *(
-        "foreign",
-        "headers",
-        "stored",
-        "archive",
-        "dcp",
-        "lora_names",
-        "zero",
-        "zero_checkpoint",
-        "checkpoint",
-        "opcodes",
-        "unpickling",
-    ),
-    *("check", "combinations", "config", "reedit", "pains", "weights", "here", *RULES),
-    *("gpus", "traffic", "speed", "notes", "layouts"),
-    *("editing", "draft", "migrate", "migrate_fsdp", "migrate_zero"),
-    *(
-        "tapes",
-        "recorded",
-        "quirks",
-        "overheads",
-        "plan",
-        "advice",
-        "meter",
-        "states",
-        "engines",
-        "zero",
-        "playing",
-        "memory",
-    ),
-    *("drawing", "page", "savings"),
-}
-HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
-MAY_PRINT = {"render", "errors", "cpu", "jobs"}  # errors, cpu and jobs speak on stderr before render can be imported
-MAY_PATCH = {"cpu", "adapters"}
-LAYERS = [
-    {"types", "errors", "__init__"},
-    {
-        "hints",
-        "machines",
-        "catalogue",
-        "fields",
-        "combinations",
-        "presets",
-        "files",
-        "render",
-        "editing",
-        "pains",
-        "tapes",
-        "meter",
-        "states",
-        "quirks",
-        "drawing",
-        "foreign",
-        "headers",
-        "stored",
-    },
-    {"weights", "trust", "configs", "here", "engines", "zero", "playing", "gpus", "traffic", "recorded"},
-    {"finite", "lora_names"},
-    {"archive", "complete", "dcp", "stream", "zero_checkpoint", "pth", "hub", "opcodes", "unpickling"},
-    {"checkpoint"},
-    {"asking", "facts", "check", "memory", "speed", "overheads"},
-    {"resuming", "stopping"},
-    {
-        *(
-            "defaults",
-            "layouts",
-            "notes",
-            "refusals",
-            "draft",
-            "plan",
-            "advice",
-            "savings",
-            "shapes",
-            "watching",
-            "adapting",
-        ),
-        *("kernels", *RULES),
-    },
-    {"questions", "migrate_fsdp", "traces", "page", "remedies"},
-    {"migrate_zero", "fitting"},
-    {"migrate", "tracing"},
-    {
-        "config",
-        "prompts",
-        "cpu",
-        "adapters",
-        "sharding",
-        "data",
-        "export",
-        "chats",
-        "columns",
-        "data_arguments",
-        "causal",
-    },
-    {"describing", "sources", "papers"},
-    {"planned", "merging", "converting", "reloading", "logits", "verifying"},
-    {"exporting"},
-    {"encoding"},
-    {"packing"},
-    {"tokenizing", "batching", "lineage"},
-    {"wizard", "jobs", "arguments", "sensible", "inputs", "reedit"},
-    {"lint", "plan_flags", "proposing", "telling", "configure", "rewrite", "planning", "gathering", "runs", "starter"},
-    {"models", "prepare", "surviving", "disks", "forecast", "cards"},
-    {"reporting", "losses"},
+ORDER = [  # a room imports rooms of the lines above it, never one of its own line
+    {"helpers"},
+    {"checkpoints", "config", "hardware"},
+    {"models"},
+    {"prediction.memory"},
+    {"prediction"},
+    {"prediction.tracing"},
+    {"linter.rules"},
+    {"linter", "migration", "wizard", "exporter", "launch"},
+    {"planner"},
+    {"training.data"},
     {"training"},
-    {"cli", "reference"},
-    {"__main__"},
+    {"commands"},
 ]
+COMMANDS = {"cli", "__main__", "init_command", "reference_docs"}
+"""The modules at the top that stand above all rooms; the others there are helpers of all."""
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
+MAY_PRINT = {"console", "errors", "cpu", "launch.launcher"}  # all but console speak before it can be imported
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
 
 
-def imports(tree: ast.AST) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
+def room_of(module: str) -> str:
+    return module.rpartition(".")[0] or ("commands" if module in COMMANDS else "helpers")
+
+
+def imported(path: Path) -> set[str]:
+    """What a file imports from this package: `room.module`, `room` for names of its face, or `module` at the top."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            inside = {name for name in names if name.removeprefix("accel_fsdp.") in MODULES or is_room(name)}
+            found |= inside if inside == names else inside | {node.module}
+    return {name.removeprefix("accel_fsdp.") for name in found if name.startswith("accel_fsdp.")}
 
 
-def test_every_module_has_a_layer() -> None:
-    assert {path.stem for path in MODULES} == set().union(*LAYERS)
+def is_room(name: str) -> bool:
+    return (ROOT / name.replace(".", "/") / "__init__.py").is_file()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_imports_go_one_way(path: Path) -> None:
-    level = {name: number for number, names in enumerate(LAYERS) for name in names}
-    for name in imports(ast.parse(path.read_text())):
-        parts = name.split(".")
-        if parts[0] == "accel_fsdp" and len(parts) > 1 and parts[1] in level:
-            assert level[parts[1]] <= level[path.stem], f"{path.stem} imports {parts[1]}"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    level = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
+    room = room_of(module)
+    for name in imported(MODULES[module]):
+        other = room_of(name) if name in MODULES else name
+        assert other == room or level[other] < level[room], f"{module} ({room}) imports {name} ({other})"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_libraries_stay_in_their_places(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
-    assert ("questionary" in roots) == (path.stem == "prompts")
-    if path.stem in PURE:
-        assert not roots & HEAVY
+@pytest.mark.parametrize("room", sorted(set().union(*ORDER)))
+def test_no_circle_in_a_room(room: str) -> None:
+    inside = [module for module in MODULES if room_of(module) == room]
+    list(TopologicalSorter({module: imported(MODULES[module]) & set(inside) for module in inside}).static_order())
 
 
-@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "train").glob("*.py"))], ids=lambda path: path.stem)
-def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno <= 60, node.name
+@pytest.mark.parametrize("module", MODULES)
+def test_other_rooms_are_entered_by_their_faces(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_fsdp."):
+            name = str(node.module).removeprefix("accel_fsdp.")
+            if name in MODULES:
+                assert room_of(name) in (room_of(module), "helpers"), f"{module} imports from inside of {name}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_printing_and_patching_stay_in_their_places(path: Path) -> None:
-    text = path.read_text()
-    if path.stem not in MAY_PRINT:
-        assert "print(" not in text
-    calls = {
-        node.func.id
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    assert ("setattr" not in calls) or path.stem in MAY_PATCH
+@pytest.mark.parametrize("room", sorted(set().union(*ORDER) - {"helpers", "commands"}))
+def test_a_face_offers_what_it_names(room: str) -> None:
+    face = import_module(f"accel_fsdp.{room}")
+    assert face.__doc__
+    assert [name for name in face.__all__ if not hasattr(face, name)] == []
+
+
+PURE = ["checkpoints", "config", "hardware", "prediction", "prediction.memory", "linter.rules", "migration", "wizard"]
+
+
+def test_reading_and_planning_need_no_torch() -> None:
+    """Whatever these rooms offer is loaded, and none of the heavy libraries with it."""
+    code = "\n".join(
+        [
+            "import sys",
+            "from importlib import import_module",
+            f"for room in {PURE}:",
+            "    face = import_module('accel_fsdp.' + room)",
+            "    [getattr(face, name) for name in face.__all__]",
+            f"print(sorted({HEAVY} & set(sys.modules)))",
+        ]
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (finished.stdout, finished.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_questionary_printing_and_patching_stay_in_their_places(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert ("questionary" in {name for node in ast.walk(tree) for name in roots(node)}) == (module == "wizard.prompts")
+    assert module in MAY_PRINT or "print" not in calls
+    assert module in {"cpu", "training.peft_patches"} or "setattr" not in calls
+
+
+def roots(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml, run
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import __version__, files
+from accel_fsdp import __version__, atomic_files
 from accel_fsdp.errors import UserError
 
 CATALOGUED = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100")  # nothing is built, and torch not imported
@@ -117,11 +117,11 @@ def test_launch_lints_first(right: str, wrong: str, tiny_model: Path, tmp_path: 
 
 
 def test_two_runs_cannot_share_a_folder(tmp_path: Path) -> None:
-    lock = files.only_run(tmp_path)
+    lock = atomic_files.only_run(tmp_path)
     with pytest.raises(UserError, match="another run is writing"):
-        files.only_run(tmp_path)
+        atomic_files.only_run(tmp_path)
     lock.release()
-    files.only_run(tmp_path).release()
+    atomic_files.only_run(tmp_path).release()
 
 
 def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None:

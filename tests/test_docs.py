@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 from test_config import answers
 
-from accel_fsdp import config, reference
-from accel_fsdp.arguments import DataArguments, ModelArguments, SftArguments
-from accel_fsdp.types import Answers
+from accel_fsdp import reference_docs
+from accel_fsdp.training import ModelArguments, SftArguments
+from accel_fsdp.training.data import DataArguments
+from accel_fsdp.wizard import Answers, to_yaml
 
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = [
     shlex.split(line, comments=True)
@@ -26,14 +28,22 @@ COMMANDS = [
 ]
 
 
-def test_the_map_names_every_module_and_nothing_else() -> None:
-    named = set(re.findall(r"`([a-z_0-9]+\.py)`", README.split("## Development")[1])) | {
-        path.removeprefix("accel_fsdp/") for path in re.findall(r"`(accel_fsdp/\w+\.py)`", README)
-    }
-    modules = {path.name for path in (ROOT / "accel_fsdp").glob("*.py")} - {"__init__.py", "__main__.py"}
-    assert modules <= named
-    for path in re.findall(r"`((?:accel_fsdp|train|tests)/[\w./]*)`", README):
+ROOM_LINE = re.compile(r"^\| `([\w/]+)/`[^|]*\|[^|]*\|(.*)\|$", flags=re.MULTILINE)
+
+
+def test_the_map_of_the_rooms_names_what_exists() -> None:
+    """Every package has a line, and every file that a line names lies there."""
+    rooms = dict(ROOM_LINE.findall(ARCHITECTURE))
+    package = ROOT / "accel_fsdp"
+    inner = {str(one.parent.relative_to(package)) for one in package.glob("*/**/__init__.py")}
+    assert set(rooms) == {"accel_fsdp", *inner}
+    for room, line in rooms.items():
+        for name in re.findall(r"`(\w+\.py)`", line):
+            assert (package / room.removeprefix("accel_fsdp") / name).is_file(), name
+    for path in re.findall(r"`((?:accel_fsdp|train|tests)/[\w./]*)`", README + ARCHITECTURE):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"`(\w+/\w+\.py)`", ARCHITECTURE):
+        assert (package / path).exists() or (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "accel-fsdp"], ids=lambda words: words[1])
@@ -63,18 +73,18 @@ def test_script_help_lists_its_flags() -> None:
         assert flag in finished.output
 
 
-@pytest.mark.parametrize("name", sorted(reference.pages()))
+@pytest.mark.parametrize("name", sorted(reference_docs.pages()))
 def test_generated_pages_are_up_to_date(name: str) -> None:
-    assert (ROOT / name).read_text() == reference.pages()[name], "run make docs"
+    assert (ROOT / name).read_text() == reference_docs.pages()[name], "run make docs"
 
 
-SCHEMA = Draft202012Validator(reference.schema())
+SCHEMA = Draft202012Validator(reference_docs.schema())
 
 
 @given(wanted=answers())
 @settings(deadline=None)
 def test_the_schema_accepts_what_the_wizard_writes(wanted: Answers) -> None:
-    assert list(SCHEMA.iter_errors(yaml.safe_load(config.to_text(wanted)))) == []
+    assert list(SCHEMA.iter_errors(yaml.safe_load(to_yaml.to_text(wanted)))) == []
 
 
 @pytest.mark.parametrize(
@@ -90,5 +100,5 @@ def test_the_schema_accepts_what_the_wizard_writes(wanted: Answers) -> None:
     ],
 )
 def test_the_schema_refuses_what_accelerate_would_drop(text: str) -> None:
-    Draft202012Validator.check_schema(reference.schema())
+    Draft202012Validator.check_schema(reference_docs.schema())
     assert not SCHEMA.is_valid(yaml.safe_load(text))

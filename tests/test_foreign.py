@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_fsdp import foreign
+from accel_fsdp import untrusted_files
 from accel_fsdp.errors import UserError
 
 
@@ -27,13 +27,13 @@ def test_plain_files_and_links_inside_are_read(folder: Path, tmp_path: Path) -> 
     (folder / "inner" / "b.json").symlink_to("../a.json")
     (tmp_path / "named").symlink_to(folder)
     for path in (folder / "a.json", tmp_path / "named" / "a.json"):
-        assert (foreign.read_json(path) or {})["a"] == 2
-    assert foreign.read_json(folder / "inner" / "b.json", within=folder)
+        assert (untrusted_files.read_json(path) or {})["a"] == 2
+    assert untrusted_files.read_json(folder / "inner" / "b.json", within=folder)
     with pytest.raises(UserError, match="outside of its folder"):
-        foreign.read_json(folder / "inner" / "b.json")
-    assert foreign.read_json(folder / "none.json") is None
-    assert foreign.read_json(folder / "a.json" / "none.json") is None
-    foreign.copy(folder / "inner" / "b.json", tmp_path / "copy", within=folder)
+        untrusted_files.read_json(folder / "inner" / "b.json")
+    assert untrusted_files.read_json(folder / "none.json") is None
+    assert untrusted_files.read_json(folder / "a.json" / "none.json") is None
+    untrusted_files.copy(folder / "inner" / "b.json", tmp_path / "copy", within=folder)
     assert (tmp_path / "copy").read_text() == (folder / "a.json").read_text()
     assert not (tmp_path / "copy").is_symlink()
 
@@ -47,10 +47,10 @@ def test_the_hubs_cache(tmp_path: Path) -> None:
     (snapshot / "config.json").symlink_to("../../blobs/f00")
     (snapshot / "inner" / "config.json").symlink_to("../../../blobs/f00")
     (snapshot / "other.json").symlink_to("../../config.json")
-    assert foreign.read_json(snapshot / "config.json") == {}
-    assert foreign.read_json(snapshot / "inner" / "config.json", within=snapshot) == {}
+    assert untrusted_files.read_json(snapshot / "config.json") == {}
+    assert untrusted_files.read_json(snapshot / "inner" / "config.json", within=snapshot) == {}
     with pytest.raises(UserError, match="outside of its folder"):
-        foreign.read_json(snapshot / "other.json")
+        untrusted_files.read_json(snapshot / "other.json")
 
 
 def _through_folder(path: Path) -> None:
@@ -96,10 +96,10 @@ def _socket(path: Path) -> None:
 def test_other_files_are_refused(make: Callable[[Path], None], message: str, folder: Path, tmp_path: Path) -> None:
     make(folder / "a.json")
     with pytest.raises(UserError, match=message):
-        foreign.read_json(folder / "a.json")
+        untrusted_files.read_json(folder / "a.json")
     if "damaged" not in message and "nested" not in message:
         with pytest.raises(UserError, match=message.replace("too large", "too large to be copied")):
-            foreign.copy(folder / "a.json", tmp_path / "copy")
+            untrusted_files.copy(folder / "a.json", tmp_path / "copy")
         assert not (tmp_path / "copy").exists()
 
 
@@ -108,7 +108,7 @@ def test_files_of_others(folder: Path) -> None:
     (folder / "a.json").write_text("{}")
     (folder / "a.json").chmod(0)
     with pytest.raises(UserError, match="can't be read: Permission denied"):
-        foreign.read_json(folder / "a.json")
+        untrusted_files.read_json(folder / "a.json")
 
 
 @pytest.mark.parametrize("part", ["{},", "[],", '{"":{}},', "1,", '"ab",'])
@@ -119,12 +119,12 @@ def test_memory_is_bounded(part: str, folder: Path) -> None:
     (folder / "a.json").write_text('{"a": [' + part * count + "0]}")
     tracemalloc.start()
     try:
-        assert counted < foreign.MOST_VALUES
-        assert (foreign.read_json(folder / "a.json") or {})["a"][-1] == 0
+        assert counted < untrusted_files.MOST_VALUES
+        assert (untrusted_files.read_json(folder / "a.json") or {})["a"][-1] == 0
         each = tracemalloc.get_traced_memory()[1] / counted
     finally:
         tracemalloc.stop()
-    assert each * foreign.MOST_VALUES < 700_000_000
-    (folder / "a.json").write_text(json.dumps({"a": [0] * foreign.MOST_VALUES}))
+    assert each * untrusted_files.MOST_VALUES < 700_000_000
+    (folder / "a.json").write_text(json.dumps({"a": [0] * untrusted_files.MOST_VALUES}))
     with pytest.raises(UserError, match="is damaged: JSON of more than"):
-        foreign.read_json(folder / "a.json")
+        untrusted_files.read_json(folder / "a.json")

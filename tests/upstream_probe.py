@@ -22,7 +22,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from accel_fsdp import cpu, jobs
+from accel_fsdp import cpu
+from accel_fsdp.launch import launcher
 
 COLLECTIVE_SECONDS = 60
 LAYER = "LlamaDecoderLayer"
@@ -75,7 +76,7 @@ def launched(fsdp: Mapping[str, Any] | None, precision: str = "no", **top: Any) 
     content = {"distributed_type": "FSDP", "num_processes": 2, "num_machines": 1, "mixed_precision": precision}
     path = Path(sys.argv[2]) / f"launched-{rank()}.yaml"
     path.write_text(yaml.safe_dump({**content, "fsdp_config": dict(fsdp), **top}))
-    os.environ.update(jobs.environment(jobs.launcher_args(path, Path(__file__), ())))
+    os.environ.update(launcher.environment(launcher.launcher_args(path, Path(__file__), ())))
 
 
 def prepared(model: Any, fsdp: Mapping[str, Any], precision: str = "no", **top: Any) -> tuple[Any, Any, Any]:

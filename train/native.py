@@ -32,9 +32,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import adapters, cpu, data, export, facts, files, here, render, tokenizing
-from accel_fsdp.data_arguments import DataArguments
+from accel_fsdp import atomic_files, console, cpu
 from accel_fsdp.errors import UserError, guard
+from accel_fsdp.exporter import exported_folder
+from accel_fsdp.hardware import host
+from accel_fsdp.models import inspect_model
+from accel_fsdp.training import peft_patches
+from accel_fsdp.training.data import DataArguments, load, tokenizing
 
 
 # Flags: the names of train/sft.py, and what its YAML would say
@@ -86,7 +90,7 @@ def start(job: Job) -> torch.device:
 # Data: each rank gets rows of its own; together they are the global batch
 def loader_of(job: Job, tokenizer: Any) -> DataLoader[Any]:
     """Batches of tokenized rows of the train split."""
-    split = data.split(data.load(job.dataset_name), "train")
+    split = load.split(load.load(job.dataset_name), "train")
     rows, summary = tokenizing.tokenize(split, tokenizer, DataArguments(job.dataset_name, max_length=job.max_length))
     say(f"train: {summary}")
     sampler: Any = DistributedSampler(rows, shuffle=job.shuffle, seed=job.seed)
@@ -116,12 +120,12 @@ def load_model(job: Job) -> Any:
         )
     else:
         with no_init_weights():
-            config = facts.read_config(job.model_name_or_path)
+            config = inspect_model.read_config(job.model_name_or_path)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.tie_weights()
     if job.lora_r == 0:
         return model
-    adapters.enable()  # PEFT alone doesn't find its tensors inside FSDP's wrappers
+    peft_patches.enable()  # PEFT alone doesn't find its tensors inside FSDP's wrappers
     return get_peft_model(model, LoraConfig(r=job.lora_r, lora_alpha=2 * job.lora_r, target_modules="all-linear"))
 
 
@@ -130,7 +134,7 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
     """The modules that become units, inner ones before those around them."""
     inside_out = list(reversed([*model.modules()][1:]))
     if job.wrap == "transformer":
-        names = {layer.name for layer in facts.wrap_classes(model)}
+        names = {layer.name for layer in inspect_model.wrap_classes(model)}
         return [module for module in inside_out if type(module).__name__ in names]
     tied = {model.get_input_embeddings().weight} & {model.get_output_embeddings().weight}  # can't be in two units
     units, taken = [], set()
@@ -239,7 +243,7 @@ class State(dcp.stateful.Stateful):
 
 def checkpoint_of(job: Job) -> Path | None:
     """The newest complete checkpoint if one is to be resumed; DCP writes .metadata last."""
-    complete = [path for path in files.checkpoints(job.output_dir) if (path / ".metadata").is_file()]
+    complete = [path for path in atomic_files.checkpoints(job.output_dir) if (path / ".metadata").is_file()]
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
         raise UserError(what, why="a run resumes one, or begins where none is", fix="add or drop --resume")
@@ -247,29 +251,29 @@ def checkpoint_of(job: Job) -> Path | None:
 
 
 # The full state: gathered on the CPU of rank 0, which writes it and reopens it
-def save_full(model: Any, job: Job, tokenizer: Any, expected: export.Expected) -> None:
+def save_full(model: Any, job: Job, tokenizer: Any, expected: exported_folder.Expected) -> None:
     """Writes OUTPUT/final in the Hugging Face layout, complete or not at all. Call on all ranks."""
     full = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        with files.replaced_folder(job.output_dir / "final") as folder:
+        with atomic_files.replaced_folder(job.output_dir / "final") as folder:
             unwrapped = model.module if job.fsdp_version == 1 else model
-            unwrapped.save_pretrained(folder, state_dict=export.without_tied_copies(full, expected.ties))
+            unwrapped.save_pretrained(folder, state_dict=exported_folder.without_tied_copies(full, expected.ties))
             tokenizer.save_pretrained(folder)
-            say(f"saved and verified: {job.output_dir / 'final'} ({export.verify(folder, expected)} tensors)")
+            say(f"saved and verified: {job.output_dir / 'final'} ({exported_folder.verify(folder, expected)} tensors)")
 
 
 def say(line: str) -> None:
     if dist.get_rank() == 0:
-        render.say(line)
+        console.say(line)
 
 
 # The whole job
 def main() -> None:
     begun, job = time.perf_counter(), tyro.cli(Job)
     device, checkpoint = start(job), checkpoint_of(job)
-    tokenizer = facts.read_tokenizer(job.model_name_or_path)
+    tokenizer = inspect_model.read_tokenizer(job.model_name_or_path)
     loader, model = loader_of(job, tokenizer), load_model(job)
-    expected = export.expected_tensors(model, trained_as=None)
+    expected = exported_folder.expected_tensors(model, trained_as=None)
     model = shard(model, job, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=job.weight_decay)
@@ -291,11 +295,11 @@ def main() -> None:
             dcp.save({"job": state}, checkpoint_id=job.output_dir / f"checkpoint-{step}")
     save_full(model, job, tokenizer, expected)
     seconds = time.perf_counter() - begun
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else here.peak_memory()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host.peak_memory()
     say(f"{seconds:.1f} s in all; rank 0 had {peak / 2**30:.2f} GiB of {device.type} memory at its peak")
     if dist.get_rank() == 0:
         measured = {"losses": losses, "seconds": seconds, "peak_bytes": peak}
-        files.write_text(job.output_dir / "measured.json", json.dumps(measured))
+        atomic_files.write_text(job.output_dir / "measured.json", json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -10,24 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import (
-    arguments,
-    batching,
-    cards,
-    chats,
-    data,
-    files,
-    lineage,
-    models,
-    render,
-    resuming,
-    runs,
-    tokenizing,
-    training,
-)
-from accel_fsdp.data_arguments import DataArguments
+from accel_fsdp import atomic_files, console, training
 from accel_fsdp.errors import guard
-from accel_fsdp.losses import Diverged
+from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record
+from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
 
 
 def main() -> None:
@@ -35,20 +21,20 @@ def main() -> None:
     model_args, data_args, training_args = arguments.parse()
     output = Path(training_args.output_dir)
     checkpoint = resuming.chosen(training_args)
-    files.check_writable(output)
+    atomic_files.check_writable(output)
     training.begin(training_args)
-    given = runs.arguments_of(model_args, data_args, training_args)
-    record = runs.Record(output, given, first_rank=training_args.process_index == 0)
+    given = run_record.arguments_of(model_args, data_args, training_args)
+    record = run_record.Record(output, given, first_rank=training_args.process_index == 0)
 
     # Data: one rank per node tokenizes on all cores, the others read its cache
-    tokenizer = models.load_tokenizer(model_args)
-    chats.use_template(tokenizer, data_args.chat_template_path)
+    tokenizer = load_model.load_tokenizer(model_args)
+    chat_template.use_template(tokenizer, data_args.chat_template_path)
     tokens, longest = tokenize(tokenizer, data_args, training_args)
     history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
     record.lap("data")
 
     # Model and Trainer
-    model = models.load_model(model_args, tokenizer)
+    model = load_model.load_model(model_args, tokenizer)
     batching.check_length(model, longest)
     collator = batching.collator(tokenizer, model, data_args.packing)
     trainer = training.SftTrainer(
@@ -67,7 +53,7 @@ def main() -> None:
 
     # Train
     try:
-        with data.reading(data_args.dataset_name):  # a stream may break only now
+        with load.reading(data_args.dataset_name):  # a stream may break only now
             trainer.train(resume_from_checkpoint=checkpoint)
     except Diverged:
         record.trained(history.segments(trainer.state.global_step))
@@ -77,15 +63,15 @@ def main() -> None:
     record.trained(history.segments(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / "final", cards.text(record.content, trainer.state.log_history))
+    tensors = trainer.export(output / "final", model_card.text(record.content, trainer.state.log_history))
     record.lap("export")
     record.finish(trainer.state.log_history, trainer.report.totals())
 
     # What next
     if trainer.is_world_process_zero():
         for line in training.summary(trainer.state, training_args.load_best_model_at_end):
-            render.say(line)
-        render.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
+            console.say(line)
+        console.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
 
 
 def tokenize(
@@ -96,20 +82,20 @@ def tokenize(
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
     tokens, longest = {}, 0
-    with training_args.main_process_first(desc="tokenizing"), data.reading(data_args.dataset_name):
-        splits = data.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
+    with training_args.main_process_first(desc="tokenizing"), load.reading(data_args.dataset_name):
+        splits = load.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
         for role, name in wanted.items():
-            rows = data.split(splits, name)
+            rows = load.split(splits, name)
             if data_args.streaming and role == "train":
                 tokens[role] = tokenizing.stream(rows, tokenizer, data_args, training_args.seed)
                 longest = data_args.max_length
                 continue
             tokens[role], summary = tokenizing.tokenize(
-                data.whole(rows), tokenizer, data_args, training_args.per_device_train_batch_size
+                load.whole(rows), tokenizer, data_args, training_args.per_device_train_batch_size
             )
             longest = max(longest, summary.longest)
             if training_args.process_index == 0:
-                render.say(f"{name}: {summary}", style="cyan")
+                console.say(f"{name}: {summary}", style="cyan")
     return tokens, longest
 
 

@@ -1,0 +1,284 @@
+"""Which checkpoints are complete, as their own markers say; which one a resume takes, and which are deleted.
+
+`checkpoint-N/complete.json` says that the folder is being written, from before the first of the other files until all
+of them are on disk; then one rename puts the list of their sizes and hashes in its place. A folder without marker was
+written by plain Trainer and is judged by what Trainer and torch write last.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import atomic_files, untrusted_files
+from accel_fsdp.errors import UserError
+
+MARKER = "complete.json"
+MOST_LOGGED = 20_000_000
+"""Numbers in `trainer_state.json`, which logs all steps."""
+SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+OF_RANK = re.compile(r"(?:__|rng_state_|zero_pp_rank_|fsdp_rank)(\d+)")
+"""The number of the rank that wrote a file, in its name."""
+HASHED_TOGETHER = 4
+HASHED_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run that wrote a checkpoint, as far as one that resumes it has to be like it.
+
+    `engine` is FSDP, DDP (one process too) or ZeRO with its stage; `rows_per_step` are those of all ranks in one step
+    of the optimizer. Zeros are unknown.
+    """
+
+    engine: str
+    ranks: int = 0
+    rows_per_step: int = 0
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What it was trained with, as `lineage.settings` names it; empty: unknown."""
+    before: Sequence[Mapping[str, Any]] = ()
+    """Earlier stretches of the run that had other settings: the last step of each, and its settings."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What `complete.json` says: sizes and hashes by the names of the files, from the checkpoint's folder on."""
+
+    complete: bool
+    origin: Origin | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The newest complete checkpoint of a run, and what the newer ones lack."""
+
+    newest: Path | None
+    skipped: dict[Path, str] = field(default_factory=dict)
+
+
+def begin(checkpoint: Path) -> None:
+    """Makes the folder, empty but for a marker that says it isn't complete; call before any rank writes into it.
+
+    A complete checkpoint of the same step stays beside it until `seal`.
+
+    Raises:
+        UserError: the folder can't be written.
+    """
+    if checkpoint.exists() and not flaw(checkpoint):
+        _remove(_aside(checkpoint))
+        os.replace(checkpoint, _aside(checkpoint))
+    _remove(checkpoint)
+    atomic_files.write_text(checkpoint / MARKER, json.dumps({"complete": False}))
+
+
+def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = None) -> None:
+    """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its own.
+
+    `hashes` are those of all files, where the ranks have taken them; else they are taken now.
+
+    Raises:
+        UserError: the marker can't be written. The checkpoint then counts as half-written.
+    """
+    atomic_files.sync_folder(checkpoint)
+    found = _sizes(checkpoint)
+    taken = hashes_of(checkpoint, found) if hashes is None else dict(hashes)
+    content = {"complete": True, "origin": asdict(origin), "files": found, "hashes": taken}
+    atomic_files.write_text(checkpoint / MARKER, json.dumps(content, indent=1, sort_keys=True))
+    atomic_files.sync_names(checkpoint.parent)
+    _remove(_aside(checkpoint))
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """All files but the marker."""
+    found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
+    found.pop(MARKER, None)
+    return found
+
+
+def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Hashes of the files that this rank wrote, which the system still has in memory: those with its number in their
+    names, and on the first rank all others.
+    """
+    numbered = {name: int(match[1]) % ranks for name in _sizes(checkpoint) if (match := OF_RANK.search(name))}
+    return hashes_of(checkpoint, [name for name in _sizes(checkpoint) if numbered.get(name, 0) == rank])
+
+
+def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    """A hash of each of these files, taken from several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
+        return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
+
+
+def _hash(path: Path, within: Path) -> str:
+    import xxhash
+
+    found, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
+    with untrusted_files.opened(path, within) as file:
+        while count := file.readinto(block):  # type: ignore[attr-defined]
+            found.update(block[:count])
+    return found.hexdigest()
+
+
+def read(checkpoint: Path) -> Marker | None:
+    """The marker; None where there is none.
+
+    Raises:
+        UserError: it is cut short or odd, or no file that can be read.
+    """
+    path = checkpoint / MARKER
+    content = untrusted_files.read_json(path)
+    if content is None:
+        return None
+    if content.get("complete") is False:
+        return Marker(complete=False)
+    sizes, hashes, origin = content.get("files"), content.get("hashes", {}), content.get("origin", {})
+    if content.get("complete") is not True or not _is_list(sizes, int) or not _is_list(hashes, str):
+        raise untrusted_files.broken(path, "is damaged: no list of files")
+    return Marker(True, _origin(path, origin), dict(sizes or {}), dict(hashes))
+
+
+def _is_list(found: Any, kind: type) -> bool:
+    """Names of files inside the folder, and something of `kind` for each."""
+    return isinstance(found, dict) and all(
+        type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+        for name, value in found.items()
+    )
+
+
+def _origin(path: Path, found: Any) -> Origin | None:
+    if not found:
+        return None
+    try:
+        origin = Origin(**found)
+        whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
+        groups = [origin.settings, *(one["settings"] for one in origin.before)]
+        plain = all(isinstance(values, dict) for one in groups for values in one.values())
+        steps = all(type(one["last_step"]) is int for one in origin.before)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise untrusted_files.broken(path, "is damaged: what it says of the run") from error
+    if not (whole and plain and steps):
+        raise untrusted_files.broken(path, "is damaged: what it says of the run")
+    return origin
+
+
+def flaw(checkpoint: Path) -> str:
+    """What makes a checkpoint half-written or damaged, as far as sizes tell; empty where it is complete."""
+    try:
+        return _flaw(checkpoint)
+    except UserError as error:
+        return error.what.removeprefix(f"{checkpoint}/")
+
+
+def _flaw(checkpoint: Path) -> str:
+    marker = read(checkpoint)
+    if marker is not None:
+        if not marker.complete:
+            return "its run ended while it was written"
+        return next(filter(None, (_wrong_size(checkpoint / name, size) for name, size in marker.sizes.items())), "")
+    if not untrusted_files.read_json(checkpoint / "trainer_state.json", most_values=MOST_LOGGED):
+        return "trainer_state.json, which Trainer writes last, is missing or empty"
+    sharded = (checkpoint / name for name in SHARDED if (checkpoint / name).is_dir())
+    cut = [path.name for path in sharded if not (path / ".metadata").is_file()]
+    return f"{cut[0]}/.metadata is missing" if cut else ""
+
+
+def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
+    """The first file that holds other bytes than were written, of those `wanted`; empty where all are as they were.
+
+    Each of several ranks reads a `part` of about the same size. Files that aren't there are passed over, and a marker
+    without hashes, of an earlier version, tells nothing.
+
+    Raises:
+        UserError: the marker or a file can't be read.
+    """
+    marker = read(checkpoint)
+    if marker is None or not marker.hashes:
+        return ""
+    names = [name for name in marker.hashes if wanted(name) and (checkpoint / name).exists()]
+    found = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
+    wrong = sorted(name for name, one in found.items() if one != marker.hashes[name])
+    return f"{wrong[0]} holds other bytes than were written" if wrong else ""
+
+
+def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -> list[str]:
+    """Every name in one part; largest first, each goes to the part that has least."""
+    loads, mine = [0] * of, []
+    for name in sorted(names, key=lambda name: (-sizes.get(name, 0), name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes.get(name, 0) + 1
+        if least == part:
+            mine.append(name)
+    return mine
+
+
+def _wrong_size(path: Path, size: int) -> str:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    found = path.stat().st_size
+    return f"{path.name} has {found:,} of {size:,} bytes" if found != size else ""
+
+
+def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path], str] = flaw) -> Choice:
+    """The complete checkpoint-N with the highest number, where Trainer would take a half-written one.
+
+    `among`: those of the run, oldest first. `wrong` says why one can't be taken; empty: it can.
+    """
+    skipped: dict[Path, str] = {}
+    for checkpoint in reversed(atomic_files.checkpoints(run) if among is None else among):
+        if not (why := wrong(checkpoint)):
+            return Choice(checkpoint, skipped)
+        skipped[checkpoint] = why
+    return Choice(None, skipped)
+
+
+def origin_of(checkpoint: Path) -> Origin | None:
+    """What the marker says about the run; None without one."""
+    marker = read(checkpoint)
+    return marker.origin if marker else None
+
+
+def size_bytes(checkpoint: Path) -> int:
+    """What the checkpoint takes on disk."""
+    return sum(path.stat().st_size for path in _files(checkpoint))
+
+
+def retire(run: Path, keep: int | None, best: str | None) -> None:
+    """Deletes what lies before the newest complete checkpoint: half-written ones, and complete ones beyond `keep`.
+
+    The `best` one stays, and counts. Nothing is deleted where none is complete, or without `keep`.
+    """
+    for old in run.glob(".checkpoint-*.old"):
+        if not (run / old.stem[1:]).exists():  # of a run that was killed while it deleted
+            _remove(old)
+    found = atomic_files.checkpoints(run)
+    complete = [path for path in found if not flaw(path)]
+    if not keep or keep < 1 or not complete:
+        return
+    wanted = {path for path in complete if best and path.name == Path(best).name} | {complete[-1]}
+    for path in reversed(complete):
+        if len(wanted) < keep:
+            wanted.add(path)
+    for path in found[: found.index(complete[-1])]:
+        if path not in wanted:
+            os.replace(path, _aside(path))  # a folder that is partly deleted must not look like a checkpoint
+            _remove(_aside(path))
+
+
+def _aside(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.old")
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -1,0 +1,233 @@
+"""Distributed checkpoints of torch (DCP): `.metadata` and `.distcp` files, read without torch.
+
+`.metadata` is a pickle, and loading it the usual way runs what it names. Here it is read by an unpickler that admits
+the types of DCP's metadata and turns them into inert values.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import torch_zip
+from accel_fsdp.checkpoints.pickle_opcodes import Inert
+from accel_fsdp.checkpoints.safe_unpickle import ERRORS, unpickle
+from accel_fsdp.checkpoints.tensor_storage import Reader, Record, Stored, damaged, tensor
+from accel_fsdp.checkpoints.torch_zip import DTYPES, TENSORS, Archive, Storage, View
+from accel_fsdp.errors import UserError
+
+METADATA = ".metadata"
+DATA = "data/0"
+"""The record of an archive's first tensor."""
+CRC_BYTES = 4
+LARGEST_METADATA = 1 << 28
+
+
+class _Metadata(Inert):
+    pass
+
+
+class _Tensor(Inert):
+    pass
+
+
+class _Properties(Inert):
+    pass
+
+
+class _Chunk(Inert):
+    pass
+
+
+class _Bytes(Inert):
+    pass
+
+
+class _Place(Inert):
+    pass
+
+
+class _Index(Inert):
+    pass
+
+
+class _Format(Inert):
+    pass
+
+
+def _member(kind: Any, name: Any) -> str:
+    """An enumeration's member, which some Python versions pickle through getattr."""
+    if kind is not _Format:
+        raise ValueError("getattr of something else")
+    return str(name)
+
+
+PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+ADMITTED: dict[tuple[str, str], Any] = {
+    (DCP, "Metadata"): _Metadata,
+    (DCP, "TensorStorageMetadata"): _Tensor,
+    (DCP, "BytesStorageMetadata"): _Bytes,
+    (DCP, "TensorProperties"): _Properties,
+    (DCP, "ChunkStorageMetadata"): _Chunk,
+    (DCP, "MetadataIndex"): _Index,
+    (DCP, "StorageMeta"): Inert,
+    (DCP, "_MEM_FORMAT_ENCODING"): _Format,
+    (FILES, "_StorageInfo"): _Place,
+    ("builtins", "getattr"): _member,
+    ("torch", "Size"): torch_zip.size,
+    ("torch.serialization", "_get_layout"): Inert,
+    **{(module, name): Inert for module in ("pathlib", "pathlib._local") for name in PATHS},
+    **{("torch", name): short for name, short in DTYPES.items()},
+}
+"""The names in a `.metadata` file, and what each becomes."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    path: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as `.metadata` lists it: its key in the nested state dict, and its chunks with their offsets."""
+
+    path: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], View], ...]
+
+    def stored(self, name: str) -> Stored:
+        """It as one."""
+        return tensor(name, self.dtype, self.shape, [view.piece(offsets) for offsets, view in self.chunks])
+
+
+def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+    """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read.
+
+    Raises:
+        UserError: as `entries`; or the chunks of a tensor don't fill it.
+    """
+    return {entry.path: entry.stored(name) for name, entry in entries(folder, reader).items()}
+
+
+def entries(folder: Path, reader: Reader) -> dict[str, Entry]:
+    """The tensors that a folder lists, by their flat names, each with its chunks; none is read.
+
+    Pickled values, such as learning rates, are passed over.
+
+    Raises:
+        UserError: a file is missing, damaged, outside of the folder, or names code.
+    """
+    path = folder / METADATA
+    content = untrusted_files.read_bytes(path, LARGEST_METADATA)
+    if content is None:
+        raise damaged(path, "is missing")
+    metadata = unpickle(content, ADMITTED, path)
+    try:
+        return _entries(folder, reader, metadata.state)
+    except ERRORS as error:
+        raise damaged(path, f"is damaged: {type(error).__name__} in what it lists") from error
+
+
+class _Chunks:
+    """Says what the chunks hold, each of which is an archive of one tensor.
+
+    Among thousands most are alike: of one length, with the same bytes up to their numbers. One of a kind is taken
+    apart; of the others only the checksum is another.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._kinds: dict[tuple[int, tuple[int, ...]], tuple[bytes, int, View]] = {}
+
+    def view(self, item: _Item, sizes: tuple[int, ...]) -> Any:
+        """What lies there, said to be a tensor of these sizes.
+
+        Raises:
+            UserError: it is damaged, or names what isn't admitted.
+        """
+        if kind := self._kinds.get((item.length, sizes)):
+            head, entry, like = kind
+            crc = self.reader.bytes_of(item.path, item.start + entry + torch_zip.CRC_AT, CRC_BYTES)
+            if crc != bytes(CRC_BYTES) and self.reader.bytes_of(item.path, item.start, len(head)) == head:
+                length = like.storage.record.length
+                record = Record(item.path, item.start + len(head), length, int.from_bytes(crc, "little"))
+                return View(Storage(like.dtype, record), like.dtype, like.offset, like.shape, like.strides)
+        return self._taken_apart(item, sizes)
+
+    def _taken_apart(self, item: _Item, sizes: tuple[int, ...]) -> Any:
+        opened = Archive(self.reader, item.path, item.start, item.length)
+        view = opened.load(TENSORS)
+        if isinstance(view, View) and view.storage.dtype == view.dtype and DATA in opened.slots:
+            record = opened.record(DATA)
+            head = opened.head[: record.start - item.start]
+            if view.storage.record == record and record.crc and item.start + len(head) == record.start:
+                self._kinds[item.length, sizes] = head, opened.slots[DATA].entry, view
+        return view
+
+
+def _entries(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[str, Entry]:
+    chunks = _Chunks(reader)
+    items = _items(folder, reader, metadata["storage_data"])
+    paths = metadata.get("planner_data") or {}
+    return {
+        _text(name): _entry(name, _path(paths.get(name) or (name,)), entry.state, items, chunks)
+        for name, entry in metadata["state_dict_metadata"].items()
+        if not isinstance(entry, _Bytes)
+    }
+
+
+def _text(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a name of type {type(name).__name__}")
+    return name
+
+
+def _path(keys: Any) -> tuple[str, ...]:
+    if not isinstance(keys, (tuple, list)) or not all(isinstance(key, (str, int)) for key in keys):
+        raise TypeError("a path of something else than keys")
+    return tuple(map(str, keys))
+
+
+def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
+    """The place of each chunk by name and offset, all of them in plain files of the folder."""
+    found: dict[tuple[str, Any], _Item] = {}
+    known: dict[str, tuple[Path, int]] = {}
+    for index, place in listed.items():
+        name = _text(place.state["relative_path"])
+        at, length = torch_zip.size((place.state["offset"], place.state["length"]))
+        if name not in known:
+            inner = untrusted_files.inside(folder, name, METADATA)
+            known[name] = inner, reader.size_of(inner)
+        path, size_bytes = known[name]
+        if place.state.get("transform_descriptors"):
+            raise UserError(
+                f"{path} is compressed by an extension of DCP",
+                why="its tensors can't be read in parts",
+                fix="save without extensions, or load it with torch and save it again",
+            )
+        if at + length > size_bytes:
+            raise damaged(path, f"is cut short: {size_bytes} bytes, {at + length} expected")
+        offset = index.state.get("offset")
+        found[_text(index.state["fqn"]), None if offset is None else torch_zip.size(offset)] = _Item(path, at, length)
+    return found
+
+
+def _entry(
+    name: str, path: tuple[str, ...], entry: dict[str, Any], items: dict[tuple[str, Any], _Item], chunks: _Chunks
+) -> Entry:
+    dtype, shape = entry["properties"].state[0], torch_zip.size(entry["size"])
+    found: list[tuple[tuple[int, ...], View]] = []
+    for chunk in entry["chunks"]:
+        offsets, sizes = torch_zip.size(chunk.state["offsets"]), torch_zip.size(chunk.state["sizes"])
+        item = items.get((name, offsets))
+        if item is None:
+            raise ValueError("a chunk without a place")
+        view = chunks.view(item, sizes)
+        if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
+            raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
+        found.append((offsets, view))
+    return Entry(path, dtype, shape, tuple(found))

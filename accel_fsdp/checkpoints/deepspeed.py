@@ -1,0 +1,192 @@
+"""DeepSpeed's ZeRO checkpoints: where each parameter's float32 master weights and moments lie among the partitions.
+
+The layout is that of DeepSpeed 0.19 (`deepspeed/utils/zero_to_fp32.py` reads the same keys). ZeRO-1 and 2: each
+parameter group is one flat vector, cut into one part per rank. ZeRO-3: each parameter is cut into one part per rank,
+padded to equal lengths, and a rank's parts lie one after another in its flat groups. The optimizer's state has the
+same layout (`deepspeed/checkpoint/ds_to_universal.py`).
+"""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import torch_zip
+from accel_fsdp.checkpoints.pickle_opcodes import Inert
+from accel_fsdp.checkpoints.safe_unpickle import ERRORS
+from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Stored, damaged
+from accel_fsdp.checkpoints.torch_zip import TENSORS, View
+from accel_fsdp.errors import UserError
+
+Span = tuple[View, int, int]
+"""Elements `start` to `stop` of a one-dimensional tensor."""
+LONGEST_NAME = 4096
+Groups = list[View]
+"""A rank's flat tensors, one per group of parameters."""
+
+
+def _from_type(build: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
+    """A parameter with attributes, which DeepSpeed's partitions are."""
+    if build not in (TENSORS["torch._utils", "_rebuild_tensor_v2"], TENSORS["torch._utils", "_rebuild_parameter"]):
+        raise ValueError("a tensor built by something else")
+    return build(*arguments)
+
+
+def _stage(number: Any) -> int:
+    return int(number)
+
+
+ADMITTED: dict[tuple[str, str], Any] = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+    ("torch", "Tensor"): Inert,
+    ("torch.nn.parameter", "Parameter"): Inert,
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Inert,
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): Inert,
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): Inert,
+}
+"""What DeepSpeed's files hold besides tensors; all of it becomes inert."""
+
+
+def folder_of(checkpoint: Path) -> Path | None:
+    """The folder of the ranks' files: `global_stepN` as the file `latest` says, else the highest; None without one."""
+    if any(checkpoint.glob("*_optim_states.pt")):
+        return checkpoint
+    name = (untrusted_files.read_text(checkpoint / "latest", LONGEST_NAME) or "").strip()
+    steps = sorted(checkpoint.glob("global_step*"), key=lambda path: _numbers(path.name))
+    named = [path for path in steps if path.name == name]
+    return named[0] if named else steps[-1] if steps else None
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
+
+
+def read(folder: Path, reader: Reader, optimizer_too: bool = False) -> dict[tuple[str, ...], Stored]:
+    """All parameters in float32, frozen ones and buffers as they are, by path; no tensor is read.
+
+    With `optimizer_too` also its state, the paths of which begin as in the nested state dict of other checkpoints.
+
+    Raises:
+        UserError: a rank's file is missing or damaged, or the checkpoint is of tensor or pipeline parallel ranks.
+    """
+    optimizer = sorted(folder.glob("*_optim_states.pt"), key=lambda path: _numbers(path.name))
+    model = sorted(folder.glob("*_model_states.pt"), key=lambda path: _numbers(path.name))
+    if not model or not optimizer:
+        lacking = "*_model_states.pt" if not model else "*_optim_states.pt"
+        raise damaged(folder, f"holds no {lacking}")
+    try:
+        return _read(folder, reader, model, optimizer, optimizer_too)
+    except ERRORS as error:
+        raise damaged(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}") from error
+
+
+def _read(
+    folder: Path, reader: Reader, model: list[Path], optimizer: list[Path], optimizer_too: bool
+) -> dict[tuple[str, ...], Stored]:
+    loaded = [torch_zip.load(reader, path, ADMITTED) for path in model]
+    first = loaded[0]
+    if first.get("mp_world_size", 1) != 1:
+        raise UserError(
+            f"{folder} is of {first['mp_world_size']} tensor-parallel ranks",
+            why="how their parameters are cut is known to the training code alone",
+            fix="export it with DeepSpeed's universal checkpoint: ds_to_universal.py",
+        )
+    states = [torch_zip.load(reader, path, ADMITTED)["optimizer_state_dict"] for path in optimizer]
+    stage, ranks = int(states[0]["zero_stage"]), states[0]["partition_count"]
+    ranks = max(ranks) if isinstance(ranks, list) else ranks
+    if len(states) != ranks:
+        raise damaged(folder, f"holds *_optim_states.pt of {len(states)} ranks, {ranks} wrote it")
+    if stage == 3 and len(loaded) != ranks:
+        raise damaged(folder, f"holds *_model_states.pt of {len(loaded)} ranks, {ranks} wrote it")
+    # Before stage 2 frozen parameters are noted nowhere but in the module's state.
+    held = first["buffer_names"] if stage == 3 else first["module"] or {}
+    found = {name: first["module"][name].stored(name) for name in held if isinstance(first["module"][name], View)}
+    found |= _frozen(loaded if stage == 3 else loaded[:1])
+    paddings = states[0].get("param_alignment_paddings")
+    place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)
+    flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    found |= place(first, [state[flat] for state in states])
+    found |= {copy: found[name] for copy, name in first["shared_params"].items() if name in found}
+    paths: dict[tuple[str, ...], Stored] = {(name,): one for name, one in found.items()}
+    for key, groups in _moments(states, flat) if optimizer_too else ():
+        paths |= {("optimizer", "state", name, key): one for name, one in place(first, groups).items()}
+    return paths
+
+
+def _moments(states: list[dict[str, Any]], flat: str) -> Iterator[tuple[str, list[Groups]]]:
+    """The optimizer's tensors of the size of its weights, by key and rank; elastic checkpoints have none."""
+    inner = "optimizer_state_dict" if flat == "fp32_flat_groups" else "base_optimizer_state"
+    held = [state[inner]["state"] if isinstance(state[inner], dict) else {} for state in states]
+    weights = states[0][flat]
+    for key in held[0].get(0, {}):
+        groups = [[one[number][key] for number in range(len(weights))] for one in held]
+        if all(isinstance(one, View) and one.shape == part.shape for one, part in zip(groups[0], weights, strict=True)):
+            yield key, groups
+
+
+def _frozen(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
+    shapes = loaded[0].get("frozen_param_shapes") or {}
+    return {
+        name: _joined(name, shape, [_whole(one["frozen_param_fragments"][name]) for one in loaded])
+        for name, shape in shapes.items()
+    }
+
+
+def _whole(view: View) -> Span:
+    return view, 0, prod(view.shape)
+
+
+def _stage2(first: dict[str, Any], ranks: list[Groups], paddings: list[list[int]] | None) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    for group, shapes in enumerate(first["param_shapes"]):
+        parts = [groups[group] for groups in ranks]
+        at = 0
+        for number, (name, shape) in enumerate(shapes.items()):
+            count = prod(shape)
+            found[name] = _joined(name, shape, list(_cut([_whole(part) for part in parts], at, at + count)))
+            at += count + (paddings[group][number] if paddings else 0)
+    return found
+
+
+def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
+    at = 0
+    found: dict[str, Stored] = {}
+    for shapes in first["param_shapes"]:
+        for name, shape in shapes.items():
+            share = -(-prod(shape) // len(ranks))
+            spans: list[Span] = []
+            for groups in ranks:
+                spans += _cut([_whole(group) for group in groups], at, at + share)
+            found[name] = _joined(name, shape, spans)
+            at += share
+    return found
+
+
+def _cut(spans: list[Span], start: int, stop: int) -> Iterator[Span]:
+    """Elements `start` to `stop` of spans laid end to end."""
+    at = 0
+    for view, first, last in spans:
+        low, high = max(start, at), min(stop, at + last - first)
+        if low < high:
+            yield view, first + low - at, first + high - at
+        at += last - first
+
+
+def _joined(name: str, shape: tuple[int, ...], spans: list[Span]) -> Stored:
+    """A tensor of spans laid end to end; what is left over at the end is padding."""
+    pieces, at, total = [], 0, prod(shape)
+    for view, first, last in spans:
+        count = min(last - first, total - at)
+        if count > 0:
+            skip = (view.offset + first) * ITEM_BYTES[view.dtype]
+            pieces.append(Piece(view.storage.record, (at,), (count,), skip))
+        at += max(count, 0)
+    if at != total:
+        raise damaged(
+            spans[0][0].storage.record.path if spans else Path(name), f"and its siblings lack a part of {name}"
+        )
+    return Stored(spans[0][0].dtype, tuple(shape), tuple(pieces))

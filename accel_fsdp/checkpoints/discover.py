@@ -1,0 +1,327 @@
+"""Finds checkpoints, says what kind they are and what they lack. The only module that knows their folders' layout."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import completeness, deepspeed, summary
+from accel_fsdp.checkpoints.dcp import METADATA
+from accel_fsdp.errors import UsageError, UserError
+
+Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
+ACCELERATE_MODEL = "pytorch_model_fsdp"
+FULL, LOCAL = f"{ACCELERATE_MODEL}.bin", f"{ACCELERATE_MODEL}_rank*.bin"
+OPTIMIZERS = ("optim", "optimizer")
+NOT_WEIGHTS = (*summary.STATE, "random_states", "rng", "optim", "train_state", "dataloader")
+STATE_FILES = tuple(name for name in NOT_WEIGHTS if name != ACCELERATE_MODEL)
+"""How the names begin of what an export can do without: people delete optimizers to save disk."""
+NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
+DEPTH = 2
+EXPORTED = ("safetensors", "adapter")
+DESCRIBED = "model"
+"""The folder in which a run describes the model that it trains, before the first step: never what it trained."""
+REPORT = "export.json"
+"""What only exports hold; nobody means them by the name of the run that they lie in."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint or model: what kind, the folder that a user would name, where its weights lie, and what it lacks."""
+
+    kind: Kind
+    folder: Path
+    weights: Path
+    missing: tuple[str, ...] = ()
+    optimizer: Path | None = None
+
+    @property
+    def number(self) -> int:
+        """The step in the folder's name, where it is one of a checkpoint; else -1."""
+        named = NUMBERED.fullmatch(self.folder.name)
+        return int(named[1]) if named else -1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights' files."""
+        paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
+        return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in SIZED)
+
+    def __str__(self) -> str:
+        lacks = f", lacks {', '.join(self.missing)}" if self.missing else ""
+        return f"{self.folder}: {self.kind}{lacks}"
+
+
+SIZED = {".distcp", ".bin", ".safetensors", ".pt", ".pth"}
+
+
+def look(folder: Path) -> Found | None:
+    """What `folder` itself is: a checkpoint, an exported model, or the inner folder of one; None if none of them."""
+    for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
+        found = read(folder)
+        if found is not None:
+            lacks = (*found.missing, *(["its end"] if _is_temporary(folder) else []))
+            return replace(found, missing=tuple({one.split(" (")[0]: one for one in lacks}.values()))  # each once
+    return None
+
+
+def _is_temporary(folder: Path) -> bool:
+    """What `atomic_files.replaced_folder` was writing when its process was killed."""
+    return folder.name.startswith(".") and folder.name.endswith(".tmp")
+
+
+def _sharded(folder: Path) -> Found | None:
+    inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
+    named = [path for path in inner if path.name.startswith(ACCELERATE_MODEL)]
+    named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
+    if _is_dcp(folder):
+        named = [folder]
+    if not named or folder.name.startswith(OPTIMIZERS):
+        return None
+    place = named[0]
+    optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
+    lacking = [] if (place / METADATA).is_file() else [f"{place.name}/{METADATA}"]
+    lacking += [] if any(place.glob("*.distcp")) else [f"{place.name}/*.distcp"]
+    outer = folder.parent if place == folder and folder.name.startswith(ACCELERATE_MODEL) else folder
+    return Found("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
+
+
+def _is_dcp(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
+
+
+def _unfinished(folder: Path) -> tuple[str, ...]:
+    """Trainer writes `trainer_state.json` last; `Accelerator.save_state` writes none, but random states.
+
+    `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
+    """
+    try:
+        marker = completeness.read(folder)
+    except UserError as error:
+        return (f"a marker that can be read: {error.what}",)
+    if marker is not None:
+        needed = {name: size for name, size in marker.sizes.items() if not name.startswith(STATE_FILES)}
+        wrong = [name for name, size in needed.items() if _size(folder / name) != size]
+        return tuple(f"{name} ({needed[name]:,} bytes)" for name in wrong) if marker.complete else ("its end",)
+    numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
+    done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
+    trainers = any(folder.glob("scheduler.pt")) or any(folder.glob("rng_state*")) or any(folder.glob("optimizer*"))
+    return ("trainer_state.json",) if numbered and trainers and not done else ()
+
+
+def check_bytes(found: Found, optimizer: bool = False) -> None:
+    """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has.
+
+    Raises:
+        UserError: one holds other bytes than were written.
+    """
+    places = [found.weights, *([found.optimizer] if optimizer and found.optimizer else [])]
+
+    def read(name: str) -> bool:
+        path = found.folder / name
+        return any(path == place or place in path.parents for place in places) or (
+            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(STATE_FILES)
+        )
+
+    if what := completeness.damage(found.folder, read):
+        raise UserError(
+            f"{found.folder} is damaged: {what}",
+            why="the model would be another than was trained",
+            fix="copy the checkpoint again from where it was written, or export an older one",
+        )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _safetensors(folder: Path) -> Found | None:
+    single = (folder / "model.safetensors").is_file()  # which from_pretrained prefers
+    try:
+        names = [] if single else sorted(set(summary.weight_map(folder).values()))
+    except UserError as error:
+        return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
+    if not names and not single and not any(folder.glob(summary.SHARDS)):
+        return None
+    lacking = [name for name in names if not (folder / name).is_file()]
+    return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
+
+
+def _adapter(folder: Path) -> Found | None:
+    if not (folder / "adapter_model.safetensors").is_file():
+        return None
+    lacking = () if (folder / "adapter_config.json").is_file() else ("adapter_config.json",)
+    return Found("adapter", folder, folder / "adapter_model.safetensors", (*lacking, *_unfinished(folder)))
+
+
+def _full(folder: Path) -> Found | None:
+    path = folder / FULL
+    return Found("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
+
+
+def _zero(folder: Path) -> Found | None:
+    place = deepspeed.folder_of(folder)
+    if place is None:
+        return None
+    lacking = [name for name in ("*_model_states.pt", "*_optim_states.pt") if not any(place.glob(name))]
+    outer = folder.parent if place == folder and folder.name.startswith("global_step") else folder
+    return Found("ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer)))
+
+
+def _single(folder: Path) -> Found | None:
+    paths = [path for kind in ("*.pth", "*.bin", "*.pt") for path in sorted(folder.glob(kind)) if is_single(path)]
+    return Found("torch.save", folder, paths[0]) if len(paths) == 1 else None
+
+
+def is_single(path: Path) -> bool:
+    """Whether a file's name is one for weights."""
+    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(NOT_WEIGHTS)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Those of a folder that count: hidden ones are being written, or are on their way to be deleted."""
+    inner = folder.iterdir() if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else ()
+    return sorted(path for path in inner if path.is_dir() and not path.name.startswith("."))
+
+
+def listed(run: Path) -> list[Found]:
+    """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
+    found = look(run)
+    if found is not None and found.kind != "torch.save":
+        return [found]
+    inner = [one for path in _folders(run) if _is_trained(path) and (one := look(path)) is not None]
+    if found is not None and all(one.kind in EXPORTED for one in inner):
+        return [found]
+    if inner and not _is_run(run) and any(map(_is_run, _all_below(run, DEPTH))):
+        return []  # which of them is meant can't be guessed, and what lies beside them is no run's
+    return sorted(inner, key=lambda one: (one.number, one.folder.stat().st_mtime))
+
+
+def _is_trained(folder: Path) -> bool:
+    """Whether a run's folder may be its result: not the model it began with, nor an export."""
+    return folder.name != DESCRIBED and not (folder / REPORT).is_file()
+
+
+def _is_run(folder: Path) -> bool:
+    return any(NUMBERED.fullmatch(path.name) and look(path) for path in _folders(folder))
+
+
+def _all_below(folder: Path, depth: int) -> Iterator[Path]:
+    for path in _folders(folder):
+        yield path
+        yield from _all_below(path, depth - 1) if depth > 1 else ()
+
+
+def find(path: Path) -> tuple[Found, list[Found]]:
+    """The checkpoint that `path` means, of a run the newest complete one, and those newer that were passed over.
+
+    Raises:
+        UserError: there is none, or the one that was named is incomplete.
+    """
+    place = _meant(path)
+    single = _of_file(place)
+    found = [single] if single else listed(place)
+    if not found:
+        raise _nothing(path, place)
+    whole = [one for one in found if not one.missing]
+    if not whole:
+        raise UserError(
+            f"{found[-1].folder} lacks {', '.join(found[-1].missing)}",
+            why="it is half-written, or its other half lies on another machine",
+            fix="export an older checkpoint; on several machines train to a shared disk",
+        )
+    _check_links(whole[-1], place if place.is_dir() else place.parent)
+    return whole[-1], found[found.index(whole[-1]) + 1 :]
+
+
+def _check_links(found: Found, named: Path) -> None:
+    """Refuses parts of a checkpoint that a link puts there, from outside of what the user named."""
+    for part in (found.folder, found.weights, found.optimizer):
+        if part is not None and part.is_relative_to(named):
+            untrusted_files.check_folder(part, named)
+
+
+def of_adapter(found: Found, name: str) -> Found:
+    """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    untrusted_files.check_folder(found.folder / name, found.folder)
+    inner = _adapter(found.folder / name)
+    if inner is None and name != "default":
+        held = ["default", *others(found)]
+        raise UsageError(
+            f"--adapter {name}: {found.folder} holds {', '.join(held)}",
+            why="there is no adapter of that name to export",
+            fix=f"--adapter {held[-1]}",
+        )
+    return inner or found
+
+
+def others(found: Found) -> list[str]:
+    """The adapters in folders of an adapter's folder."""
+    return [path.name for path in _folders(found.folder) if found.kind == "adapter" and _adapter(path)]
+
+
+def _meant(path: Path) -> Path:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(
+            f"cannot read {path}: Permission denied",
+            why="what it holds is not known",
+            fix="see to it that you may read it",
+        )
+    if not path.exists():
+        raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
+    place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
+    if place.is_file() and (place.suffix == ".distcp" or place.name == METADATA):
+        return place.parent
+    return place
+
+
+def _of_file(path: Path) -> Found | None:
+    if not path.is_file():
+        return None
+    if path.name == FULL:
+        return Found("FSDP full", path.parent, path)
+    if path.suffix == ".safetensors":
+        return look(path.parent)
+    if is_single(path):
+        return Found("torch.save", path.parent, path)
+    return None
+
+
+def _nothing(path: Path, place: Path) -> UserError:
+    if place.name.startswith(OPTIMIZERS):
+        return UserError(
+            f"{path} holds optimizer state, no weights",
+            why="there is nothing to export",
+            fix=f"give the checkpoint's folder: {place.parent}",
+        )
+    if any(any(folder.glob(LOCAL)) for folder in (place if place.is_dir() else place.parent, *_folders(place))):
+        return UserError(
+            f"{path} is of LOCAL_STATE_DICT: {LOCAL}",
+            why="each rank wrote its own part, in a form that only the same rank of the same job can load",
+            fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
+        )
+    near = sorted(_below(place, DEPTH), key=lambda one: one.number < 0)[:3]
+    return UserError(
+        f"{path} holds no checkpoint" + (" itself" if near else ""),
+        why=f"{'one lies' if len(near) == 1 else 'some lie'} below it; which is meant isn't guessed"
+        if near
+        else "there is nothing to export",
+        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(one.folder) for one in near)}"
+        if near
+        else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",
+    )
+
+
+def _below(folder: Path, depth: int) -> Iterator[Found]:
+    for path in _folders(folder):
+        found = listed(path) if path.name != DESCRIBED else []
+        yield from found[-1:]
+        if not found and depth > 1:
+            yield from _below(path, depth - 1)

@@ -1,0 +1,223 @@
+"""Opens a checkpoint of any kind as one thing: tensors by the names that the model's own code gives them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import dcp, deepspeed, safetensors_header, summary, tensor_names, torch_zip
+from accel_fsdp.checkpoints.discover import Found
+from accel_fsdp.checkpoints.tensor_names import clean_name
+from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.checkpoints.torch_zip import View
+from accel_fsdp.errors import UsageError, UserError
+
+MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
+OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
+SINGLE = "model.safetensors"
+Paths = Mapping[tuple[str, ...], Stored]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The content of a checkpoint.
+
+    `tensors` are the model's, empty where only an adapter was saved; `adapter` are those of a PEFT adapter, by the
+    names in PEFT's own files. `filed`: the names are already those of files, not of the model in memory.
+    """
+
+    tensors: dict[str, Stored]
+    adapter: dict[str, Stored] = field(default_factory=dict)
+    optimizer: dict[str, Stored] = field(default_factory=dict)
+    filed: bool = False
+
+
+def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | None = None) -> Weights:
+    """Finds all tensors of a checkpoint; none is read. Of several adapters it takes the one named `adapter`.
+
+    Raises:
+        UsageError: there are several adapters, and `adapter` names none of them.
+        UserError: a file is missing, damaged or not to be trusted, or there is no tensor.
+    """
+    made = _read(found, reader, optimizer, adapter)
+    made = made if optimizer else replace(made, optimizer={})  # it may lie in the same files as the model
+    if not made.tensors and not made.adapter:
+        raise UserError(
+            f"{found.weights} holds no tensor of a model",
+            why="there is nothing to export",
+            fix="export another checkpoint; PEFT 0.21 alone saves empty adapters under FSDP1",
+        )
+    return made
+
+
+def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) -> Weights:
+    if found.kind == "safetensors":
+        state = _full_optimizer(found.folder, reader) if optimizer else {}
+        return Weights(of_folder(found.folder), optimizer=split(state).optimizer, filed=True)
+    if found.kind == "adapter":
+        return Weights({}, of_file(found.weights))
+    if found.kind == "ZeRO":
+        return split(deepspeed.read(found.weights, reader, optimizer), adapter)
+    if found.kind == "sharded (DCP)":
+        paths = dcp.read(found.weights, reader)
+        if optimizer and found.optimizer:
+            paths |= dcp.read(found.optimizer, reader)
+        return split(paths, adapter)
+    content = torch_zip.load(reader, found.weights)
+    paths = {path: view.stored(".".join(path)) for path, view in _flat(content, ())}
+    if optimizer:
+        paths |= _full_optimizer(found.folder, reader)
+    return split(paths, adapter)
+
+
+def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+    """What Accelerate saves beside a full state dict and beside safetensors files alike; empty if it isn't there."""
+    path = folder / "optimizer.bin"
+    state = torch_zip.load(reader, path) if path.is_file() else {}
+    return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}
+
+
+def _files_of(folder: Path, listed: Mapping[str, str]) -> list[Path]:
+    """The safetensors files of a model's folder, as `from_pretrained` takes them: the one, else those of an index."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if listed:
+        return [untrusted_files.inside(folder, name, summary.INDEX) for name in sorted(set(listed.values()))]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(summary.SHARDS))
+
+
+def of_folder(folder: Path) -> dict[str, Stored]:
+    """The tensors of a model's folder.
+
+    Raises:
+        UserError: it holds no safetensors files, or damaged ones; its index is damaged, names files elsewhere, or lists
+            a tensor that is in none of them.
+    """
+    listed = {} if (folder / SINGLE).is_file() else summary.weight_map(folder)
+    found = _of_files(_files_of(folder, listed))
+    if lacking := sorted(listed.keys() - found.keys()):
+        raise damaged(folder / summary.INDEX, f"lists {lacking[0]}, which is in none of its files")
+    if not found:
+        raise UserError(
+            f"{folder} holds no model*.safetensors",
+            why="its weights are needed, to be exported or for an adapter to be merged into",
+            fix="give the model with its weights: --model ID_OR_FOLDER",
+        )
+    return found
+
+
+def of_file(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        UserError: it is missing, cut short or none.
+    """
+    return _of_files([path])
+
+
+def _of_files(paths: Sequence[Path]) -> dict[str, Stored]:
+    """The tensors of several files, some of which may lie in parts."""
+    parts: dict[str, dict[tuple[int, ...], safetensors_header.Tensor]] = {}
+    for path in paths:
+        found, places = safetensors_header.read_parts(path)
+        for name, one in found.items():
+            if name not in places:
+                parts[name] = {(0,) * len(one.shape): one}
+            else:
+                parts.setdefault(name, {})[places[name]] = one
+    return {name: _of_parts(name, each) for name, each in parts.items()}
+
+
+def _of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_header.Tensor]) -> Stored:
+    one = next(iter(parts.values()))
+    if one.dtype not in ITEM_BYTES:
+        raise UserError(
+            f"{one.file} holds {name} in {one.dtype}, several elements to a byte",
+            why="the export reads and writes whole bytes",
+            fix="export it with the library that quantised it",
+        )
+    if any((part.dtype, len(part.shape)) != (one.dtype, len(one.shape)) for part in parts.values()):
+        raise damaged(one.file, f"and its siblings hold parts of {name} that don't belong together")
+    ends = [tuple(map(add, at, part.shape)) for at, part in parts.items()]
+    shape = tuple(max(each) for each in zip(*ends, strict=True))
+    pieces = [Piece(Record(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()]
+    return tensor(name, one.dtype, shape, pieces)
+
+
+def _flat(content: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], View]]:
+    if isinstance(content, View):
+        yield path, content
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from _flat(value, (*path, str(key)))
+    elif isinstance(content, (list, tuple)):
+        for number, value in enumerate(content):
+            yield from _flat(value, (*path, str(number)))
+
+
+def split(paths: Paths, adapter: str | None = None) -> Weights:
+    """Divides a nested state dict into model, adapter and optimizer; other tensors are a training loop's own."""
+    inner = {path: one for path, one in paths.items() if len(path) > 1 and not OPTIMIZER_KEYS & set(path[:-1])}
+    inner = {path: one for path, one in inner.items() if set(path[:-1]) <= MODEL_KEYS}
+    model = inner or {path: one for path, one in paths.items() if len(path) == 1}
+    optimizer = {_behind(path): one for path, one in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
+    named = _named(model)
+    if not tensor_names.is_adapted(named):
+        _check_unadapted(named)
+        return Weights(named, optimizer=optimizer)
+    parts = tensor_names.divided(named)
+    return Weights(parts.base, _chosen(parts.adapters, adapter), optimizer)
+
+
+def _chosen(adapters: Mapping[str, dict[str, Stored]], wanted: str | None) -> dict[str, Stored]:
+    names = ", ".join(sorted(adapters))
+    if wanted is not None and wanted not in adapters and any(adapters):
+        raise UsageError(
+            f"--adapter {wanted}: the checkpoint holds {names}",
+            why="there is no adapter of that name to export",
+            fix=f"--adapter {min(adapters)}",
+        )
+    if wanted is None and len(adapters) > 1:
+        raise UsageError(
+            f"the checkpoint holds {len(adapters)} adapters: {names}",
+            why="an export holds one of them, and which is meant can't be guessed",
+            fix=f"--adapter {min(adapters)}",
+        )
+    return adapters.get(wanted or "") or next(iter(adapters.values()))
+
+
+def _check_unadapted(names: Mapping[str, Stored]) -> None:
+    if tensor_names.is_wrapped(names):
+        raise UserError(
+            f"the checkpoint is of a PEFT model, and its adapter is not LoRA: {next(iter(names))}",
+            why="only LoRA and DoRA adapters are told from their base here",
+            fix="load it with PEFT, and save_pretrained it",
+        )
+
+
+def _named(paths: Paths) -> dict[str, Stored]:
+    """By the model's own names, each of which stands for one tensor."""
+    named: dict[str, Stored] = {}
+    origins: dict[str, tuple[str, ...]] = {}
+    for path, one in paths.items():
+        name = _plain(path[-1])
+        if named.setdefault(name, one) != one:
+            raise UserError(
+                f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
+                why="which of them is the model's can't be guessed",
+                fix="save the state dict that you want in a file or folder of its own, and export that",
+            )
+        origins.setdefault(name, path)
+    return named
+
+
+def _behind(path: tuple[str, ...]) -> str:
+    at = next(number for number, key in enumerate(path) if key in OPTIMIZER_KEYS)
+    return ".".join(map(clean_name, path[at + 1 :]))
+
+
+def _plain(name: str) -> str:
+    """Without what FSDP, torch.compile and DDP put into names."""
+    return clean_name(name).removeprefix("module.")

@@ -1,0 +1,133 @@
+"""Headers of safetensors files, read as strictly as the safetensors library does: which bytes are which tensor's."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.errors import UserError
+
+LENGTH_BYTES = 8
+LARGEST_HEADER = 100_000_000  # the format's own limit
+BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
+    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+"""Per element, of all dtypes that the format knows."""
+METADATA, PARTS = "__metadata__", "DCP_SHARDING_INFO"
+FIELDS = {"dtype", "shape", "data_offsets"}
+LARGEST_SIZE = 1 << 64
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in a safetensors file: dtype as the format spells it (BF16), and its bytes' place in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name. Together they fill it, without holes and overlaps.
+
+    Raises:
+        UserError: it is missing, can't be read, is cut short or damaged.
+    """
+    return read_parts(path)[0]
+
+
+def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """As `read`, and of a file in which a rank has put its parts of tensors, where in each the part begins.
+
+    So writes torch's HuggingFaceStorageWriter.
+
+    Raises:
+        UserError: as `read`.
+    """
+    try:
+        with untrusted_files.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
+                raise _damaged(path, "cut short, or no safetensors file")
+            header = untrusted_files.mapping(file.read(length), path, strict=True)
+    except FileNotFoundError:
+        raise _damaged(path, "missing") from None
+    except OSError as error:
+        raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
+    notes = header.pop(METADATA, None)
+    notes = {} if notes is None else notes
+    _check_notes(path, notes)
+    begin = LENGTH_BYTES + length
+    found = {name: _tensor(path, name, one, begin) for name, one in header.items()}
+    _check_filled(path, found, begin, size)
+    return found, _places(path, found, notes.get(PARTS))
+
+
+def _places(path: Path, found: Mapping[str, Tensor], noted: str | None) -> dict[str, tuple[int, ...]]:
+    if noted is None:
+        return {}
+    listed = untrusted_files.mapping(noted.encode(), path)
+    places: dict[str, tuple[int, ...]] = {}
+    for name, one in listed.items():
+        at = one.get("saved_offsets") if isinstance(one, dict) else None
+        if name not in found or not isinstance(at, list) or len(at) != len(found[name].shape):
+            raise _damaged(path, f"no place of the part of {name}")
+        places[name] = _sizes(path, name, at)
+    return places
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(
+        f"{path} is {what}" if what == "missing" else f"{path} is damaged: {what}",
+        why="its tensors would be other numbers than were written",
+        fix="copy that file again from where it was written",
+    )
+
+
+def _check_notes(path: Path, notes: Any) -> None:
+    if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
+        raise _damaged(path, f"its {METADATA} is no mapping of text")
+
+
+def _tensor(path: Path, name: str, one: Any, begin: int) -> Tensor:
+    if not isinstance(one, dict) or one.keys() != FIELDS or not isinstance(one["dtype"], str):
+        raise _damaged(path, f"no dtype, shape and place of {name}")
+    if one["dtype"] not in BITS:
+        raise _damaged(path, f"{name} is of dtype {one['dtype']}, which the format doesn't know")
+    shape, place = _sizes(path, name, one["shape"]), _sizes(path, name, one["data_offsets"])
+    bits = _product(path, name, (*shape, BITS[one["dtype"]]))
+    if len(place) != 2 or bits % 8 or place[1] - place[0] != bits // 8:
+        raise _damaged(path, f"{name} has another size than its shape and dtype say")
+    return Tensor(path, one["dtype"], shape, begin + place[0], begin + place[1])
+
+
+def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
+    whole = isinstance(numbers, list) and all(type(one) is int and 0 <= one < LARGEST_SIZE for one in numbers)
+    if not whole:
+        raise _damaged(path, f"{name} has impossible sizes")
+    return tuple(numbers)
+
+
+def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
+    """The library counts in 64 bits, from left to right."""
+    if any(prod(factors[:count]) >= LARGEST_SIZE for count in range(len(factors) + 1)):
+        raise _damaged(path, f"{name} has impossible sizes")
+    return prod(factors)
+
+
+def _check_filled(path: Path, found: Mapping[str, Tensor], begin: int, size: int) -> None:
+    at = begin
+    for name, one in sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].end)):
+        if one.start != at:
+            raise _damaged(path, f"{name} {'overlaps another tensor' if one.start < at else 'lies behind a hole'}")
+        at = one.end
+    if at != size:
+        raise _damaged(path, f"it has {size:,} bytes, its tensors end at {at:,}")

@@ -1,0 +1,179 @@
+"""safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
+
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import atomic_files, untrusted_files
+from accel_fsdp.checkpoints import safetensors_header
+from accel_fsdp.checkpoints.safetensors_header import Tensor
+from accel_fsdp.errors import UsageError, UserError
+
+INDEX = "model.safetensors.index.json"
+SHARDS = "shard-*.safetensors"
+"""Files of torch's HuggingFaceStorageWriter, in which each rank has put its part of every tensor."""
+TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_state", "scaler")
+"""How files begin that end like weights and are none that `from_pretrained` could load."""
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What a checkpoint or export folder holds, by names, sizes and safetensors headers; nothing is unpickled.
+
+    `sharded` and `full` say in which way model weights are stored, `hub` that there are Hugging Face weights.
+    `without_metadata` are sharded folders that lack `.metadata`, `broken` files shorter than their header says.
+    `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
+    `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
+    `by_accelerator` says that `Accelerator.save_state` wrote it, which has no `trainer_state.json`.
+    """
+
+    name: str
+    sharded: bool = False
+    full: bool = False
+    hub: bool = False
+    optimizer: bool = False
+    scheduler: bool = False
+    trainer_state: bool = False
+    rng_states: int = 0
+    without_metadata: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    adapter_tensors: int | None = None
+    empty_tensor: str = ""
+    tied_twice: bool = False
+    cache_off: bool = False
+    architecture: str = ""
+    has_config: bool = False
+    private: str = ""
+    by_accelerator: bool = False
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a folder to resume from and not an export."""
+        return self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
+
+
+def tensors_of(path: Path) -> dict[str, Tensor] | None:
+    """The tensors of one safetensors file by name; None if it isn't one or is cut short."""
+    try:
+        return safetensors_header.read(path)
+    except UserError:
+        return None
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all `model*.safetensors` in a folder; broken files count for nothing."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        found |= tensors_of(path) or {}
+    return found
+
+
+def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Head and embedding, where a file stores both."""
+    pairs = (pair for pair in TIED if pair[0] in tensors and pair[1] in tensors)
+    return next(((tensors[head], tensors[embedding]) for head, embedding in pairs), None)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bytes."""
+    return _bytes(one) == _bytes(other)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    with untrusted_files.opened(tensor.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content[tensor.start : tensor.end]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as a model's index lists them; empty without an index.
+
+    Raises:
+        UserError: the index can't be read, or is none.
+    """
+    index = untrusted_files.read_json(folder / INDEX)
+    if index is None:
+        return {}
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
+        raise untrusted_files.broken(folder / INDEX, "is damaged: no list of tensors and their files")
+    return listed
+
+
+def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """A JSON mapping; empty if there is no such file. `within` as in `foreign.open_file`.
+
+    Raises:
+        UserError: there is one that can't be read, or is damaged.
+    """
+    return untrusted_files.read_json(path, within) or {}
+
+
+def read_checkpoint(folder: Path) -> CheckpointFacts:
+    """Looks at a checkpoint or export; of a run's folder at the checkpoint with the highest number, as Trainer does.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(
+            f"checkpoint {folder} is not a folder",
+            why="there is nothing to look at",
+            fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
+        )
+    numbered = atomic_files.checkpoints(folder)
+    holds_model = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*"))
+    return _facts(numbered[-1] if numbered and not holds_model else folder)
+
+
+def _facts(folder: Path) -> CheckpointFacts:
+    counts = {path: _counts(path) for path in sorted(folder.iterdir())}
+    held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
+    names = {path.name for path in held}
+    sharded = [path for path in held if path.is_dir() and any(path.glob("*.distcp"))]
+    read = {path: tensors_of(path) for path in held if path.suffix == ".safetensors"}
+    adapter = read.get(folder / "adapter_model.safetensors")
+    everything = {name: one for tensors in read.values() for name, one in (tensors or {}).items()}
+    config = read_json(folder / "config.json")
+    pair = tied_pair(everything)
+    return CheckpointFacts(
+        name=str(folder),
+        sharded=any(path.name.startswith("pytorch_model") for path in sharded),
+        full="pytorch_model_fsdp.bin" in names,
+        hub=any(Path(name).suffix in WEIGHTS and not name.startswith(STATE) for name in names),
+        optimizer=any(name.startswith("optimizer") for name in names),
+        scheduler="scheduler.pt" in names,
+        by_accelerator=any(name.startswith("random_states_") for name in names),
+        trainer_state="trainer_state.json" in names,
+        rng_states=sum(name.startswith("rng_state") for name in names),
+        without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),
+        broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),
+        adapter_tensors=None if adapter is None else len(adapter),
+        empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),
+        tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
+        cache_off=config.get("use_cache") is False,
+        architecture=_architecture(config),
+        has_config=bool(names & {"config.json", "tokenizer.json", "tokenizer_config.json"}),
+        private=next((path.name for path in read if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
+    )
+
+
+def _counts(path: Path) -> bool:
+    """Whether it is a folder or a plain file that can be opened, and no link out of the folder that it lies in."""
+    try:
+        if path.is_dir():
+            untrusted_files.check_folder(path, path.parent)
+        else:
+            os.close(untrusted_files.open_file(path))
+    except (UserError, FileNotFoundError):
+        return False
+    return True
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    listed = config.get("architectures")
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""

@@ -1,0 +1,169 @@
+"""Names of tensors: what wrappers make of them, and how PEFT names those of LoRA adapters.
+
+Adapters stand in a model, which may hold several, or in a file of their own.
+"""
+
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from accel_fsdp.errors import UserError
+
+WRAPPER_SEGMENTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+PEFT_PREFIX = "base_model.model."
+LORA = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.|$)")
+TOKENS = ".token_adapter.trainable_tokens_delta"
+"""The rows of an embedding that `trainable_token_indices` trains, behind the module's name."""
+NAMED = (
+    re.compile(r"(\.lora_[AB])\.([^.]+)(\.(?:weight|bias))$"),
+    re.compile(r"(\.lora_embedding_[AB])\.([^.]+)()$"),
+    re.compile(r"(\.lora_magnitude_vector)\.(?!weight$)([^.]+)(?:\.weight)?()$"),
+    re.compile(r"(\.token_adapter\.trainable_tokens_delta)\.([^.]+)()$"),
+)
+SAVED = re.compile(r"\.modules_to_save\.([^.]+)\.")
+LAYER = re.compile(r"\.\d+\.")
+WRAPPED = re.compile(r"\.(?:token_adapter\.)?(?:(?:base_layer|original_module)\.)+")
+UNDER = re.compile(r"\.base_layer(?=\.)")
+EXTENDED = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
+"""Settings of parts of patterns, and what PEFT puts around each."""
+T = TypeVar("T")
+PATTERN_SECONDS = 5.0
+SHOWN = 60
+
+
+def clean_name(name: str) -> str:
+    """The name of a module or parameter as it was before FSDP, activation checkpointing or torch.compile wrapped it."""
+    for segment in WRAPPER_SEGMENTS:
+        name = name.replace(segment, "")
+    return name
+
+
+@dataclass(frozen=True)
+class Divided(Generic[T]):
+    """The tensors of a model with adapters: its own by their plain names, and each adapter's as in PEFT's files.
+
+    An adapter's name is empty where the tensors are already named as in files.
+    """
+
+    base: dict[str, T]
+    adapters: dict[str, dict[str, T]]
+
+
+def is_adapted(names: Iterable[str]) -> bool:
+    """Whether any of these names is of an adapter."""
+    return any(LORA.search(name) or TOKENS in name for name in names)
+
+
+def is_wrapped(names: Iterable[str]) -> bool:
+    """Whether PEFT has wrapped a model with these names, for an adapter of whatever kind."""
+    return any(name.startswith(PEFT_PREFIX) for name in names)
+
+
+def divided(tensors: Mapping[str, T]) -> Divided[T]:
+    """Takes base and adapters apart.
+
+    Where the adapters alone were saved, what no name tells from their own, such as `modules_to_save` in a file, is of
+    each of them.
+    """
+    base: dict[str, T] = {}
+    adapters: dict[str, dict[str, T]] = {}
+    for name, one in tensors.items():
+        adapter, filed = _in_file(name)
+        if adapter is None:
+            base[name] = one
+        else:
+            adapters.setdefault(adapter, {})[_prefixed(filed)] = one
+    if not _is_whole(base, tensors):
+        for held in adapters.values():
+            held |= {_prefixed(name): one for name, one in base.items()}
+        return Divided({}, adapters)
+    return Divided({plain(name): one for name, one in base.items()}, adapters)
+
+
+def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Tries the patterns of an adapter's settings on the names of modules: some would be at it for years.
+
+    Raises:
+        UserError: one is no pattern, or takes too long.
+    """
+    given = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
+    patterns = [pattern_of(key) for each in given if isinstance(each, dict) for key in each]
+    patterns += [one for key in ("target_modules", "exclude_modules") if isinstance(one := settings.get(key), str)]
+    patterns += [made.format(one) for key, made in EXTENDED.items() for one in _listed(settings.get(key))]
+    names, pattern = list(modules), ""
+    try:
+        with _at_most(PATTERN_SECONDS):
+            for pattern in patterns:
+                found = re.compile(pattern)
+                for name in names:
+                    found.fullmatch(name)
+                    found.match(name)
+    except (re.error, TimeoutError, RecursionError, OverflowError) as error:
+        raise UserError(
+            f"a pattern in adapter_config.json can't be used: {str(error) or 'nested too deep'}: {pattern[:SHOWN]}",
+            why="it chooses the modules that a rank, a scale or the adapter itself is for",
+            fix="write the names of the modules there, or a simpler pattern",
+        ) from error
+
+
+def _listed(setting: Any) -> list[str]:
+    given = [setting] if isinstance(setting, str) else setting
+    return [one for one in given if isinstance(one, str)] if isinstance(given, Iterable) else []
+
+
+def pattern_of(key: str) -> str:
+    """How PEFT reads a key of `rank_pattern` and `alpha_pattern`."""
+    return rf"(.*\.)?({key})$"
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Ends the block with a TimeoutError after that time, where a signal can do so."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def plain(name: str) -> str:
+    """A tensor's name in the model without adapter."""
+    return WRAPPED.sub(".", name).removeprefix(PEFT_PREFIX)
+
+
+def _prefixed(name: str) -> str:
+    """transformers' own `add_adapter` wraps modules, not the model."""
+    return name if name.startswith("base_model.") else PEFT_PREFIX + name
+
+
+def _is_whole(base: Mapping[str, T], tensors: Mapping[str, T]) -> bool:
+    """Whether the base lies beside its adapters: under each adapted module, and in layers that have none.
+
+    PEFT's files of adapted embeddings hold the embedding too.
+    """
+    adapted = {name[: found.start()] for name in tensors if (found := LORA.search(name))}
+    under = {name[: found.start()] for name in base for found in UNDER.finditer(name)}
+    return adapted <= under and any(LAYER.search(name) for name in base)
+
+
+def _in_file(name: str) -> tuple[str | None, str]:
+    """The adapter that a tensor belongs to, None for none, and its name in that adapter's file."""
+    for pattern in NAMED:
+        if found := pattern.search(name):
+            return found[2], name[: found.start()] + found[1] + found[3]
+    if found := SAVED.search(name):
+        return found[1], SAVED.sub(".", name)
+    return ("" if LORA.search(name) or name.endswith(TOKENS) else None), name

@@ -1,0 +1,390 @@
+"""Tensors that lie in files: which bytes make them up, and how to read a part of one into a buffer."""
+
+import os
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import lt, mul, sub
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2},
+    **{"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
+    **{"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
+}
+"""Bytes per element, by the name of the dtype in safetensors' headers."""
+TORCH_NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"},
+    **{"I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn"},
+    **{"F8_E5M2": "float8_e5m2", "C64": "complex64", "U64": "uint64", "U32": "uint32", "U16": "uint16"},
+    **{"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
+}
+"""torch's names of the same dtypes."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+"""What is cast on request; numbers of F8_E8M0 are exponents that scale others."""
+GAP_BYTES = 1 << 24
+LONGEST_ROW = 1 << 22
+SPREAD, SMALL_READ = 2, 4096
+"""Bytes that are read at once may be so many times those that are wanted, or so few."""
+CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a file of a checkpoint that can't be what was written."""
+    return UserError(
+        f"{path} {what}",
+        why="the exported weights would be wrong",
+        fix="copy that file again from where it was written, or export an older checkpoint",
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run of bytes in a file, and its CRC-32 where the file has one."""
+
+    path: Path
+    start: int
+    length: int
+    crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, stored in C order (or with `strides`, in elements) from `skip` bytes into its record on."""
+
+    record: Record
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    skip: int = 0
+    strides: tuple[int, ...] | None = None
+
+
+class Source(Protocol):
+    """Something that gives a tensor's elements in C order; a part begins and ends at a multiple of `unit` elements."""
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors spells it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+
+    @property
+    def unit(self) -> int:
+        """Elements."""
+
+    def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with elements `start` to `stop`."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor made of pieces. Where each piece spans whole rows they are one-dimensional, of the flattened tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    flat: bool = True
+
+    @property
+    def unit(self) -> int:
+        """Elements: one row of a tensor whose pieces don't span rows, if a row is no larger than a block."""
+        row = prod(self.shape[1:])
+        return 1 if self.flat or row > LONGEST_ROW else row
+
+    def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with elements `start` to `stop`, multiples of `unit`.
+
+        Raises:
+            UserError: a file is missing or cut short.
+        """
+        if self.flat:
+            self._read_spans(reader, start, stop, buffer)
+        else:
+            self._read_boxes(reader, start, stop, buffer)
+
+    def _read_spans(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        item = ITEM_BYTES[self.dtype]
+        first = bisect_right(self.pieces, start, key=lambda piece: piece.offsets[0]) - 1
+        for piece in self.pieces[max(first, 0) :]:
+            at = piece.offsets[0]
+            low, high = max(start, at), min(stop, at + piece.sizes[0])
+            if at >= stop:
+                break
+            if low < high:
+                view = buffer[(low - start) * item : (high - start) * item]
+                reader.read(piece.record, piece.skip + (low - at) * item, view)
+
+    def _read_boxes(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+        import numpy as np
+
+        item, at = ITEM_BYTES[self.dtype], 0
+        for offsets, sizes in boxes(self.shape, start, stop):
+            count = prod(sizes) * item
+            target = np.frombuffer(buffer[at : at + count], f"V{item}").reshape(sizes)
+            at += count
+            for piece in self.pieces:
+                low = tuple(map(max, offsets, piece.offsets))
+                high = tuple(
+                    min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
+                )
+                if all(map(lt, low, high)):
+                    part = target[tuple(slice(a - c, b - c) for a, b, c in zip(low, high, offsets, strict=True))]
+                    _fill(reader, piece, item, part, tuple(map(sub, low, piece.offsets)))
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes, by offsets and sizes, that elements `start` to `stop` of a tensor in C order are made of."""
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all of it within one row
+        first = last = start // row
+        yield from _in_row(shape, first, start - first * row, stop - first * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, sizes in boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _fill(reader: "Reader", piece: Piece, item: int, target: "np.ndarray[Any, Any]", offsets: tuple[int, ...]) -> None:
+    """Fills `target` with the box of a piece that begins at `offsets`.
+
+    It is read at once where its bytes lie together; else it is divided along the dimension in which they lie farthest
+    apart. So a transposed tensor is read in runs of its own order, and memory holds no more than is asked for.
+    """
+    import numpy as np
+
+    strides = piece.strides or c_order(piece.sizes)
+    reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
+    span = (1 + sum(reach)) * item
+    widest = max(range(len(reach)), key=reach.__getitem__)
+    if span > max(SPREAD * target.size * item, SMALL_READ) and target.shape[widest] > 1:
+        half = target.shape[widest] // 2
+        before: tuple[slice, ...] = (slice(None),) * widest
+        moved = (*offsets[:widest], offsets[widest] + half, *offsets[widest + 1 :])
+        _fill(reader, piece, item, target[(*before, slice(None, half))], offsets)
+        _fill(reader, piece, item, target[(*before, slice(half, None))], moved)
+        return
+    content = bytearray(span)
+    begin = piece.skip + sum(map(mul, offsets, strides)) * item
+    if piece.strides is None:
+        reader.read(piece.record, begin, memoryview(content))
+    else:
+        reader.read_out_of_order(piece.record, begin, memoryview(content))
+    target[...] = np.ndarray(target.shape, f"V{item}", content, 0, [stride * item for stride in strides])
+
+
+def c_order(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a box that lies in C order, in elements."""
+    return tuple(prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
+
+
+def part_of(reader: "Reader", source: Source, start: int, stop: int) -> bytearray:
+    """Elements `start` to `stop` of a tensor, in memory of their own."""
+    content = bytearray((stop - start) * ITEM_BYTES[source.dtype])
+    source.read(reader, start, stop, memoryview(content))
+    return content
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:
+    """A tensor of these boxes, which must fill it: all inside, none over another, and sizes that add up to it.
+
+    Raises:
+        UserError: they don't.
+    """
+    inside = all(
+        len(piece.offsets) == len(shape)
+        and all(
+            at >= 0 and size >= 0 and at + size <= end
+            for at, size, end in zip(piece.offsets, piece.sizes, shape, strict=True)
+        )
+        for piece in pieces
+    )
+    if not inside or sum(prod(piece.sizes) for piece in pieces) != prod(shape):
+        found = sum(prod(piece.sizes) for piece in pieces)
+        where = pieces[0].record.path if pieces else Path(name)
+        raise damaged(where, f"and its siblings hold {found} of the {prod(shape)} elements of {name}")
+    if _overlap(pieces):
+        raise damaged(pieces[0].record.path, f"and its siblings hold some elements of {name} twice, others never")
+    if not prod(shape):
+        return Stored(dtype, shape, tuple(pieces))
+    row = prod(shape[1:])
+    whole_rows = all(piece.sizes[1:] == shape[1:] and piece.strides is None for piece in pieces)
+    if shape and not whole_rows:
+        return Stored(dtype, shape, tuple(pieces), flat=False)
+    flat = [
+        Piece(piece.record, ((piece.offsets[0] if shape else 0) * row,), (prod(piece.sizes),), piece.skip)
+        for piece in pieces
+    ]
+    return Stored(dtype, shape, tuple(sorted(flat, key=lambda piece: piece.offsets)))
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two boxes share an element.
+
+    Boxes are passed by their beginnings along the dimension in which most of them begin apart, and each is compared
+    with those that have not ended there: one, or those of the other dimensions of a mesh.
+    """
+    boxes = [piece for piece in pieces if prod(piece.sizes)]
+    if len(boxes) < 2:
+        return False
+    beginnings = list(zip(*(piece.offsets for piece in boxes), strict=True))
+    along = max(range(len(beginnings)), key=lambda dimension: len(set(beginnings[dimension])))
+    begun: list[Piece] = []
+    for one in sorted(boxes, key=lambda piece: piece.offsets[along]):
+        begun = [other for other in begun if other.offsets[along] + other.sizes[along] > one.offsets[along]]
+        if any(_meet(one, other) for other in begun):
+            return True
+        begun.append(one)
+    return False
+
+
+def _meet(one: Piece, other: Piece) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(at < there + length and there < at + size for at, size, there, length in sides)
+
+
+class Reader:
+    """Reads records from several threads and keeps the checksum of every part read."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._parts: dict[Record, list[tuple[int, int, int]]] = {}
+
+    def read(self, record: Record, skip: int, view: memoryview) -> None:
+        """Fills `view` from `skip` bytes into the record on.
+
+        Raises:
+            UserError: the file is missing or ends before that.
+        """
+        if skip + len(view) > record.length:
+            raise damaged(record.path, "holds less than its index says")
+        self.read_bytes(record.path, record.start + skip, view)
+        if record.crc is not None:
+            part = (skip, len(view), zlib.crc32(view))
+            with self._lock:
+                self._parts.setdefault(record, []).append(part)
+
+    def read_out_of_order(self, record: Record, skip: int, view: memoryview) -> None:
+        """As `read`, for many small parts; their checksum is taken in the end, of the whole record.
+
+        Raises:
+            UserError: as `read`.
+        """
+        if skip + len(view) > record.length:
+            raise damaged(record.path, "holds less than its index says")
+        self.read_bytes(record.path, record.start + skip, view)
+        if record.crc is not None:
+            with self._lock:
+                self._parts.setdefault(record, [])
+
+    def read_bytes(self, path: Path, at: int, view: memoryview) -> None:
+        """Fills `view` from byte `at` of a file on, unchecked."""
+        descriptor, done = self._open(path), 0
+        while done < len(view):
+            try:
+                count = os.preadv(descriptor, [view[done:]], at + done)
+            except OSError as error:  # of the source: its disk may fail
+                raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
+            if count == 0:
+                raise damaged(path, f"is cut short: it ends at byte {at + done}")
+            done += count
+
+    def bytes_of(self, path: Path, at: int, length: int) -> bytes:
+        """A few bytes of a file, unchecked; fewer where it ends."""
+        try:
+            return os.pread(self._open(path), length, at)
+        except OSError as error:
+            raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
+
+    def size_of(self, path: Path) -> int:
+        """Bytes of a file."""
+        return os.fstat(self._open(path)).st_size
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = untrusted_files.open_file(path)
+                except FileNotFoundError as error:
+                    raise damaged(path, "is missing") from error
+            return self._descriptors[path]
+
+    def check(self) -> int:
+        """Compares the checksum of every record that was read with its file's; returns how many.
+
+        Parts of a record that no tensor needed, such as padding, are read now.
+
+        Raises:
+            UserError: a file has changed since it was written.
+        """
+        for record, parts in self._parts.items():
+            longest_first = sorted(parts, key=lambda part: (part[0], -part[1]))
+            if self._checksum(record, longest_first) != record.crc:
+                raise damaged(
+                    record.path,
+                    f"is damaged: the checksum of bytes {record.start} to {record.start + record.length} is wrong",
+                )
+        return len(self._parts)
+
+    def _checksum(self, record: Record, parts: list[tuple[int, int, int]]) -> int:
+        total, at = 0, 0
+        for skip, length, crc in [*parts, (record.length, 0, 0)]:
+            while at < skip:
+                gap = memoryview(bytearray(min(GAP_BYTES, skip - at)))
+                self.read_bytes(record.path, record.start + at, gap)
+                total, at = zlib.crc32(gap, total), at + len(gap)
+            if skip == at:  # else it overlaps one before: some tensors are read twice
+                total, at = joined_crc(total, crc, length), skip + length
+        return total
+
+    def close(self) -> None:
+        """Closes all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def joined_crc(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two runs of bytes in a row, from the CRC-32 of each: first * x^(8 * second_bytes) + second."""
+    if first == 0 or second_bytes == 0:  # most records are read at once
+        return first ^ second
+    factor, square, count = 1 << 31, 1 << 23, second_bytes  # x^0 and x^8, bits reversed
+    while count:
+        if count & 1:
+            factor = _product(factor, square)
+        square, count = _product(square, square), count >> 1
+    return _product(factor, first) ^ second
+
+
+def _product(one: int, other: int) -> int:
+    """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the coefficient of x^0."""
+    total = 0
+    while one:
+        if one & (1 << 31):
+            total ^= other
+        one = (one << 1) & 0xFFFFFFFF
+        other = (other >> 1) ^ (CRC_POLYNOMIAL if other & 1 else 0)
+    return total

@@ -1,0 +1,346 @@
+"""Files that `torch.save` wrote, read without torch: where each tensor's bytes lie. Nothing that they name is executed.
+
+Such a file is a zip archive of stored records: a pickle that describes the object, and one record per storage. The
+pickle is read by an unpickler that admits what tensors are made of and nothing else; each name stands for code of this
+module, so not even an admitted pickle reaches torch.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_fsdp.checkpoints.pickle_opcodes import Admitted
+from accel_fsdp.checkpoints.safe_unpickle import unpickle
+from accel_fsdp.checkpoints.tensor_storage import (
+    ITEM_BYTES,
+    TORCH_NAMES,
+    Piece,
+    Reader,
+    Record,
+    Stored,
+    damaged,
+    tensor,
+)
+from accel_fsdp.errors import UserError
+
+TENSOR, PARAMETER = "Tensor", "Parameter"
+DTYPES = {name: short for short, name in TORCH_NAMES.items()}
+"""torch's names and safetensors'."""
+STORAGES = {
+    **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"},
+    **{"LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8"},
+    **{"BoolStorage": "BOOL", "UntypedStorage": "U8", "ComplexFloatStorage": "C64"},
+}
+NAMELESS = {
+    **{"ComplexDoubleStorage": "complex128", "QInt8Storage": "qint8", "QUInt8Storage": "quint8"},
+    **{"QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4"},
+}
+"""Storages of dtypes for which safetensors has no name."""
+NAMELESS_DTYPES = (
+    *NAMELESS.values(),
+    *("complex32", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
+)
+END, END64, ENTRY, LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
+ENTRY_FIELDS = struct.Struct("<4s6xH4xIIIHHH8xI")
+CRC_AT = 16
+"""In an entry of the list of records."""
+LOCAL_FIELDS = struct.Struct("<4s22xHH")
+HEAD_BYTES, TAIL_BYTES = 4096, 1024
+LARGEST_DIRECTORY = 1 << 28
+MOST_DIMENSIONS, LARGEST_SIZE = 64, 1 << 62
+"""torch's own limits."""
+
+
+class Slot(NamedTuple):
+    """One record of an archive: checksum, size, and where its local header and its entry in the list of records begin.
+
+    Places count from the archive's start.
+    """
+
+    crc: int
+    size: int
+    header: int
+    entry: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage: the dtype that its class says, and its record."""
+
+    dtype: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as the pickle describes it: a view of a storage."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def piece(self, offsets: tuple[int, ...]) -> Piece:
+        """Its place in a larger tensor."""
+        item = ITEM_BYTES[self.dtype]
+        needed = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if prod(self.shape) and (self.offset + needed) * item > self.storage.record.length:
+            raise damaged(self.storage.record.path, "has a tensor that is larger than its storage")
+        plain = prod(self.shape) == 0 or self.strides == contiguous(self.shape, self.strides)
+        skip = self.offset * item
+        return Piece(self.storage.record, offsets, self.shape, skip, None if plain else self.strides)
+
+    def stored(self, name: str) -> Stored:
+        """It alone."""
+        return tensor(name, self.dtype, self.shape, [self.piece((0,) * len(self.shape))])
+
+
+def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of C order; those of dimensions of size 1 mean nothing and are taken as they are."""
+    expected, step = [], 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        expected.append(stride if size == 1 else step)
+        step *= size
+    return tuple(reversed(expected))
+
+
+def size(numbers: Any) -> tuple[int, ...]:
+    """Sizes of a tensor, or its strides.
+
+    Raises:
+        ValueError: none could have them.
+    """
+    found = tuple(numbers)
+    if len(found) > MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in found):
+        raise ValueError("a tensor of impossible shape")
+    return found
+
+
+def _nameless(path: Path, dtype: str) -> UserError:
+    return UserError(
+        f"{path} holds a tensor of {dtype}",
+        why="safetensors has no such numbers",
+        fix="convert it with torch, save the checkpoint again, and export that",
+    )
+
+
+def _marked(path: Path, metadata: Any) -> UserError:
+    marks = ", ".join(map(str, metadata)) if isinstance(metadata, dict) else "unknown ones"
+    return UserError(
+        f"{path} holds a tensor with marks beside its numbers: {marks}",
+        why="with them torch reads other numbers than are stored, such as the negative ones",
+        fix="in torch: tensor.resolve_conj().resolve_neg(), save the checkpoint again, and export that",
+    )
+
+
+def _view(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+    *,
+    dtype: Any = None,
+) -> View:
+    sizes, steps, (first,) = size(shape), size(strides), size((offset,))
+    kind = storage.dtype if dtype is None else dtype
+    if kind in NAMELESS_DTYPES:
+        raise _nameless(storage.record.path, kind)
+    if not isinstance(storage, Storage) or kind not in ITEM_BYTES or len(sizes) != len(steps):
+        raise ValueError("no tensor")
+    if metadata:
+        raise _marked(storage.record.path, metadata)
+    return View(storage, kind, first, sizes, steps)
+
+
+def _typed_view(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> View:
+    return _view(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
+
+
+def _parameter(data: Any, *rest: Any) -> View:
+    if not isinstance(data, View):
+        raise TypeError("a parameter of no tensor")
+    return data
+
+
+def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> View:
+    """A tensor to which somebody gave attributes, as FSDP1 does in full state dicts (`_has_been_cloned`)."""
+    if rebuild not in (_view, _typed_view, _parameter) or kind not in (TENSOR, PARAMETER):
+        raise ValueError("no plain tensor")
+    found: View = rebuild(*args)
+    return found
+
+
+TENSORS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _view,
+    ("torch._utils", "_rebuild_tensor_v3"): _typed_view,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+    ("torch", "Tensor"): TENSOR,
+    ("torch.nn.parameter", "Parameter"): PARAMETER,
+    ("torch", "Size"): size,
+    **{("torch", name): short for name, short in DTYPES.items()},
+    **{("torch", name): name for name in (*STORAGES, *NAMELESS, *NAMELESS_DTYPES)},
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+}
+"""What a file of tensors is made of."""
+
+
+class Archive:
+    """A zip archive of stored records, in bytes `start` to `start + length` of a file.
+
+    Both of its ends are read at once, which hold all but the tensors: a checkpoint of many ranks has an archive per
+    chunk, ten thousand of them.
+    """
+
+    def __init__(self, reader: Reader, path: Path, start: int, length: int) -> None:
+        """Reads the list of records.
+
+        Raises:
+            UserError: it is no archive, or cut short.
+        """
+        self.reader, self.path, self.start, self.length = reader, path, start, length
+        self.head = reader.bytes_of(path, start, min(length, HEAD_BYTES))
+        try:
+            self.slots = self._slots()
+        except (struct.error, ValueError, UnicodeDecodeError) as error:
+            raise damaged(path, f"is damaged: no archive in bytes {start} to {start + length}") from error
+        self.has_checksums = any(slot.crc for slot in self.slots.values())
+        """`torch.serialization.set_crc32_options(False)` leaves them out."""
+
+    def _slots(self) -> dict[str, Slot]:
+        tail_at = max(0, self.length - TAIL_BYTES)
+        tail = self._bytes(tail_at, self.length - tail_at)
+        size, offset = _directory(tail)
+        if size > min(self.length, LARGEST_DIRECTORY) or offset + size > self.length:
+            raise ValueError("directory outside of the archive")
+        known = offset - tail_at
+        content = tail[known : known + size] if known >= 0 else self._bytes(offset, size)
+        return _entries(content, offset)
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        if at + count <= len(self.head):
+            return self.head[at : at + count]
+        return self.reader.bytes_of(self.path, self.start + at, count)
+
+    def record(self, name: str) -> Record:
+        """Where a record's bytes lie, behind its local header.
+
+        Raises:
+            UserError: there is none of this name, or it can't be where the list says.
+        """
+        if name not in self.slots:
+            raise damaged(self.path, f"is damaged: {name} is missing")
+        slot = self.slots[name]
+        head = self._bytes(slot.header, LOCAL_FIELDS.size)
+        if head[:4] != LOCAL or len(head) < LOCAL_FIELDS.size:
+            raise damaged(self.path, f"is damaged: no record at byte {self.start + slot.header}")
+        begin = slot.header + LOCAL_FIELDS.size + sum(LOCAL_FIELDS.unpack(head)[1:])
+        if begin + slot.size > self.length:
+            raise damaged(self.path, "has a record that ends behind it")
+        return Record(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
+
+    def content_of(self, name: str) -> bytes:
+        """One small record, checked.
+
+        Raises:
+            UserError: it is missing or damaged.
+        """
+        place = self.record(name)
+        if place.length > LARGEST_DIRECTORY:
+            raise damaged(self.path, f"is damaged: {name} is too large")
+        content = self._bytes(place.start - self.start, place.length)
+        if len(content) < place.length or place.crc not in (None, zlib.crc32(content)):
+            raise damaged(self.path, f"is damaged: the checksum of {name} is wrong")
+        return content
+
+    def load(self, admitted: Admitted) -> Any:
+        """The pickled object, with a `View` for each tensor.
+
+        Raises:
+            UserError: something is damaged, or names what isn't admitted.
+        """
+        if "byteorder" in self.slots and self.content_of("byteorder") != b"little":
+            raise damaged(self.path, "was written on a machine of the other byte order")
+        return unpickle(self.content_of("data.pkl"), admitted, self.path, self._storage)
+
+    def _storage(self, pid: Any) -> Storage:
+        kind, storage, key, _, count = pid
+        if kind != "storage" or not all(isinstance(one, str) for one in (storage, key)) or type(count) is not int:
+            raise ValueError("no storage")
+        if storage in NAMELESS:
+            raise _nameless(self.path, NAMELESS[storage])
+        dtype = STORAGES[storage]
+        place = self.record(f"data/{key}")
+        if place.length != count * ITEM_BYTES[dtype]:
+            raise damaged(self.path, f"is damaged: storage {key} has another size than its tensors")
+        return Storage(dtype, place)
+
+
+def _directory(tail: bytes) -> tuple[int, int]:
+    """Size and offset of the list of records."""
+    end = tail.rfind(END)
+    if end < 0:
+        raise ValueError("no end record")
+    size, offset = struct.unpack_from("<II", tail, end + 12)
+    if size == 0xFFFFFFFF or offset == 0xFFFFFFFF:
+        size, offset = struct.unpack_from("<QQ", tail, tail.rindex(END64, 0, end) + 40)
+    return size, offset
+
+
+def _entries(content: bytes, start: int) -> dict[str, Slot]:
+    found: dict[str, Slot] = {}
+    seen: set[str] = set()
+    at = 0
+    while at < len(content):
+        mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, at)
+        if mark != ENTRY:
+            raise ValueError("no entry")
+        named = at + ENTRY_FIELDS.size
+        size, packed, header = _wide((size, packed, header), content[named + name : named + name + extra])
+        if method != 0 or packed != size:
+            raise ValueError("a packed record")
+        key = content[named : named + name].decode().partition("/")[2]
+        if key.lower() in seen:  # torch finds records whatever their case
+            raise ValueError("two records of one name")
+        seen.add(key.lower())
+        found[key] = Slot(crc, size, header, start + at)
+        at = named + name + extra + comment
+    return found
+
+
+def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
+    """Values of 64 bits, which zip keeps apart."""
+    if 0xFFFFFFFF not in fields:
+        return fields
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            first, second, third = (next(wide) if field == 0xFFFFFFFF else field for field in fields)
+            return first, second, third
+        at += 4 + length
+    raise ValueError("a size is missing")
+
+
+def load(reader: Reader, path: Path, more: Admitted | None = None) -> Any:
+    """The object in a file of torch.save, with a `View` for each tensor; no tensor is read.
+
+    `more`: names that it may hold besides tensors.
+
+    Raises:
+        UserError: the file is damaged, or names what isn't admitted.
+    """
+    if reader.bytes_of(path, 0, 4) != LOCAL:
+        raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged")
+    return Archive(reader, path, 0, reader.size_of(path)).load({**TENSORS, **(more or {})})

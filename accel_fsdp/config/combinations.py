@@ -1,0 +1,235 @@
+"""What can't be combined: engine with optimizer, method, checkpointing and more, each with its reason. Pure.
+
+The one table of it. The linter, the planner, the wizard and the training script ask `clashes(Setup(...))`; what isn't
+known of a job is left at its default, and no row then speaks of it. Each row was seen on real ranks or read in the
+libraries' source (accelerate 1.15, transformers 5.23, peft 0.21, torch 2.13, bitsandbytes 0.50).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_fsdp.config.schema import Engine
+from accel_fsdp.config.vocabulary import Method
+
+Effect = Literal["stops", "stops when it saves", "trains something else", "saves nothing"]
+Recompute = Literal["none", "engine", "script"]
+
+FSDP = (Engine.FSDP1, Engine.FSDP2)
+SHARDING = (*FSDP, Engine.DEEPSPEED)
+BITSANDBYTES = re.compile(r"adamw_8bit|.*_bnb(_.*)?|(paged_)?(lion|ademamix|adamw)_(8|32)bit|ademamix")
+"""Trainer's optimizers that are bitsandbytes' (transformers, `_BITSANDBYTES_OPTIMIZERS`), torchao's not among them."""
+ADAPTABLE = frozenset(
+    {
+        *("awq", "gptq", "aqlm", "quanto", "eetq", "hqq", "compressed-tensors", "torchao", "fp8", "mxfp8", "sinq"),
+        *("bitsandbytes", "bitnet", "fouroversix"),
+    }
+)
+"""Quantised weights that Trainer takes below an adapter (transformers, `HfQuantizer.is_trainable`)."""
+ORIGINAL = "the model's 16-bit original"
+ADAMW = "--optim adamw_torch_fused"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job, as far as it is known and as far as its parts must fit.
+
+    `optimizer` is Trainer's name of it (`--optim`). `recompute` says who recomputes activations: nobody, the engine
+    (`fsdp_activation_checkpointing` of the YAML) or the script (`--gradient_checkpointing`). `strategy` is FSDP1's name
+    of it, `stage` DeepSpeed's. `flags` are boolean arguments of the script that are on, such as `use_dora`. `base` is
+    how the weights that it starts from are quantised, such as gptq; empty where they aren't.
+    """
+
+    engine: Engine
+    method: Method = "full"
+    optimizer: str = ""
+    recompute: Recompute = "none"
+    stage: int | None = None
+    strategy: str = ""
+    wrap_policy: str = ""
+    state_dict: str = ""
+    flags: frozenset[str] = frozenset()
+    base: str = ""
+
+    @property
+    def adapter(self) -> bool:
+        """Whether an adapter is trained on a frozen base."""
+        return self.method != "full"
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two or more parts of a job that can't be combined.
+
+    `parts` are the fields of `Setup` that clash, the engine aside: those that a fix can change. `what` is a whole
+    sentence without its full stop, `effect` the kind of harm, `why` what then happens, `fix` what to type. `mended`
+    says that train/sft.py trains it all the same, and right.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    effect: Effect
+    what: str
+    why: str
+    fix: str
+    found: Callable[[Setup], bool]
+    mended: bool = False
+
+
+def clashes(setup: Setup) -> list[Clash]:
+    """All rows of the table that this job meets, the worst first."""
+    return [one for one in TABLE if one.found(setup)]
+
+
+def fatal(setup: Setup) -> Clash | None:
+    """The first clash for which this job must not be recommended, or started with train/sft.py; None if none."""
+    return next((one for one in clashes(setup) if not one.mended), None)
+
+
+def recompute_by(engine: Engine, method: Method) -> Recompute:
+    """Who should recompute activations: FSDP where it can, as it gathers no layer twice; with an adapter the script.
+
+    "script" means `--gradient_checkpointing true` in the script's arguments, as the YAML's key loses adapters.
+    """
+    return "engine" if engine in FSDP and method == "full" else "script"
+
+
+def _optimizer(pattern: str, *engines: Engine) -> Callable[[Setup], bool]:
+    return lambda setup: setup.engine in engines and re.fullmatch(pattern, setup.optimizer) is not None
+
+
+def _flag(name: str, *engines: Engine) -> Callable[[Setup], bool]:
+    return lambda setup: setup.engine in engines and name in setup.flags
+
+
+TABLE: tuple[Clash, ...] = (
+    Clash(
+        "bitsandbytes-fsdp2", ("optimizer",), "stops",
+        "bitsandbytes' optimizers can't work on FSDP2's parameters",
+        "the first step stops: does not have a sharding strategy registered",
+        f"{ADAMW}, or adamw_torch_8bit with torchao",
+        _optimizer(BITSANDBYTES.pattern, Engine.FSDP2),
+    ),
+    Clash(
+        "adafactor-fsdp2", ("optimizer",), "stops",
+        "Adafactor can't work on FSDP2's parameters",
+        "the first step stops: got mixed torch.Tensor and DTensor", ADAMW,
+        _optimizer("adafactor", Engine.FSDP2),
+    ),
+    Clash(
+        "layerwise", ("optimizer",), "stops",
+        "layerwise optimizers are for one process",
+        "Trainer stops: Layer-wise optimizer does not support DDP", ADAMW,
+        _optimizer(".*_layerwise", *SHARDING, Engine.DDP),
+    ),
+    Clash(
+        "low-rank-fsdp1", ("optimizer",), "stops",
+        "GaLore and APOLLO read the shapes of weights that FSDP1 has flattened",
+        "the first step stops: tuple index out of range", ADAMW,
+        _optimizer("(galore|apollo)_.*(?<!_layerwise)", Engine.FSDP1),
+    ),
+    Clash(
+        "bitsandbytes-fsdp1", ("optimizer",), "stops when it saves",
+        "FSDP1 can't gather the state of bitsandbytes' optimizers",
+        "the first checkpoint stops: Boolean value of Tensor is ambiguous",
+        f"{ADAMW}, or adamw_torch_8bit with torchao",
+        _optimizer(BITSANDBYTES.pattern, Engine.FSDP1),
+    ),
+    Clash(
+        "adafactor-fsdp1", ("optimizer",), "stops when it saves",
+        "Adafactor keeps a number on each rank that FSDP1 wants equal on all",
+        "the first checkpoint stops: Rank 1 has different values for RMS", ADAMW,
+        _optimizer("adafactor", Engine.FSDP1),
+    ),
+    Clash(
+        "state-fsdp2", ("optimizer",), "stops when it saves",
+        "FSDP2's checkpoints can't hold this optimizer's state",
+        "the first checkpoint stops", ADAMW,
+        _optimizer("adagrad|grokadamw|galore_.*(?<!_layerwise)", Engine.FSDP2),
+    ),
+    Clash(
+        "qlora-tpu", ("method",), "stops",
+        "bitsandbytes has no TPU kernels", "loading stops", "LoRA, without --load_in_4bit",
+        lambda setup: setup.engine is Engine.TPU and setup.method == "qlora",
+    ),
+    Clash(
+        "quantised-full", ("base",), "stops",
+        "quantised weights can't be trained themselves", "Trainer stops: attach trainable adapters on top",
+        f"--use_peft, or {ORIGINAL}",
+        lambda setup: setup.base != "" and setup.method == "full",
+    ),
+    Clash(
+        "quantised-adapter", ("base",), "stops",
+        "Trainer trains no adapter on weights that are quantised this way",
+        "it stops, or transformers skips a quantisation that it doesn't know", ORIGINAL,
+        lambda setup: setup.base != "" and setup.adapter and setup.base not in ADAPTABLE,
+    ),
+    Clash(
+        "quantised-twice", ("base",), "stops",
+        "weights that are quantised otherwise can't be quantised to 4 bits by bitsandbytes",
+        "loading stops: two kinds of quantization_config", f"LoRA, without --load_in_4bit, or {ORIGINAL}",
+        lambda setup: setup.base in ADAPTABLE - {"bitsandbytes"} and setup.method == "qlora",
+    ),
+    Clash(
+        "recompute-without-policy", ("recompute", "wrap_policy"), "stops",
+        "Accelerate checkpoints what the wrap policy names, and NO_WRAP names nothing",
+        "FSDP2 stops, FSDP1 checkpoints every submodule",
+        "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        lambda setup: setup.engine in FSDP and setup.recompute == "engine" and setup.wrap_policy == "NO_WRAP",
+    ),
+    Clash(
+        "size-based-fsdp2", ("wrap_policy",), "stops",
+        "SIZE_BASED_WRAP under FSDP2 also picks lists of layers, which have no forward",
+        "prepare stops: fully_shard does not support containers that do not implement forward",
+        "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        lambda setup: setup.engine is Engine.FSDP2 and setup.wrap_policy == "SIZE_BASED_WRAP",
+    ),
+    Clash(
+        "local-state-fsdp2", ("state_dict",), "stops",
+        "FSDP2 does not support LOCAL_STATE_DICT", "Accelerate stops",
+        "fsdp_state_dict_type: SHARDED_STATE_DICT",
+        lambda setup: setup.engine is Engine.FSDP2 and setup.state_dict == "LOCAL_STATE_DICT",
+    ),
+    Clash(
+        "dora-fsdp1", ("flags",), "stops",
+        "DoRA reads weights that FSDP1 has flattened", "the first step fails", "fsdp_version: 2",
+        _flag("use_dora", Engine.FSDP1),
+    ),
+    Clash(
+        "eight-bit-fsdp1", ("flags",), "stops",
+        "FSDP1 can't shard an 8-bit base", "Accelerate stops: Must flatten tensors with uniform dtype",
+        "--load_in_4bit with a floating bnb_4bit_quant_storage",
+        _flag("load_in_8bit", Engine.FSDP1),
+    ),
+    Clash(
+        "generate-fsdp1", ("flags",), "stops",
+        "generate does not work below FSDP1's wrappers", "evaluation fails: 'weight' must be 2-D", "fsdp_version: 2",
+        _flag("predict_with_generate", Engine.FSDP1),
+    ),
+    Clash(
+        "label-smoothing-fsdp2", ("flags", "method"), "trains something else",
+        "under FSDP2 Trainer doesn't shift the labels that --label_smoothing_factor compares with",
+        "each token learns to say itself, and the logged loss looks better",
+        "no --label_smoothing_factor, or fsdp_version: 1, unless the script is train/sft.py",
+        lambda setup: setup.engine is Engine.FSDP2 and not setup.adapter and "label_smoothing_factor" in setup.flags,
+        mended=True,
+    ),
+    Clash(
+        "adapter-recompute", ("recompute", "method"), "saves nothing",
+        "PEFT loses the adapter under FSDP's activation checkpointing",
+        "the exported adapter has no tensors, unless the script is train/sft.py",
+        "fsdp_activation_checkpointing: false and --gradient_checkpointing true",
+        lambda setup: setup.engine in FSDP and setup.adapter and setup.recompute == "engine",
+        mended=True,
+    ),
+    Clash(
+        "adapter-fsdp1", ("method",), "saves nothing",
+        "PEFT loses the adapter under FSDP1",
+        "the exported adapter has no tensors, unless the script is train/sft.py",
+        "fsdp_version: 2",
+        lambda setup: setup.engine is Engine.FSDP1 and setup.adapter,
+        mended=True,
+    ),
+)  # fmt: skip
+NAMED = {one.name: one for one in TABLE}

@@ -1,0 +1,123 @@
+"""What an Accelerate YAML says, as Accelerate reads it: engine, sharding, precision, processes.
+
+Pure. Values are those that Accelerate sees, which reads YAML 1.1 with PyYAML (there a bare `no` is false and `1e8` is
+text).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from accel_fsdp.config.schema import BY_NAME, Engine, full_name
+from accel_fsdp.config.vocabulary import STATE_DICT_TYPES, STRATEGIES
+
+TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
+"""What Accelerate's `str_to_bool` takes for true."""
+FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
+
+NULL_IS_ABSENT = frozenset({
+    "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch", "fsdp_state_dict_type",
+    "fsdp_ignored_modules",
+})  # fmt: skip
+"""FSDP keys that the launcher hands on only if they are not null."""
+DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """One YAML. `values` as PyYAML reads them, `source` the text they were read from.
+
+    `absent` are keys of `deepspeed_config` whose file isn't there: "beside" if it is beside the YAML, "elsewhere" if
+    not even its folder is.
+    """
+
+    values: Mapping[str, Any]
+    source: str = ""
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine that Accelerate will choose."""
+        kind = str(self.values.get("distributed_type"))
+        if kind == "FSDP":
+            first = self.fsdp_version == "1" or self.fsdp("fsdp_version") is None
+            return Engine.FSDP1 if first else Engine.FSDP2
+        if kind in DDP_TYPES:
+            return Engine.DDP
+        return {"DEEPSPEED": Engine.DEEPSPEED, "XLA": Engine.TPU}.get(kind, Engine.NONE)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""
+        content = self.values if not name else self.values.get(name)
+        named = content if isinstance(content, Mapping) else {}
+        return {full_name(name, str(key)): value for key, value in named.items()}
+
+    def has(self, key: str) -> bool:
+        """Whether an FSDP key is written in the file; null counts where it doesn't mean the same as no key."""
+        section = self.section("fsdp_config")
+        return key in section and (section[key] is not None or key not in NULL_IS_ABSENT)
+
+    def fsdp(self, key: str) -> Any:
+        """The value of an FSDP key, or what Accelerate takes when it is absent."""
+        return self.section("fsdp_config")[key] if self.has(key) else BY_NAME["fsdp_config", key].default
+
+    def on(self, key: str) -> bool:
+        """A boolean FSDP key as Accelerate's environment variables carry it."""
+        return str(self.fsdp(key)).lower() in TRUE_WORDS
+
+    def spelt(self, key: str, otherwise: str) -> str:
+        """The word that stands behind a top-level key in the file, where it has a line of its own."""
+        found = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
+        return found[1] if found else otherwise
+
+    @property
+    def fsdp_version(self) -> str:
+        """The version that is meant, also where Accelerate can't read it, as 2.0 or v2; empty if not known."""
+        found = re.fullmatch(r"(?:v|fsdp)?(\d+)(?:\.0*)?", str(self.fsdp("fsdp_version")).lower())
+        return found[1] if found else ""
+
+    def top(self, key: str) -> Any:
+        """The value of a top-level key, or its default; a precision in small letters, as the launcher reads it."""
+        value = self.values.get(key, BY_NAME["", key].default)
+        return value.lower() if key == "mixed_precision" and isinstance(value, str) else value
+
+    @property
+    def strategy(self) -> str:
+        """The name of FSDP1's strategy, in capitals, as given or by number."""
+        text = str(self.fsdp("fsdp_sharding_strategy")).upper()
+        return STRATEGIES.get(int(text), text) if text.isdecimal() else text
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether Accelerate will use FSDP."""
+        return self.engine in (Engine.FSDP1, Engine.FSDP2)
+
+    @property
+    def state_dict_type(self) -> str:
+        """The name of the state dict type, in capitals, as given or by number; empty where there is none."""
+        text = str(self.fsdp("fsdp_state_dict_type") or "").upper()
+        return STATE_DICT_TYPES.get(text, text)
+
+    @property
+    def full_state_dict(self) -> bool:
+        """Whether checkpoints are gathered on rank 0: FSDP1's default, while FSDP2's is SHARDED."""
+        kind = self.state_dict_type
+        return kind == "FULL_STATE_DICT" or (not kind and self.engine is Engine.FSDP1)
+
+    @property
+    def sharded_state_dict(self) -> bool:
+        """Whether every rank writes its part of a checkpoint."""
+        kind = self.state_dict_type
+        return kind == "SHARDED_STATE_DICT" or (not kind and self.engine is Engine.FSDP2)
+
+    def number(self, key: str) -> int:
+        """A whole number from the top level; 0 where it is none."""
+        value = self.top(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes on each machine; 0 if the file doesn't say."""
+        return self.number("num_processes") // (self.number("num_machines") or 1)

@@ -1,0 +1,67 @@
+"""Reads an Accelerate YAML twice: for what Accelerate makes of it, and for its lines and comments."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_fsdp.config import yaml_file
+from accel_fsdp.config.job_config import JobConfig
+from accel_fsdp.errors import UsageError
+
+LONGEST_PATH = 4096
+MOST_VALUES = 10_000
+"""In one YAML, all aliases written out: Accelerate turns values into text, and so do messages."""
+
+
+def read_config(path: Path) -> tuple[JobConfig, Any]:
+    """Returns what the file says and the ruamel.yaml document for lines and edits.
+
+    Raises:
+        UsageError: it can't be read.
+    """
+    document = yaml_file.load(path)
+    try:
+        values = json.loads(document.source) if document.is_json else yaml.safe_load(document.source)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        kind = "not JSON, which Accelerate reads from a file of that name: " if document.is_json else ""
+        raise unreadable(path, kind + str(error).splitlines()[0]) from error
+    if not isinstance(values, dict):
+        raise unreadable(path, "it holds no keys for PyYAML")
+    if _expanded(values, frozenset()) > MOST_VALUES:
+        raise unreadable(path, "written out, its aliases make more values than any config has")
+    return JobConfig(values, document.source, _absent(values, path)), document
+
+
+def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = None) -> int:
+    """How many values there are when each alias is written out; endless where one holds itself."""
+    sizes = {} if sizes is None else sizes
+    if id(value) in above:
+        return MOST_VALUES + 1
+    if not isinstance(value, dict | list | tuple | set):
+        return 1
+    if id(value) not in sizes:
+        inner = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_expanded(one, above | {id(value)}, sizes) for one in inner)
+    return sizes[id(value)]
+
+
+def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
+    """DeepSpeed's own file where it can't be opened from here: beside the YAML, in no folder of ours, or nowhere."""
+    section = values.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if not isinstance(named, str) or not named or "\0" in named or len(named) > LONGEST_PATH:
+        return {}
+    given = Path(named).expanduser()
+    if given.exists():
+        return {}
+    if (path.parent / given).exists():
+        return {"deepspeed_config_file": "beside"}
+    elsewhere = given.is_absolute() and not given.parent.exists()
+    return {"deepspeed_config_file": "elsewhere" if elsewhere else ""}
+
+
+def unreadable(path: Path, reason: str) -> UsageError:
+    """The error for a file that nothing can be said about."""
+    return UsageError(f"cannot read {path}: {reason}", why="nothing can be checked", fix="give an Accelerate YAML")

@@ -1,0 +1,173 @@
+"""YAML files as people write them: read with their comments and unknown keys, and written back line by line."""
+
+import difflib
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ruamel.yaml import YAML
+
+STDIN = "-"
+"""The name under which a command reads its standard input."""
+DEEPEST = 100
+LARGEST = 1 << 20
+"""Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
+
+
+def dump(document: Any) -> str:
+    """The YAML text of a mapping, or of what `load` returned: lines that were not edited come back byte for byte."""
+    source: str | None = getattr(document, "source", None)
+    if source is None:
+        return _ruamel_text(document, indent=2)
+    if document.is_json:
+        return json.dumps(document, indent=_json_indent(source)) + "\n" * source.endswith("\n")
+    indent = _indent(source)
+    pristine, edited = (_ruamel_text(one, indent) for one in (_round_trip().load(source), document))
+    if pristine == edited:
+        return source
+    merged = _merge(source, pristine, edited)
+    return merged if _reads_as(merged, edited) else edited
+
+
+def _json_indent(text: str) -> int | None:
+    """The indentation of the first key; None for a text of one line."""
+    lines = text.strip().splitlines()
+    return len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
+
+
+def _reads_as(text: str, wanted: str) -> bool:
+    """Whether two texts hold the same; odd layouts, such as one-line mappings over several lines, don't merge."""
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return bool(_round_trip().load(text) == _round_trip().load(wanted))
+    except (YAMLError, ValueError):
+        return False
+
+
+def _merge(source: str, pristine: str, edited: str) -> str:
+    """ruamel.yaml normalises spacing; where it keeps the number of lines, only the lines that were edited change."""
+    theirs, before, after = (text.splitlines(keepends=True) for text in (source, pristine, edited))
+    if len(theirs) != len(before):
+        return edited
+    lines: list[str] = []
+    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
+        lines += theirs[start:end] if kind == "equal" else after[new_start:new_end]
+    return "".join(lines)
+
+
+def _indent(text: str) -> int:
+    """The indentation of the first nested key."""
+    nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
+    return nested[0] if nested else 2
+
+
+def _ruamel_text(document: Any, indent: int) -> str:
+    stream = io.StringIO()
+    round_trip = _round_trip()
+    round_trip.indent(mapping=indent)
+    round_trip.dump(document, stream)
+    return stream.getvalue()
+
+
+def _round_trip() -> "YAML":
+    from ruamel.yaml import YAML
+
+    round_trip = YAML()
+    round_trip.preserve_quotes = True
+    round_trip.width = 4096
+    return round_trip
+
+
+def _text(path: Path) -> str:
+    """A file's text with Unix line ends, or that of stdin for `-`; a pipe that nobody writes to counts as empty.
+
+    Raises:
+        UsageError: it can't be read, is too large, or no text.
+    """
+    try:
+        if str(path) == STDIN:
+            data = sys.stdin.buffer.read(LARGEST + 1)
+        else:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                os.set_blocking(descriptor, True)
+                data = file.read(LARGEST + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"cannot read {path}: {reason}",
+            why="the command works on an Accelerate YAML that exists",
+            fix="make one: accel-fsdp config -o FILE",
+        ) from error
+    if len(data) > LARGEST:
+        raise UsageError(
+            f"{path} is larger than {LARGEST >> 20} MiB",
+            why="an Accelerate YAML has a few dozen lines",
+            fix="give the YAML that accelerate launch --config_file takes",
+        )
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if _depth(text) > DEEPEST:
+        raise UsageError(
+            f"{path} is nested more than {DEEPEST} levels deep",
+            why="an Accelerate YAML has two levels, and a parser takes minutes for thousands",
+            fix="give the YAML that accelerate launch --config_file takes",
+        )
+    return text
+
+
+def _depth(text: str) -> int:
+    """How deep a text may nest, at most: by brackets, by indentation, and by dashes on one line."""
+    deepest = open_brackets = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        open_brackets = open_brackets + 1 if bracket in "[{" else max(open_brackets - 1, 0)
+        deepest = max(deepest, open_brackets)
+    starts: list[str] = re.findall(r"^(?: |[-?] )+", text, flags=re.MULTILINE)
+    return max([deepest, *(start.count(" ") // 2 for start in starts)])
+
+
+def load(path: Path) -> Any:
+    """Reads an Accelerate YAML with ruamel.yaml: a mapping whose comments, order and spelling survive a later dump.
+
+    Raises:
+        UsageError: no such file, not YAML (with the line), or not a mapping.
+    """
+    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    text = _text(path)
+    try:
+        content = _round_trip().load(text)
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise UsageError(
+            f"{path}:{line}: {str(error.problem).partition(' with value')[0]}",
+            why="Accelerate takes the last one without a word, and other readers refuse the file",
+            fix="remove all but one",
+        ) from error
+    except (YAMLError, ValueError, TypeError, RecursionError) as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")
+        raise UsageError(
+            f"{where}: {problem}",
+            why="the file is not valid YAML",
+            fix="correct that line, or make a new file: accel-fsdp config",
+        ) from error
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"{path} holds no keys",
+            why="an Accelerate YAML is a mapping such as distributed_type: FSDP",
+            fix="make one: accel-fsdp config -o FILE",
+        )
+    content.source = text  # type: ignore[attr-defined]  # dump gives untouched lines back as they were
+    content.is_json = path.suffix == ".json"  # type: ignore[attr-defined]  # how Accelerate chooses its parser
+    return content

@@ -1,0 +1,14 @@
+from . import command as command
+from . import companion_files as companion_files
+from . import compare_logits as compare_logits
+from . import exported_folder as exported_folder
+from . import hub as hub
+from . import safetensors_writer as safetensors_writer
+from . import transformers_probe as transformers_probe
+from . import verification as verification
+from .command import Options as Options
+from .command import run as run
+from .contents import OtherPlan as OtherPlan
+from .contents import Plan as Plan
+from .contents import Planner as Planner
+from .transformers_probe import Description as Description

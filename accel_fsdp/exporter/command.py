@@ -1,0 +1,392 @@
+"""The command `accel-fsdp export`: find, plan, stream, verify, rename."""
+
+import errno
+import json
+import re
+import shutil
+import time
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from accel_fsdp import atomic_files, console, untrusted_files
+from accel_fsdp.checkpoints import Found, Reader, Weights, discover, open_checkpoint
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
+from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.contents import OtherPlan, Plan, Planner
+from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed
+from accel_fsdp.exporter.verification import Report
+
+SPARE_BYTES = 64 << 20
+SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
+"""As huggingface_hub divides files, which takes negative sizes too."""
+TEMPLATES = "additional_chat_templates"
+WRITTEN = (
+    *companion_files.COPIED,
+    *("config.json", "adapter_config.json", discover.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
+    *("model*.safetensors", "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", "model.pth"),
+    *("vocab.txt", "*.jinja", "training_args.bin", "run.json", ".gitattributes"),
+)
+"""Files of a model: those of exports and of `save_pretrained`."""
+OPTIMIZER = "optimizer"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
+Verify = Literal["bytes", "load", "logits"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the command; `dtype` as safetensors spells it."""
+
+    src: Path
+    out: Path | None = None
+    list: bool = False
+    check: bool = False
+    model: str | None = None
+    dtype: str | None = None
+    max_shard_size: str = "50GB"
+    merge_adapter: bool = False
+    adapter: str | None = None
+    format: Literal["safetensors", "pth"] = "safetensors"
+    with_optimizer: bool = False
+    verify: Verify = "load"
+    allow_non_finite: bool = False
+    no_sync: bool = False
+    force: bool = False
+    json: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
+
+
+def run(options: Options) -> int:
+    """Lists, checks or exports; returns the exit code.
+
+    Raises:
+        UserError: with OUT as it was before.
+    """
+    _check_local(options)
+    if options.list:
+        return show_list(options)
+    out = options.src if options.check else options.out
+    if out is None:
+        raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
+    if options.push_to_hub:
+        hub.check_name(options.push_to_hub)
+    if options.check:
+        with nullcontext() if options.verify == "bytes" else transformers_probe.aside() as pool:
+            report = verification.check(out, pool, options.allow_non_finite)
+    else:
+        try:
+            report = export(options, out.resolve())
+        except OSError as error:
+            raise _failed(out.resolve(), error) from error
+    _show(report, options)
+    if options.push_to_hub:
+        console.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
+    return 0
+
+
+def show_list(options: Options) -> int:
+    """What a run's folder holds."""
+    found = discover.listed(options.src) or [discover.find(options.src)[0]]
+    if options.json:
+        keys = ("kind", "folder", "weights", "missing", "size_bytes")
+        console.put(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str))
+        return 0
+    rows = [(str(one.folder), one.kind, _size(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
+    styles = ["yellow" if one.missing else "" for one in found]
+    console.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
+    return 0
+
+
+def export(options: Options, out: Path) -> Report:
+    """Writes `out`, complete and verified, or not at all.
+
+    Raises:
+        UserError: the checkpoint can't be exported as asked.
+        OSError: the disk is full.
+    """
+    _check_flags(options)
+    found, newer = discover.find(options.src)
+    for one in newer:
+        console.say(f"passed over: {one}", style="yellow")
+    if found.kind == "adapter":
+        found = _one_adapter(found, options.adapter)
+    console.say(str(found), style="cyan")
+    _check_place(out, found, options.force)
+    discover.check_bytes(found, options.with_optimizer)
+    reader = Reader()
+    try:
+        with transformers_probe.aside() as pool:
+            return _Export(options, out, found, reader, pool).run()
+    finally:
+        reader.close()
+
+
+def _one_adapter(found: Found, name: str | None) -> Found:
+    if name is not None:
+        return discover.of_adapter(found, name)
+    for other in discover.others(found):
+        console.say(f"passed over: the adapter {other}; it is exported with --adapter {other}", style="yellow")
+    return found
+
+
+def _check_flags(options: Options) -> None:
+    """What can be refused before anything is looked at."""
+    size = options.max_shard_size.strip()
+    if not SIZE.fullmatch(size) or not float(size[:-2]):
+        raise UsageError(
+            f"--max-shard-size {options.max_shard_size} is no size",
+            why="it is how large a file may get",
+            fix="such as 5GB",
+        )
+    if options.verify == "logits" and options.format == "pth":
+        raise UsageError(
+            "--verify logits with --format pth",
+            why="from_pretrained, which the logits are taken from, loads no .pth file",
+            fix="--verify load, or --format safetensors",
+        )
+
+
+def _check_place(out: Path, found: Found, force: bool) -> None:
+    """Keeps the source and other folders safe from being replaced."""
+    place, source = out.resolve(), found.weights.resolve()
+    if source.is_relative_to(place):
+        raise UserError(
+            f"{out} holds the checkpoint that is to be exported",
+            why="the export takes the place of what is in OUT",
+            fix="choose another OUT",
+        )
+    if out.exists() and not force:
+        raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_model(out))):
+        raise UserError(
+            f"{out} is no folder of a model",
+            why="--force replaces exported models only, not what else you may have there",
+            fix="choose another OUT",
+        )
+    foreign = next((path for path in sorted(out.iterdir()) if not _is_of_model(path)), None) if out.exists() else None
+    if foreign is not None:
+        raise UserError(
+            f"{out} holds {foreign.name}, which no export writes",
+            why="--force replaces the whole folder, and that would be lost",
+            fix="move it away, or choose another OUT",
+        )
+
+
+def _is_model(folder: Path) -> bool:
+    return any(
+        (folder / name).is_file() for name in (companion_files.CONFIG, companion_files.ADAPTER_CONFIG, discover.REPORT)
+    )
+
+
+def _is_of_model(path: Path) -> bool:
+    """Whether an export or `save_pretrained` writes files or folders of this name."""
+    if path.is_dir():
+        return path.name == TEMPLATES and all(one.is_file() and one.suffix == ".jinja" for one in path.iterdir())
+    return any(path.match(pattern) for pattern in WRITTEN)
+
+
+def _check_model(out: Path, named: Papers, found: Found) -> None:
+    """Keeps the model that the export reads from being replaced by it; a run's folder may hold its exports."""
+    place, run = out.resolve(), found.folder.resolve().parent
+    described = [folder for folder in named.others if folder.name == companion_files.DESCRIBED]
+    for model in (named.folder, *described):
+        used = model.resolve()
+        if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (run, found.folder.resolve())):
+            raise UserError(
+                f"{out} is, holds or lies in {model}, the model that the export uses",
+                why="the export would take the place of what it was made from",
+                fix="choose another OUT",
+            )
+
+
+@dataclass(frozen=True)
+class _Export:
+    """One export; `pool` runs what needs transformers, beside the streaming."""
+
+    options: Options
+    out: Path
+    found: Found
+    reader: Reader
+    pool: Executor
+
+    def run(self) -> Report:
+        """From the checkpoint to the folder in its place."""
+        started, options = time.monotonic(), self.options
+        named = companion_files.find(self.found, options.model, options.merge_adapter, options.adapter)
+        _check_model(self.out, named, self.found)
+        asked = self.pool.submit(transformers_probe.describe, named.folder, options.dtype or named.dtype)
+        weights = open_checkpoint.read(self.found, self.reader, options.with_optimizer, options.adapter)
+        adapter = bool(weights.adapter) and not options.merge_adapter
+        _refuse(options, weights, named)
+        dtype = options.dtype or (None if adapter else named.dtype)
+        planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
+        with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
+            plan = Plan(planner, None if adapter else asked, by_name=options.verify == "bytes")
+            report = self._proven(folder, plan, named, adapter)
+            report.save(folder)
+        return report.timed(time.monotonic() - started)
+
+    def _proven(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
+        """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
+        try:
+            return self._attempt(folder, plan, named, adapter)
+        except OtherPlan as other:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            return self._attempt(folder, other.plan, named, adapter)
+
+    def _attempt(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
+        """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
+        placed = self._place(folder, plan, adapter)
+        taken = named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype)
+        loading = None
+        if self.options.verify != "bytes" and self.options.format == "safetensors":
+            loading = verification.ask(folder, self.pool, named.folder if adapter else None)
+        hashes = self._write(folder, placed, plan)
+        report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
+        with console.progress("verifying", report.size_bytes) as progress:
+            report = verification.verify(folder, report, THREADS, progress)
+        report = report if self.options.allow_non_finite else verification.check_finite(report)
+        plan.settle()
+        if taken:
+            console.say(f"taken from {named.run}: {', '.join(taken)}", style="cyan")
+        if loading is not None:
+            report = verification.loaded(report, loading)
+        if plan.unknown:
+            console.say("names and ties are those of the checkpoint: transformers has no such model", style="yellow")
+        if self.options.verify == "logits":
+            report = verification.same_logits(folder, report, self.pool, self.found, named)
+        return report
+
+    def _place(self, folder: Path, plan: Plan, adapter: bool) -> list[Placed]:
+        options, outputs = self.options, plan.outputs
+        state = [Output(name, one.dtype, one) for name, one in sorted(plan.planner.weights.optimizer.items())]
+        total = sum(one.size_bytes for one in (*outputs, *state))
+        _check_space(self.out, total, wide=any(one.dtype in ("F32", "F64") for one in outputs))
+        if options.format == "pth":
+            from accel_fsdp.exporter import pth_writer
+
+            placed = pth_writer.place(outputs, folder / "model.pth")
+        elif adapter:
+            placed = safetensors_writer.place(outputs, folder, "adapter_model", total + 1)
+        else:
+            placed = safetensors_writer.place(outputs, folder, "model", options.max_shard_size)
+        return placed + (safetensors_writer.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])
+
+    def _write(self, folder: Path, placed: list[Placed], plan: Plan) -> dict[str, str]:
+        options = self.options
+        with console.progress("exporting", sum(one.output.size_bytes for one in placed)) as progress:
+            hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
+        if options.format == "pth":
+            from accel_fsdp.exporter import pth_writer
+
+            pth_writer.seal(folder / "model.pth")
+        return hashes
+
+
+def _refuse(options: Options, weights: Weights, named: Papers) -> None:
+    if options.merge_adapter and not weights.adapter:
+        raise UserError(
+            "--merge-adapter, and the checkpoint has no adapter",
+            why="there is nothing to merge",
+            fix="leave it out",
+        )
+    if weights.adapter and options.verify == "logits" and not options.merge_adapter:
+        raise UsageError(
+            "--verify logits, and the adapter is not merged",
+            why="an adapter alone has no logits",
+            fix="--verify load, or --merge-adapter",
+        )
+    if options.adapter and not weights.adapter:
+        raise UsageError(
+            f"--adapter {options.adapter}, and the checkpoint has no adapter",
+            why="the whole model would be exported",
+            fix="leave it out",
+        )
+    if weights.adapter and named.adapter is None:
+        settings = (
+            f"{options.adapter}/{companion_files.ADAPTER_CONFIG}" if options.adapter else companion_files.ADAPTER_CONFIG
+        )
+        raise UserError(
+            f"no {settings} beside the checkpoint or in its run's folder",
+            why="rank, scaling and kind of the adapter are in no other file",
+            fix=f"put the {settings} of the run into the checkpoint's folder",
+        )
+    if weights.adapter and weights.tensors and not options.merge_adapter:
+        _check_vocabulary(weights, named)
+    if options.with_optimizer and not weights.optimizer:
+        raise UserError(
+            "--with-optimizer, and no optimizer state of tensors was found",
+            why="it was asked for",
+            fix="leave it out, or export a checkpoint that was saved with its optimizer",
+        )
+
+
+def _check_vocabulary(weights: Weights, named: Papers) -> None:
+    """An adapter is loaded onto its base, where rows that were added to the embedding aren't."""
+    inner = named.config.get("text_config")
+    rows = named.config.get("vocab_size") or (isinstance(inner, dict) and inner.get("vocab_size"))
+    other = (name for name, one in weights.tensors.items() if name.endswith(EMBEDDINGS) and one.shape[0] != rows)
+    if isinstance(rows, int) and (name := next(other, None)) is not None:
+        raise UserError(
+            f"{name} has {weights.tensors[name].shape[0]} rows, the vocabulary of {named.folder} {rows}",
+            why="it was resized, and an adapter alone lacks the rows that the base doesn't have",
+            fix="--merge-adapter, with the model as it was trained: --model RUN/model",
+        )
+
+
+def _check_space(out: Path, needed: int, wide: bool) -> None:
+    free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
+    if free < needed + SPARE_BYTES:
+        raise UserError(
+            f"the export needs {_size(needed + SPARE_BYTES)}, the disk of {out} has {_size(free)} free",
+            why=f"it would end half-way; {_size(SPARE_BYTES)} of it are for config, tokenizer and the file system",
+            fix="choose an OUT on another disk" + ", or --dtype bfloat16" * wide,
+        )
+
+
+def _check_local(options: Options) -> None:
+    """Refuses addresses, which as paths would be folders `s3:` of this machine."""
+    for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
+        address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
+        if address and not Path(str(place)).exists():
+            raise UsageError(
+                f"{flag} is {address[1]}://{address[2]}, which is no folder of this machine",
+                why="an export reads and writes local disks only",
+                fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
+                if flag == "OUT"
+                else f"copy it here first, then give its folder as {flag}",
+            )
+
+
+def _failed(out: Path, error: OSError) -> UserError:
+    """By what it is about: a file of the source, or what is being written. Errors of writing mostly name no file."""
+    path = Path(str(error.filename)) if error.filename else out
+    being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)
+    return (
+        _cannot_write(out, error) if being_written else untrusted_files.unreadable(path, error.strerror or str(error))
+    )
+
+
+def _cannot_write(out: Path, error: OSError) -> UserError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return UserError(
+        f"cannot write {out}: {error.strerror or error}",
+        why="the export is incomplete and was removed",
+        fix="free some space on that disk, or choose another OUT" if full else "choose a folder you may write to",
+    )
+
+
+def _show(report: Report, options: Options) -> None:
+    if options.json:
+        console.put(json.dumps(report.content(), indent=2))
+    for line in () if options.json else report.lines():
+        console.say(line, style="green")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,236 @@
+"""What belongs to a model besides its weights: config, generation config, tokenizer, chat template, card."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import atomic_files, untrusted_files
+from accel_fsdp.checkpoints import TORCH_NAMES, Found, discover, summary
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.models import inspect_model
+
+CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", discover.DESCRIBED
+COPIED = (
+    *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json", "README.md", "loss.svg"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
+    *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
+    *("sentencepiece*.model", "*.tokenizer", "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
+)
+"""What `save_pretrained` of tokenizers and processors writes. None of it is code."""
+IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), "chat_template.jinja")
+"""The same where a run's folder holds it, which may be somebody's project: no pattern that fits any file of a kind."""
+CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
+"""Of configs: they name Python that lies beside them."""
+OWN = "transformers."
+CARD, CARD_TAG = "README.md", "accel-fsdp"
+DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
+
+
+@dataclass(frozen=True)
+class Papers:
+    """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
+
+    `trained`: the config was written by a training run, which turns `use_cache` off. `run`: the folder that the
+    checkpoint lies in, which may hold anything besides; only what training writes there is taken.
+    """
+
+    folder: Path
+    others: tuple[Path, ...] = ()
+    adapter: Path | None = None
+    trained: bool = False
+    run: Path | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        return summary.read_json(self.folder / CONFIG)
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype in the config, as safetensors spells it."""
+        config = self.config
+        inner = config.get("text_config")
+        name = config.get("dtype") or config.get("torch_dtype") or (isinstance(inner, dict) and inner.get("dtype"))
+        return DTYPES.get(str(name).removeprefix("torch."))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """PEFT's settings of the adapter."""
+        return summary.read_json(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
+
+    def copy(self, target: Path, dtype: str | None) -> list[str]:
+        """Puts everything but the weights into `target`; links and code are left behind.
+
+        Returns what came from the run's folder.
+        """
+        config = self.config
+        if self.trained and config.get("use_cache") is False:
+            config.pop("use_cache")  # Trainer turned it off; the model's own default comes back
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if dtype and (part is config or "dtype" in part):
+                part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
+        config.pop("torch_dtype", None)
+        _write(target / CONFIG, _without_code(config))
+        return self._copy_files(target)
+
+    def copy_adapter(self, target: Path) -> list[str]:
+        """Puts what belongs to an adapter into `target`; returns what came from the run's folder."""
+        if self.adapter is not None:
+            settings = self.settings
+            mapping = settings.get("auto_mapping")
+            library = mapping.get("parent_library") if isinstance(mapping, dict) else None
+            if not str(library).startswith(OWN):
+                settings["auto_mapping"] = None  # PEFT would import that module
+            _write(target / ADAPTER_CONFIG, _without_code(settings))
+        return self._copy_files(target)
+
+    def _copy_files(self, target: Path) -> list[str]:
+        taken = []
+        for folder in dict.fromkeys((self.folder, *self.others)):
+            for path in _of_run(folder) if folder == self.run else _matching(folder, COPIED):
+                copy = target / path.relative_to(folder)
+                if path.exists() and not path.is_dir() and not copy.exists():
+                    copy.parent.mkdir(exist_ok=True)
+                    _copy(path, copy, folder)
+                    taken += [copy.relative_to(target).as_posix()] if folder == self.run else []
+        return sorted(taken)
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    return (path for pattern in patterns for path in folder.glob(pattern))
+
+
+def _of_run(run: Path) -> Iterator[Path]:
+    """What training writes into a run's own folder: a model with its papers, and our account of the run."""
+    is_model = bool(
+        summary.read_json(run / CONFIG).get("model_type") or summary.read_json(run / ADAPTER_CONFIG).get("peft_type")
+    )
+    for path in _matching(run, IN_RUN):
+        if path.name == CARD:
+            of_training = CARD_TAG in (untrusted_files.read_text(path, within=run) or "").partition("\n---")[0].split()
+        else:
+            of_training = (run / "run.json").is_file() if path.name == "loss.svg" else is_model
+        if of_training:
+            yield path
+
+
+def _copy(path: Path, copy: Path, folder: Path) -> None:
+    """As it is, but for the names of code."""
+    content = summary.read_json(path, folder) if path.name.endswith("config.json") else {}
+    if (kept := _without_code(content)) != content:
+        _write(copy, kept)
+    else:
+        untrusted_files.copy(path, copy, within=folder)
+
+
+def _without_code(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _without_code(value) for key, value in content.items() if key not in CODE_KEYS}
+    return [_without_code(one) for one in content] if isinstance(content, list) else content
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def describe(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes what an export of a run's checkpoints needs besides them. Call on one rank, before Trainer edits it.
+
+    The dtype is that of the model's files, which may have been loaded in another one.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    adapters = getattr(model, "peft_config", {})
+    inner = model.get_base_model() if adapters else model
+    for part in (inner.config, getattr(inner, "generation_config", None), tokenizer):
+        if part is not None:
+            part.save_pretrained(folder)
+    for name, settings in adapters.items():  # as PEFT divides them into folders
+        settings.save_pretrained(folder if name == "default" or len(adapters) == 1 else folder / name)
+    with contextlib.suppress(UserError):  # then it is the dtype that was loaded
+        name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
+        config, filed = summary.read_json(folder / CONFIG), inspect_model.read_config(name, run_code=code_runs)
+        if filed.dtype is not None:
+            config["dtype"] = str(filed.dtype).removeprefix("torch.")
+            atomic_files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def find(found: Found, model: str | None, with_weights: bool = False, adapter_name: str | None = None) -> Papers:
+    """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
+
+    The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
+
+    Raises:
+        UserError: there is no config anywhere.
+    """
+    near = tuple(dict.fromkeys(_near(found)))
+    run = near[-1] if near[-1] == found.folder.parent else None
+    named = [folder / adapter_name for folder in near] if adapter_name else []
+    for folder in named:
+        untrusted_files.check_folder(folder, folder.parent)
+    places = [*named, *(near if adapter_name in (None, "default", found.folder.name) else ())]
+    adapter = next((folder for folder in places if (folder / ADAPTER_CONFIG).is_file()), None)
+    described = [folder for folder in near if (folder / CONFIG).is_file()]
+    base, revision = _base(near, adapter) or (None, None)
+    name = model or base
+    if name is not None and (model or with_weights or not described or Path(name).is_dir()):
+        asked = revision if name == base else None
+        folder = Path(name) if Path(name).is_dir() else transformers_probe.fetch(name, with_weights, asked)
+        if not (folder / CONFIG).is_file():
+            raise _no_config(folder)
+        return Papers(folder, near, adapter, run=None if folder == run else run)
+    if not described:
+        raise _no_config(found.folder)
+    trained = described[0].name != DESCRIBED and found.kind != "adapter"
+    return Papers(described[0], near, adapter, trained, run)
+
+
+def _near(found: Found) -> Iterator[Path]:
+    """Folders that may hold papers; those that a link puts there, from outside of the run, are refused."""
+    run = found.folder.parent
+    for folder in (run / DESCRIBED, run / "final"):
+        untrusted_files.check_folder(folder, run)
+    untrusted_files.check_folder(found.folder / DESCRIBED, found.folder)
+    yield found.folder
+    if (found.folder / "trainer_state.json").is_file() or found.folder.name.startswith(("checkpoint", "step", "epoch")):
+        yield from (run / DESCRIBED, run / "final", run)
+    else:
+        yield found.folder / DESCRIBED
+
+
+def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
+    """The model that an adapter sits on, and its revision; of a model, None unless no config lies near and the run's
+    account names it.
+    """
+    accounts = (summary.read_json(folder / "run.json") for folder in near)
+    trained = (found for account in accounts if (found := _trained_model(account)))
+    if adapter is not None:
+        settings = summary.read_json(adapter / ADAPTER_CONFIG)
+        name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
+        if name and not revision:  # PEFT leaves it out where the model was loaded before
+            revision = next((known for one, known in trained if one == name), None)
+        return (str(name), str(revision) if revision else None) if name else None
+    if any((folder / CONFIG).is_file() for folder in near):
+        return None
+    return next(trained, None)
+
+
+def _trained_model(account: dict[str, Any]) -> tuple[str, str | None] | None:
+    groups = account.get("arguments") or {}
+    parts = [one for one in (account, groups, *groups.values()) if isinstance(one, dict)]
+    found = [(name, one.get("model_revision")) for one in parts if (name := one.get("model_name_or_path"))]
+    return next(((str(name), str(revision) if revision else None) for name, revision in found), None)
+
+
+def _no_config(folder: Path) -> UserError:
+    return UserError(
+        f"no {CONFIG} in {folder} or beside it",
+        why="the weights alone don't say which model they are, and from_pretrained needs it",
+        fix="give the model that was trained: --model ID_OR_FOLDER",
+    )

@@ -1,0 +1,120 @@
+"""An export against its checkpoint, as the library that wrote it puts it together: the same logits for the same tokens.
+
+This route shares the export's readers of files, and nothing of what the export does with what they read. It holds two
+models in memory, and runs in the process of `describing`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.checkpoints import MODEL_KEYS, Found, Reader, clean_name, open_checkpoint
+from accel_fsdp.exporter import reload, transformers_probe
+from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.safetensors_writer import whole
+from accel_fsdp.models import model_class, read_config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TOKENS = 16
+
+
+def difference(folder: Path, found: Found, papers: Papers) -> tuple[float, float]:
+    """The largest difference of logits, and the largest logit."""
+    import torch
+
+    config = read_config(str(folder))
+    kind = model_class(config)
+    exported = kind.from_pretrained(folder, trust_remote_code=False)
+    tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
+    with torch.inference_mode():
+        ours = exported.eval()(tokens).logits.float()
+        reader = Reader()
+        try:
+            original = _Original(found, papers, reader, folder).model(kind, config, exported.dtype)
+        finally:
+            reader.close()
+        theirs = _cast(original, exported.dtype).eval()(tokens).logits.float()
+    return float((ours - theirs).abs().max()), float(theirs.abs().max())
+
+
+def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
+    """Weights alone: models keep buffers, such as rotary frequencies, in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@dataclass(frozen=True)
+class _Original:
+    """What is compared with; `room` is a folder of ours for what has to be written again."""
+
+    found: Found
+    papers: Papers
+    reader: Reader
+    room: Path
+
+    def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
+        """The model as it was trained."""
+        if self.found.kind == "safetensors":
+            return _of_files(kind, config, self._files(self.found.folder), "auto")
+        if self.papers.adapter is not None:
+            return self._with_adapter(kind, config, dtype)
+        model = kind(config)
+        state = self._state()
+        if model.state_dict().keys() <= state.keys() or not _tied(model):
+            model.load_state_dict(state, strict=False)
+        else:
+            model.load_state_dict({**state, **_copies(model, state)}, strict=False)
+        return model  # type: ignore[no-any-return]
+
+    def _with_adapter(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
+        """Merged as wide as the export is, or as the base is."""
+        import torch
+        from peft import get_peft_model, set_peft_model_state_dict
+
+        state = self._files(self.papers.folder)
+        stored = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
+        base = _of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
+        model = get_peft_model(base, transformers_probe.peft_settings(self.papers.settings))
+        adapter = open_checkpoint.of_file(self.found.weights) if self.found.kind == "adapter" else {}
+        state = {name: whole(self.reader, one) for name, one in adapter.items()} or self._state()
+        set_peft_model_state_dict(model, state)
+        return model.merge_and_unload()  # type: ignore[no-any-return]
+
+    def _files(self, folder: Path) -> "dict[str, torch.Tensor]":
+        return {name: whole(self.reader, one) for name, one in open_checkpoint.of_folder(folder).items()}
+
+    def _state(self) -> "dict[str, torch.Tensor]":
+        state: dict[str, Any]
+        if self.found.kind == "ZeRO":
+            return reload.of_zero(self.found.weights, self.reader, self.room)
+        if self.found.kind == "sharded (DCP)":
+            paths = reload.of_dcp(self.found.weights, self.reader)
+            nested = {path[-1]: one for path, one in paths.items() if set(path[:-1]) <= MODEL_KEYS and path[:-1]}
+            state = nested or {path[-1]: one for path, one in paths.items() if len(path) == 1}
+        else:
+            state = reload.of_file(self.found.weights, self.reader)
+            while inner := next((key for key in state if key in MODEL_KEYS), None):
+                state = state[inner]
+        return {clean_name(name).removeprefix("module."): tensor for name, tensor in state.items()}
+
+
+def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
+    """What `from_pretrained` makes of these tensors, by the names that files give them."""
+    given = {"config": config, "state_dict": state, "dtype": dtype}
+    return kind.from_pretrained(None, **given, trust_remote_code=False)  # type: ignore[no-any-return]
+
+
+def _tied(model: "nn.Module") -> bool:
+    return len(list(model.parameters())) < len(model.state_dict())
+
+
+def _copies(model: "nn.Module", state: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    held = {key: next(state[name] for name in names if name in state) for key, names in groups.items()}
+    return {name: held[key] for key, names in groups.items() for name in names}

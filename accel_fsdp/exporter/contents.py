@@ -1,0 +1,200 @@
+"""Which tensors an export holds, under which names: ties once, the files' layout, adapters merged."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+
+from accel_fsdp.checkpoints import TIED, Reader, Source, Stored, Weights, open_checkpoint, part_of
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
+from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
+from accel_fsdp.models import remote_code
+
+SHOWN = 3
+BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
+"""What models once saved and compute today."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans one export. `dtype` is that of the files, None for as stored; `merge` an adapter into its base."""
+
+    weights: Weights
+    papers: Papers
+    reader: Reader
+    dtype: str | None
+    merge: bool = False
+
+    def outputs(self, description: Description | None) -> list[Output]:
+        """The tensors to write. Without a description names and ties are taken as the config lets expect.
+
+        Raises:
+            UserError: the checkpoint doesn't hold the model that the config describes.
+        """
+        if self.weights.adapter and not self.merge:
+            return self._named(self.weights.adapter, {})
+        filed = self.weights.filed or (self.merge and not self.weights.tensors)
+        given = self._tensors(description)
+        tensors = self._once(given, self._ties(given, description))
+        if description is None:
+            return self._named(tensors, {})
+        held = _compared(tensors, description.files if filed else description.memory, self.papers)
+        if filed or not description.converts:
+            return self._named(held, description.wider)
+        from accel_fsdp.exporter import hf_layout
+
+        return self._named(hf_layout.converted(held, description, self.papers.folder), description.wider)
+
+    def _tensors(self, description: Description | None) -> Mapping[str, Source]:
+        if not self.merge:
+            return self.weights.tensors
+        from accel_fsdp.exporter import merge_lora
+
+        adapter, settings = self.weights.adapter, self.papers.settings
+        turned = description.turned if description else None
+        if self.weights.tensors:
+            return merge_lora.merged(
+                self.weights.tensors, adapter, settings, self.dtype, trained_base=True, turned=turned
+            )
+        base, filed_as = open_checkpoint.of_folder(self.papers.folder), description.filed_as if description else None
+        adapter = merge_lora.tied_once(adapter, settings, self._ties(base, description))
+        return merge_lora.merged(base, adapter, settings, self.dtype, filed_as=filed_as, turned=turned)
+
+    def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:
+        return [Output(name, cast_to(one.dtype, wider.get(name, self.dtype)), one) for name, one in tensors.items()]
+
+    def _ties(self, tensors: Mapping[str, Source], description: Description | None) -> tuple[tuple[str, ...], ...]:
+        if description is not None:
+            return description.ties
+        tied = self.papers.config.get("tie_word_embeddings")
+        return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
+
+    def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
+        """Each tied tensor once, under its first name."""
+        kept = dict(tensors)
+        for group in ties:
+            there = [name for name in group if name in kept]
+            for copy in there[1:]:
+                if not equal(self.reader, kept[there[0]], kept[copy]):
+                    raise UserError(
+                        f"{there[0]} and {copy} differ, and the config ties them",
+                        why="from_pretrained would load one of them for both",
+                        fix="if they were trained apart: tie_word_embeddings: false in the config of --model FOLDER",
+                    )
+                del kept[copy]
+            if there and there[0] != group[0]:
+                kept[group[0]] = kept.pop(there[0])
+        return kept
+
+
+class Plan:
+    """What is written, before and after transformers has said what the model's files hold."""
+
+    def __init__(self, planner: Planner, asked: "Future[Description] | None", by_name: bool = False) -> None:
+        """Plans by the names that the config lets expect, or waits for the answer where those are likely others.
+
+        `by_name`: where only the model's own code knows its tensors, what the config lets expect is enough.
+
+        Raises:
+            UserError: the checkpoint doesn't hold the model that the config describes.
+        """
+        self.planner, self._asked, self._by_name = planner, asked, by_name
+        self.unknown = False
+        self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
+
+    def _is_likely_other(self) -> bool:
+        """Whether to wait before anything is written: for stacked experts, and for merges, which cost more."""
+        stacked = any(len(one.shape) > 2 for one in self.planner.weights.tensors.values())
+        return stacked or self.planner.merge
+
+    def _settled(self) -> Description | None:
+        asked, self._asked = self._asked, None
+        try:
+            return asked.result() if asked else None
+        except remote_code.NeedsCode:
+            if not self._by_name:
+                raise
+            self.unknown = True
+            return None
+
+    def look(self) -> None:
+        """Once the answer is there, compares it with what is being written.
+
+        Raises:
+            UserError: the checkpoint isn't of that model.
+            OtherPlan: it has to be written otherwise.
+        """
+        if self._asked is not None and self._asked.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the answer, and compares.
+
+        Raises:
+            UserError, OtherPlan: as `look`.
+        """
+        if (description := self._settled()) is None:
+            return
+        final = self.planner.outputs(description)
+        if not _same(final, self.outputs):
+            self.outputs = final
+            raise OtherPlan(self)
+
+
+class OtherPlan(Exception):
+    """What is to be written is something else than what is being written."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+def _same(one: list[Output], other: list[Output]) -> bool:
+    """Whether the same tensors are written from the same sources: a converted one may keep its name and shape."""
+    first, second = ({(out.name, out.dtype, id(out.source)) for out in each} for each in (one, other))
+    return first == second
+
+
+def equal(reader: Reader, one: Source, other: Source) -> bool:
+    """Whether two tensors hold the same elements; by checksums where that is enough."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if (known := _checksums(one)) and known == _checksums(other):
+        return True
+    count, unit = prod(one.shape), max(one.unit, other.unit)
+    step = max(1, BLOCK_ELEMENTS // unit) * unit
+    return all(
+        part_of(reader, one, at, min(at + step, count)) == part_of(reader, other, at, min(at + step, count))
+        for at in range(0, count, step)
+    )
+
+
+def _checksums(one: Source) -> list[tuple[object, ...]]:
+    """What two tensors with equal contents cut alike have in common; empty where the files have no checksums."""
+    pieces = one.pieces if isinstance(one, Stored) else ()
+    found = [(piece.offsets, piece.sizes, piece.skip, piece.record.length, piece.record.crc) for piece in pieces]
+    return [] if any(piece.record.crc is None for piece in pieces) else list(found)
+
+
+def _compared(tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], papers: Papers) -> dict[str, Source]:
+    """The tensors that the model has, all of them, without buffers that it computes itself."""
+    extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
+    problems = list(_problems(tensors, expected)) + [f"{name} is unexpected" for name in extra]
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise UserError(
+            f"the checkpoint isn't of the model in {papers.folder}: {'; '.join(problems[:SHOWN])}{more}",
+            why="from_pretrained would fail or leave weights random",
+            fix=FIX_CONFIG,
+        )
+    return {name: tensors[name] for name in expected}
+
+
+def _problems(tensors: Mapping[str, Source], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in tensors:
+            yield f"{name} is missing"
+        elif tensors[name].shape != shape:
+            yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"

@@ -1,0 +1,180 @@
+"""The exported folder: what it must contain, in which dtype, and the check that it does."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import atomic_files
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import inspect_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor; dtype as safetensors spells it in a file's header, such as F32 or BF16."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tensors an export must hold. Each group of `ties` is one tensor under several names: the first is saved.
+
+    `casts` are the parameters that are gathered in another dtype than they are saved in, by their names in the model.
+    `gathered_bytes` is what the whole model takes as the engine gathers it, frozen parts of an adapter's model too.
+    """
+
+    tensors: dict[str, Spec]
+    ties: tuple[tuple[str, ...], ...]
+    casts: "Mapping[str, torch.dtype]" = field(default_factory=dict)
+    gathered_bytes: int = 0
+
+
+def expected_tensors(
+    model: "nn.Module", trained_as: "torch.dtype | None", saved_as: "torch.dtype | None" = None
+) -> Expected:
+    """Lists what `save_model` must write, read off the model before FSDP touches it.
+
+    `trained_as`: the dtype to which the engine casts trainable parameters and in which it gathers them, None for none.
+    `saved_as`: the dtype of the export, None for as gathered; what transformers keeps in float32 stays as it is.
+    """
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict
+
+    blueprint = _gathered(model, trained_as)
+    gathered_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blueprint.values())
+    casts = {} if saved_as is None else dict.fromkeys(_castable(model, blueprint, saved_as), saved_as)
+    for name, dtype in casts.items():
+        blueprint[name] = torch.empty_like(blueprint[name], dtype=dtype)
+    if isinstance(model, PeftModel):
+        saved = get_peft_model_state_dict(model, state_dict=blueprint)
+        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, (), casts, gathered_bytes)
+    ties = ties_of(model)
+    saved = as_saved(model, without_tied_copies(blueprint, ties))
+    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties, casts, gathered_bytes)
+
+
+def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str, torch.Tensor]":
+    """The full state dict that the engine will hand out, on the meta device."""
+    import torch
+
+    trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad}
+    shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
+    blueprint = {}
+    for name, tensor in model.state_dict().items():
+        cast = trained_as is not None and name in trainable and tensor.is_floating_point()
+        shape = shapes.get(name) or tensor.shape  # under ZeRO-3 the parameter itself is empty
+        blueprint[name] = torch.empty(shape, device="meta", dtype=trained_as if cast else tensor.dtype)
+    return blueprint
+
+
+def _castable(model: "nn.Module", blueprint: "dict[str, torch.Tensor]", dtype: "torch.dtype") -> list[str]:
+    """The trained parameters of another floating dtype, without those that need float32; 4-bit weights stay packed."""
+    kept = set(inspect_model.kept_in_float32(model, str(dtype).removeprefix("torch.")))
+    trained = [name for name, parameter in _all_parameters(model) if parameter.requires_grad and name not in kept]
+    return [name for name in trained if blueprint[name].is_floating_point() and blueprint[name].dtype != dtype]
+
+
+def cast(state_dict: "dict[str, torch.Tensor]", casts: "Mapping[str, torch.dtype]") -> "dict[str, torch.Tensor]":
+    """Converts one tensor after the other in place of the old one, so that the model is never in memory twice."""
+    for name in [name for name in state_dict if name in casts]:
+        state_dict[name] = state_dict[name].to(casts[name])
+    return state_dict
+
+
+def finish(folder: Path, dtype: str, card: str) -> None:
+    """Makes a saved model what others load: its dtype in the config, a card, and no pickle of Trainer's arguments."""
+    path = folder / "config.json"
+    if dtype and path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if part.get("dtype"):
+                part["dtype"] = dtype
+        atomic_files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if card:
+        atomic_files.write_text(folder / "README.md", card)
+    (folder / "training_args.bin").unlink(missing_ok=True)
+
+
+def _all_parameters(model: "nn.Module") -> "Iterator[tuple[str, nn.Parameter]]":
+    return model.named_parameters(remove_duplicate=False)
+
+
+def without_tied_copies(
+    state_dict: "dict[str, torch.Tensor]", ties: tuple[tuple[str, ...], ...]
+) -> "dict[str, torch.Tensor]":
+    """Keeps one name of each tied tensor: gathering makes copies, which safetensors would store twice."""
+    copies = {name for group in ties for name in group[1:]}
+    return {name: tensor for name, tensor in state_dict.items() if name not in copies}
+
+
+def as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Renames and splits as `save_pretrained` does: transformers 5 keeps some models in another layout than files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = {name: tensor for name, tensor in state_dict.items() if name not in skipped}
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, kept)
+    return saved
+
+
+def ties_of(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
+    """Groups of names of one parameter each, the first declared first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _spec(tensor: "torch.Tensor") -> Spec:
+    from safetensors.torch import _TYPES
+
+    names = {dtype: name for name, dtype in _TYPES.items()}
+    return Spec(tuple(tensor.shape), names[tensor.dtype])
+
+
+def read_specs(folder: Path) -> dict[str, Spec]:
+    """Reads the header of every safetensors file in `folder`; no tensor is loaded."""
+    from safetensors import safe_open
+
+    specs = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                header: Any = file.get_slice(name)
+                specs[name] = Spec(tuple(header.get_shape()), header.get_dtype())
+    return specs
+
+
+def verify(folder: Path, expected: Expected) -> int:
+    """Compares the files in `folder` with what must be there; returns the number of tensors.
+
+    Raises:
+        UserError: tensors are missing, unexpected, or have another shape or dtype.
+    """
+    found = read_specs(folder)
+    problems = [f"{name} is missing" for name in expected.tensors if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected.tensors]
+    problems += [
+        f"{name} is {spec.dtype} {list(spec.shape)}, expected {want.dtype} {list(want.shape)}"
+        for name, spec in found.items()
+        if (want := expected.tensors.get(name)) is not None and want != spec
+    ]
+    if problems or not found:
+        shown = "; ".join(problems[:SHOWN_PROBLEMS]) or "no tensor at all"
+        rest = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+        raise UserError(
+            f"the export holds {len(found)} tensors, expected {len(expected.tensors)}: {shown}{rest}",
+            why="a model loaded from it would have random or empty weights",
+            fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
+        )
+    return len(found)

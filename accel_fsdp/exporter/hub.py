@@ -1,0 +1,79 @@
+"""Uploads an export to the Hugging Face hub; what has been uploaded stays there when it is cut off and tried again."""
+
+import os
+from pathlib import Path
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.errors import UsageError, UserError
+
+HIDDEN = [".*", "*/.*"]
+"""What no export writes: it stays at home."""
+
+
+def check_name(repository: str) -> None:
+    """Refuses what can't be a repository's name before hours of work end with it.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UsageError(
+            f"--push-to-hub {repository} is no name of a repository: {str(error).splitlines()[0]}",
+            why="the hub would refuse the upload",
+            fix="--push-to-hub NAME/MODEL",
+        ) from error
+
+
+def check_login(token: str | None) -> None:
+    """Asks the hub who this is, before hours of work end with an upload.
+
+    Raises:
+        UserError: it can't be reached, or doesn't know the token.
+    """
+    from huggingface_hub import HfApi, errors
+
+    transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    try:
+        HfApi().whoami(token)
+    except (transport, OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"--push_to_hub, and the hub can't be used: {(str(error) or type(error).__name__).splitlines()[0]}",
+            why="the upload would stop the run",
+            fix="check the network and `hf auth login`; or leave it out, and push the export when it is done: "
+            "accel-fsdp export --check OUTPUT_DIR/final --push-to-hub NAME/MODEL",
+        ) from error
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Makes the repository if need be, and uploads all files; returns its address.
+
+    Raises:
+        UsageError: it is no name of a repository.
+        UserError: a file is a link out of the folder; or the hub refuses them or can't be reached. The folder stays.
+    """
+    from huggingface_hub import HfApi, errors
+
+    check_name(repository)
+    for path in (path for path in sorted(folder.rglob("*")) if not path.is_dir()):
+        os.close(
+            untrusted_files.open_file(path, within=folder)
+        )  # the hub's library would follow any link, and wait for pipes
+    # Of the HTTP library that this version of huggingface_hub uses; RuntimeError is its own, for a file of the upload.
+    transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=url.repo_id, folder_path=folder, ignore_patterns=HIDDEN, commit_message="Model")
+    except (transport, OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"the hub doesn't take {repository}: {(str(error) or type(error).__name__).splitlines()[0]}",
+            why=f"the export is complete in {folder}, and nowhere else",
+            fix="check the network and `hf auth login`, then push it again: "
+            f"accel-fsdp export --check {folder} --push-to-hub {repository}",
+        ) from error
+    return str(url)

@@ -1,0 +1,313 @@
+"""LoRA and DoRA adapters merged into their base, rows at a time: W + scale * B A, and DoRA's magnitudes.
+
+The formulas are those of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/layer.py` and `variants.py`), in float32.
+"""
+
+import math
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.checkpoints import LORA, TOKENS, Reader, Source, Stored, check_patterns, part_of, pattern_of, plain
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, torch_dtype, whole
+
+if TYPE_CHECKING:
+    import torch
+
+KNOWN = frozenset(
+    {
+        *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+        *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
+        *("target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
+        *("ensure_weight_tying", "runtime_config", "megatron_core", "qalora_group_size"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # of initialisations, which are judged below
+    }
+)
+"""The settings of LoRA that are heeded here or don't matter to a merge. Any other one that is on makes another one."""
+HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that leave the base as it was."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A weight of the base, which `base` gives, after training; it is read in whole rows."""
+
+    dtype: str
+    base: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the base."""
+        return self.base.shape
+
+    @property
+    def unit(self) -> int:
+        """A row."""
+        return math.lcm(self.shape[1], self.base.unit)
+
+
+@dataclass(frozen=True)
+class Merged(Changed):
+    """One weight with its adapter, rounded to `dtype` once.
+
+    `turned`: the adapter's product is the transposed weight's, as in Conv1D and embeddings.
+    """
+
+    down: Stored
+    up: Stored
+    scale: float
+    magnitude: Stored | None = None
+    turned: bool = False
+    norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
+
+    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with merged rows."""
+        import torch
+
+        made = self.sum(reader, start, stop)
+        if self.magnitude is not None:
+            magnitude = whole(reader, self.magnitude).float().view(-1)
+            if self.turned:
+                made *= magnitude / self.norms.across_rows(self, reader)
+            else:
+                rows = slice(start // self.shape[1], stop // self.shape[1])
+                made *= (magnitude[rows] / torch.linalg.norm(made, dim=1))[:, None]
+        torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made).copy_(made)
+
+    def sum(self, reader: Reader, start: int, stop: int) -> "torch.Tensor":
+        """Rows of base and adapter together, in float32."""
+        import torch
+
+        content = part_of(reader, self.base, start, stop)
+        rows = torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view(-1, self.shape[1])
+        first, last = start // self.shape[1], stop // self.shape[1]
+        down, up = whole(reader, self.down).float(), whole(reader, self.up).float()
+        change = (down.T[first:last] @ up.T if self.turned else up[first:last] @ down) * self.scale
+        return rows.float() + change
+
+
+@dataclass
+class Norms:
+    """The lengths of a weight's columns, to which all of its rows belong: found once, rows at a time."""
+
+    lock: Any = field(default_factory=threading.Lock)
+    found: "torch.Tensor | None" = None
+
+    def across_rows(self, weight: Merged, reader: Reader) -> "torch.Tensor":
+        """One length per column."""
+        import torch
+
+        with self.lock:
+            if self.found is None:
+                squares = torch.zeros(weight.shape[1], dtype=torch.float64)
+                count, step = prod(weight.shape), max(1, BLOCK_ELEMENTS // weight.unit) * weight.unit
+                for at in range(0, count, step):
+                    squares += weight.sum(reader, at, min(at + step, count)).double().square().sum(dim=0)
+                self.found = squares.sqrt().float()
+            return self.found
+
+
+@dataclass(frozen=True)
+class Replaced(Changed):
+    """An embedding, some rows of which were trained: those of `tokens`, in this order in `rows`."""
+
+    rows: Stored
+    tokens: tuple[int, ...]
+
+    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+        """Fills `buffer` with rows of the base, and those that were trained."""
+        import torch
+
+        content = part_of(reader, self.base, start, stop)
+        made = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
+        made.copy_(torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view_as(made))
+        first, last = start // self.shape[1], stop // self.shape[1]
+        trained = whole(reader, self.rows)
+        for number, token in enumerate(self.tokens):
+            if first <= token < last:
+                made[token - first] = trained[number]
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` says.
+
+    `turned`: the weights that lie transposed, of which PEFT asks the layer's kind; None where only the settings say it.
+    """
+
+    tensors: dict[str, Source]
+    adapter: Mapping[str, Stored]
+    settings: Mapping[str, Any]
+    wanted: str | None
+    filed_as: Mapping[str, str] | None = None
+    turned: frozenset[str] | None = None
+
+    def lora(self, module: str) -> None:
+        """Puts a merged weight in the place of the one of `module`."""
+        down, up = (self.adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
+        embedding = f"{module}.lora_embedding_A" in self.adapter
+        if embedding:
+            down, up = (self.adapter.get(f"{module}.lora_embedding_{each}") for each in "AB")
+        if down is None or up is None:
+            raise _other(f"one of the two matrices of {module} is missing")
+        target = self._target(module)
+        base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
+        turned = embedding or self._is_turned(f"{name}.weight")
+        shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
+        if len(base.shape) != 2 or base.shape != shape:
+            raise _other(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
+        rank = _of(name, self.settings.get("rank_pattern"), self.settings.get("r", 8))
+        if down.shape[0] != rank or not rank:
+            raise _other(f"{module} has rank {down.shape[0]}, its settings say {rank}")
+        alpha = _of(name, self.settings.get("alpha_pattern"), self.settings.get("lora_alpha", 8))
+        if not isinstance(alpha, int | float):
+            raise _other(f"lora_alpha of {module} is {alpha}")
+        scale = alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+        magnitude = self.adapter.get(f"{module}.lora_magnitude_vector")
+        if (magnitude is not None) != bool(self.settings.get("use_dora")):
+            raise _other(f"{module} has {'no' if magnitude is None else 'a'} magnitude, its settings say otherwise")
+        self.tensors[target] = Merged(self._dtype(base), base, down, up, scale, magnitude, turned)
+
+    def tokens(self, name: str) -> None:
+        """Puts the rows that were trained alone into the embedding that they are of."""
+        target = self._target(name.removesuffix(TOKENS))
+        base, rows, listed = self.tensors[target], self.adapter[name], self.settings.get("trainable_token_indices")
+        if isinstance(listed, dict):
+            module = plain(f"{name.removesuffix(TOKENS)}.").rstrip(".")
+            listed = next((one for key, one in listed.items() if f".{module}".endswith(f".{key}")), None)
+        tokens = tuple(listed) if isinstance(listed, list) else ()
+        right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
+        if not right or rows.shape != (len(tokens), *base.shape[1:]):
+            raise _other(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
+        self.tensors[target] = Replaced(self._dtype(base), base, rows, tokens)
+
+    def _is_turned(self, weight: str) -> bool:
+        return bool(self.settings.get("fan_in_fan_out")) if self.turned is None else weight in self.turned
+
+    def _target(self, module: str) -> str:
+        return self.named(f"{plain(f'{module}.')}weight")
+
+    def named(self, name: str) -> str:
+        """What a tensor of the model is called in the base, whose files may have other names."""
+        filed = name if self.filed_as is None else self.filed_as.get(name, name)
+        if filed not in self.tensors and self.settings.get("target_parameters"):
+            raise _unmergeable("with target_parameters")
+        if self.filed_as is not None and name not in self.filed_as and filed in self.tensors:
+            raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
+        return _in(self.tensors, filed)
+
+    def _dtype(self, base: Source) -> str:
+        """In float32 unless the base's own dtype is wanted: it is rounded to another one later, once."""
+        return base.dtype if self.wanted in (None, base.dtype) else "F32"
+
+
+def merged(
+    base: Mapping[str, Source],
+    adapter: Mapping[str, Stored],
+    settings: Mapping[str, Any],
+    wanted: str | None = None,
+    trained_base: bool = False,
+    filed_as: Mapping[str, str] | None = None,
+    turned: frozenset[str] | None = None,
+) -> dict[str, Source]:
+    """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
+
+    Without `wanted` they have the base's dtype. `trained_base`: it was saved with the adapter, so that it is what the
+    adapter's initialisation has made of it. `filed_as`: what the model's tensors are called in a base of files.
+    `turned`: as of `Merger`.
+
+    Raises:
+        UserError: the adapter is of another kind or of another base.
+    """
+    _check(settings, trained_base)
+    merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
+    for name, one in adapter.items():
+        if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
+            merger.tensors[merger.named(plain(name))] = one
+    modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
+    check_patterns(settings, [plain(f"{module}.").rstrip(".") for module in modules])
+    for module in modules:
+        merger.lora(module)
+    for name in adapter:
+        if TOKENS in name:
+            merger.tokens(name)
+    return merger.tensors
+
+
+def tied_once(
+    adapter: Mapping[str, Stored], settings: Mapping[str, Any], ties: Iterable[tuple[str, ...]]
+) -> dict[str, Stored]:
+    """The adapter without the copies of weights that its settings keep tied (`ensure_weight_tying`).
+
+    Otherwise PEFT trains one of the tied weights apart from the others; rows of tokens alone are always tied.
+
+    Raises:
+        UserError: the merged weights would differ, and a tied model has one place for them.
+    """
+    changed = {name: f"{plain(LORA.split(f'{name}.')[0] + '.')}weight" for name in adapter if LORA.search(name)}
+    changed |= {name: plain(name) for name in adapter if not LORA.search(name) and TOKENS not in name}
+    copies: set[str] = set()
+    for group in ties:
+        apart = [name for name in group if name in changed.values()]
+        if apart and not settings.get("ensure_weight_tying"):
+            other = next(name for name in group if name != apart[0])
+            raise UserError(
+                f"the adapter changes {apart[0]}, which the base ties to {other}",
+                why="PEFT trains them apart, and the export of a tied model would hold one weight for both",
+                fix="merge it with PEFT: model = model.merge_and_unload(), model.config.tie_word_embeddings = False, "
+                "model.save_pretrained(FOLDER); or export the adapter without --merge-adapter",
+            )
+        copies.update(apart[1:])
+    return {name: one for name, one in adapter.items() if changed.get(name) not in copies}
+
+
+def _of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+    """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
+    given = patterns if isinstance(patterns, dict) else {}
+    return next((value for key, value in given.items() if re.fullmatch(pattern_of(key), module)), default)
+
+
+def _in(base: Mapping[str, Source], name: str) -> str:
+    if name not in base:
+        raise _other(f"{name} is not in the base")
+    return name
+
+
+def _check(settings: Mapping[str, Any], trained_base: bool) -> None:
+    """Refuses all settings but those whose merge is the one above."""
+    if settings.get("peft_type") != "LORA":
+        raise _unmergeable(f"of kind {settings.get('peft_type')}")
+    others = {key: value for key, value in settings.items() if key not in KNOWN and value}
+    unknown = [key for key, value in others.items() if (key, value) != ("bias", "none")]
+    if unknown:
+        raise _unmergeable(f"with {unknown[0]}")
+    start = settings.get("init_lora_weights", True)
+    if start not in HARMLESS and not trained_base:
+        raise UserError(
+            f"the adapter began with init_lora_weights: {start}, which changes the base",
+            why="its numbers are for the changed base, which is not in the checkpoint; in the model's own files they "
+            "would be wrong",
+            fix="in the training script: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=START), "
+            "and export that; START is the adapter as it was saved before the first step",
+        )
+
+
+def _unmergeable(what: str) -> UserError:
+    return UserError(
+        f"an adapter {what} can't be merged here",
+        why="only LoRA and DoRA as such are merged in bounded memory; this one is computed in another way",
+        fix="export the adapter without --merge-adapter; where PEFT can merge it: merge_and_unload()",
+    )
+
+
+def _other(what: str) -> UserError:
+    return UserError(
+        f"the adapter doesn't fit its base: {what}",
+        why="the merged weights would be wrong",
+        fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
+    )

@@ -1,0 +1,68 @@
+"""A single file for `torch.load`: torch writes it without the tensors' bytes, which are then put in their places."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_fsdp.checkpoints import GAP_BYTES, Archive, Reader, View, torch_zip
+from accel_fsdp.exporter.safetensors_writer import Output, Placed, torch_dtype
+
+DESCRIPTOR = b"PK\x07\x08"
+DESCRIPTOR_CRC = 4
+
+
+def place(outputs: Sequence[Output], path: Path) -> list[Placed]:
+    """Writes the file with room for all tensors, and gives every tensor its place.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        blank = {one.name: torch.empty(one.source.shape, dtype=torch_dtype(one.dtype)) for one in outputs}
+        torch.save(blank, path)
+    return [Placed(one, path, _start(view)) for one, view in zip(outputs, views(path).values(), strict=True)]
+
+
+def views(path: Path) -> dict[str, View]:
+    """The tensors of a file."""
+    reader = Reader()
+    try:
+        found: dict[str, View] = torch_zip.load(reader, path)
+        return found
+    finally:
+        reader.close()
+
+
+def _start(view: View) -> int:
+    piece = view.piece((0,) * len(view.shape))
+    return piece.record.start + piece.skip
+
+
+def seal(path: Path) -> None:
+    """Puts the checksums of the tensors' bytes in their two places each, so that the file is a valid archive."""
+    reader = Reader()
+    with path.open("r+b", buffering=0) as file:
+        sealed = Archive(reader, path, 0, reader.size_of(path))
+        for name, slot in sealed.slots.items():
+            if not name.startswith("data/"):
+                continue
+            record = sealed.record(name)
+            crc = _crc(reader, path, record.start, record.length).to_bytes(4, "little")
+            os.pwrite(file.fileno(), crc, slot.entry + torch_zip.CRC_AT)
+            end = record.start + record.length
+            if reader.bytes_of(path, end, 4) == DESCRIPTOR:
+                os.pwrite(file.fileno(), crc, end + DESCRIPTOR_CRC)
+    reader.close()
+
+
+def _crc(reader: Reader, path: Path, start: int, length: int) -> int:
+    total, buffer = 0, memoryview(bytearray(min(GAP_BYTES, length)))
+    for at in range(0, length, GAP_BYTES):
+        part = buffer[: min(GAP_BYTES, length - at)]
+        reader.read_bytes(path, start + at, part)
+        total = zlib.crc32(part, total)
+    return total

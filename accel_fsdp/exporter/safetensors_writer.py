@@ -1,0 +1,338 @@
+"""Writes tensors to safetensors files block by block, in several threads; memory holds the blocks in flight only.
+
+The place of every tensor is known beforehand, so that each block goes straight to its place in its file, and a tensor
+larger than memory is as good as any. A block's hash is taken when it is written and again when the file is reopened.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, Reader, Source, finite, part_of
+from accel_fsdp.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_ELEMENTS = 1 << 22
+THREADS = min(4, (os.cpu_count() or 1) + 1)
+CACHED_ELEMENTS = 1 << 15
+INFINITY, QUIET = 0x7F800000, 0x40
+"""Of float32, and what makes the upper half of a NaN one too."""
+SYNC_SECONDS = 0.2
+NICE = 5
+LARGEST_HALF = 65504
+LENGTH_BYTES = 8
+Progress = Callable[[int], None]
+"""Called with the number of bytes written."""
+
+
+def torch_dtype(dtype: str) -> "torch.dtype":
+    """torch's dtype of a name in safetensors' headers."""
+    import torch
+
+    found: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    return found
+
+
+def whole(reader: Reader, source: Source) -> "torch.Tensor":
+    """A tensor in memory."""
+    import torch
+
+    content = part_of(reader, source, 0, prod(source.shape))
+    if not content:
+        return torch.empty(source.shape, dtype=torch_dtype(source.dtype))
+    return torch.frombuffer(content, dtype=torch_dtype(source.dtype)).view(source.shape)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write: its name and dtype in the file, and where its elements come from."""
+
+    name: str
+    dtype: str
+    source: Source
+
+    @property
+    def size_bytes(self) -> int:
+        """In the file."""
+        return prod(self.source.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def block(self) -> int:
+        """Elements per block: a multiple of what the source can give a part of."""
+        return max(1, BLOCK_ELEMENTS // self.source.unit) * self.source.unit
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor's bytes begin in a file."""
+
+    output: Output
+    path: Path
+    start: int
+
+
+def cast_to(dtype: str, wanted: str | None) -> str:
+    """The dtype in the file: `wanted` for floating-point numbers, as it is for others."""
+    return wanted if wanted is not None and dtype in FLOATS else dtype
+
+
+def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> list[Placed]:
+    """Divides tensors into files as `save_pretrained` does, writes headers and index, and gives every tensor its place.
+
+    Raises:
+        UsageError: `max_shard_size` is no size.
+        OSError: the folder can't be written.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    try:
+        split = split_state_dict_into_shards_factory(
+            {one.name: one for one in outputs},
+            get_storage_size=lambda one: one.size_bytes,
+            filename_pattern=stem + "{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise UsageError(
+            f"--max-shard-size {max_shard_size} is no size", why="it is how large a file may get", fix="such as 5GB"
+        ) from error
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    by_name = {one.name: one for one in outputs}
+    files = split.filename_to_tensors.items()
+    return [one for file, names in files for one in _with_header(folder / file, [by_name[name] for name in names])]
+
+
+def _with_header(path: Path, outputs: list[Output]) -> list[Placed]:
+    """Writes one file's header, the widest dtypes first so that every tensor is aligned."""
+    ordered = sorted(outputs, key=lambda one: -ITEM_BYTES[one.dtype])
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for one in ordered:
+        header[one.name] = {
+            "dtype": one.dtype,
+            "shape": list(one.source.shape),
+            "data_offsets": [at, at + one.size_bytes],
+        }
+        at += one.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        file.truncate(LENGTH_BYTES + len(text) + at)
+    begin = LENGTH_BYTES + len(text)
+    return [Placed(one, path, begin + header[one.name]["data_offsets"][0]) for one in ordered]
+
+
+class Buffers(threading.local):
+    """One buffer per thread, as large as the largest block so far."""
+
+    content = bytearray()
+
+    def take(self, size_bytes: int) -> memoryview:
+        """The first bytes of this thread's buffer."""
+        if len(self.content) < size_bytes:
+            self.content = bytearray(size_bytes)
+        return memoryview(self.content)[:size_bytes]
+
+
+def write(
+    placed: Sequence[Placed], reader: Reader, threads: int, progress: Progress, sync: bool, look: Callable[[], None]
+) -> dict[str, str]:
+    """Fills files whose headers `place` has written; returns the hash of each tensor by name.
+
+    With `sync`, what has been written is flushed to the disk while more is written, and all of it in the end. `look`
+    is called before each block, and may end the writing with an error.
+
+    Raises:
+        OSError: the disk is full.
+        UserError: a source can't be read.
+    """
+    paths = dict.fromkeys(one.path for one in placed)
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(path.open("r+b", buffering=0)).fileno() for path in paths}
+        if sync:
+            stack.enter_context(_flushing(list(opened.values())))
+        buffers = Buffers()
+
+        def block(one: Placed, start: int, stop: int) -> bytes:
+            content = _block(one.output, reader, buffers, start, stop)
+            _write_at(opened[one.path], content, one.start + start * ITEM_BYTES[one.output.dtype])
+            progress(len(content))
+            return _hash(content)
+
+        return _hashes(placed, block, threads, look)
+
+
+def _block(output: Output, reader: Reader, buffers: Buffers, start: int, stop: int) -> memoryview:
+    source = output.source
+    raw = buffers.take((stop - start) * ITEM_BYTES[source.dtype])
+    source.read(reader, start, stop, raw)
+    if source.dtype == output.dtype:
+        return raw
+    made = cast(raw, source.dtype, output.dtype)
+    if output.dtype == "F16" and _overflows(raw, source.dtype, made):
+        raise UserError(
+            f"{output.name} holds numbers beyond {LARGEST_HALF}, the largest of float16",
+            why="they would be infinite in the export",
+            fix="--dtype bfloat16 or --dtype float32",
+        )
+    return made
+
+
+def _overflows(raw: memoryview, dtype: str, made: memoryview) -> bool:
+    """Whether finite numbers became infinite ones."""
+    import torch
+
+    infinite = torch.frombuffer(made, dtype=torch.float16).isinf()
+    return bool(infinite.any()) and bool(torch.frombuffer(raw, dtype=torch_dtype(dtype))[infinite].isfinite().any())
+
+
+def cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
+    """Elements in another dtype, rounded to nearest even as torch does."""
+    if (dtype, wanted) == ("F32", "BF16"):
+        return _bfloat16(raw)
+    import torch
+
+    elements = torch.frombuffer(raw, dtype=torch_dtype(dtype))
+    made = elements.to(torch_dtype(wanted))
+    return memoryview(made.view(torch.uint8).numpy().data)
+
+
+def _bfloat16(raw: memoryview) -> memoryview:
+    """The upper half of each float32, rounded: importing torch for it takes as long as writing two gigabytes."""
+    import numpy as np
+
+    bits = np.frombuffer(raw, "<u4")
+    made = np.empty(bits.size, "<u2")
+    for start in range(0, bits.size, CACHED_ELEMENTS):
+        part = bits[start : start + CACHED_ELEMENTS]
+        upper = part >> 16
+        rounded = (upper & 1) + 0x7FFF
+        rounded += part
+        rounded >>= 16
+        not_numbers = (part & 0x7FFFFFFF) > INFINITY
+        if not_numbers.any():
+            rounded[not_numbers] = upper[not_numbers] | QUIET
+        made[start : start + CACHED_ELEMENTS] = rounded
+    return memoryview(made.view("u1").data)
+
+
+def _write_at(descriptor: int, content: memoryview, at: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], at + done)
+
+
+def _hash(content: memoryview) -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_128_digest(content)
+
+
+def _hashes(
+    placed: Sequence[Placed],
+    block: Callable[[Placed, int, int], bytes],
+    threads: int,
+    look: Callable[[], None] = lambda: None,
+) -> dict[str, str]:
+    """Runs `block` for all blocks of all tensors, and joins the hashes of each tensor's blocks."""
+    found: dict[str, dict[int, bytes]] = {one.output.name: {} for one in placed}
+    with ThreadPoolExecutor(threads, initializer=_stand_back) as pool:
+        running: dict[Future[bytes], tuple[str, int]] = {}
+        try:
+            for one, start, stop in _blocks(placed):
+                look()
+                if len(running) >= 2 * threads:
+                    _collect(running, found)
+                running[pool.submit(block, one, start, stop)] = (one.output.name, start)
+            while running:
+                _collect(running, found)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {name: _hash(memoryview(b"".join(parts[at] for at in sorted(parts)))).hex() for name, parts in found.items()}
+
+
+def _stand_back() -> None:
+    """Lets the process that asks transformers go first: what it says takes longest, and may end the export early."""
+    if sys.platform == "linux":  # where it is about this thread alone
+        os.nice(NICE)
+
+
+def _collect(running: dict[Future[bytes], tuple[str, int]], found: dict[str, dict[int, bytes]]) -> None:
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        name, start = running.pop(future)
+        found[name][start] = future.result()
+
+
+def _blocks(placed: Sequence[Placed]) -> Iterator[tuple[Placed, int, int]]:
+    for one in placed:
+        count = prod(one.output.source.shape)
+        for start in range(0, count, one.output.block):
+            yield one, start, min(start + one.output.block, count)
+
+
+@contextlib.contextmanager
+def _flushing(descriptors: list[int]) -> Iterator[None]:
+    """Flushes files in the background while the block runs, and all of it at its end."""
+    done = threading.Event()
+
+    def flush() -> None:
+        while not done.wait(SYNC_SECONDS):
+            for descriptor in descriptors:
+                os.fdatasync(descriptor)
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    for descriptor in descriptors:
+        os.fsync(descriptor)
+
+
+@dataclass(frozen=True)
+class Reread:
+    """What lies in files: the hash of each tensor, and how many numbers of which are NaN or infinite."""
+
+    hashes: dict[str, str]
+    non_finite: dict[str, int]
+
+
+def reread(placed: Sequence[Placed], threads: int, progress: Progress) -> Reread:
+    """Reads tensors as they lie in their files.
+
+    Raises:
+        UserError: a file is missing or cut short.
+    """
+    reader, buffers, odd, lock = Reader(), Buffers(), Counter[str](), threading.Lock()
+
+    def block(one: Placed, start: int, stop: int) -> bytes:
+        item = ITEM_BYTES[one.output.dtype]
+        content = buffers.take((stop - start) * item)
+        reader.read_bytes(one.path, one.start + start * item, content)
+        progress(len(content))
+        if found := finite.count(content, one.output.dtype):
+            with lock:
+                odd[one.output.name] += found
+        return _hash(content)
+
+    try:
+        return Reread(_hashes(placed, block, threads), dict(odd))
+    finally:
+        reader.close()

@@ -1,0 +1,313 @@
+"""What transformers knows about a model's files, asked in a process of its own while the weights are being written.
+
+Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
+"""
+
+import atexit
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import TORCH_NAMES, tensor_names
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter.safetensors_writer import torch_dtype
+from accel_fsdp.models import first_line, model_class, read_config, read_tokenizer, remote_code
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from torch import nn
+
+SHOWN = 3
+BEGINNINGS = frozenset(
+    {
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
+        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping"),
+        *("base_model_name_or_path", "revision"),
+    }
+)
+"""Settings of an adapter's first weights, and of where its code and its base lie."""
+PAPERS = ["*.json", "*.jinja", "*.model", "*.txt"]
+FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What must lie in the files of a model, by its config.
+
+    `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
+    the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
+    model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
+    another dtype than the one that it is asked for, such as float32 for the biases of routers. `filed_as`: the names in
+    files of those tensors of the model that files hold as they are. `turned`: weights, as the model's code names them,
+    that lie transposed (Conv1D).
+    """
+
+    memory: dict[str, tuple[int, ...]]
+    files: dict[str, tuple[int, ...]]
+    ties: tuple[tuple[str, ...], ...]
+    converts: bool = False
+    wider: Mapping[str, str] = field(default_factory=dict)
+    filed_as: Mapping[str, str] = field(default_factory=dict)
+    turned: frozenset[str] = frozenset()
+
+
+class Here(Executor):
+    """Runs what it is asked at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """The answer, or the error to be raised where the answer is taken."""
+        asked: Future[Any] = Future()
+        with warnings.catch_warnings(action="ignore"):  # as in the other process: what matters comes back as a value
+            try:
+                asked.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                asked.set_exception(error)
+        return asked
+
+
+@contextmanager
+def aside() -> Iterator[Executor]:
+    """A process for this module's functions; it ends with this one, however that ends.
+
+    One that has loaded transformers already, such as a notebook's, asks itself.
+    """
+    if "transformers" in sys.modules:
+        yield Here()
+        return
+    context = multiprocessing.get_context("spawn")
+    with _undisturbed():  # half of its semaphores would stay, and a warning about them would come
+        made = ProcessPoolExecutor(1, mp_context=context, initializer=_begin)
+    with made as pool:
+        try:
+            with _undisturbed():
+                pool.submit(os.getpid)
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # its answer would take seconds and is wanted no longer
+            raise
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """With Ctrl-C blocked, which a process that is started inherits: it is for this one to say that it was heard."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    atexit.register(os._exit, 0)  # taking torch apart would take a second
+    gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
+    silent = os.open(os.devnull, os.O_WRONLY)  # libraries talk while they load; what matters comes back as a value
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _creating(dtype: str | None) -> Iterator[None]:
+    """New tensors hold nothing, and are of this dtype where the model's code doesn't ask for another."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch_dtype(dtype) if dtype else before)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(folder: Path, dtype: str | None = None) -> "nn.Module":
+    """The model of a folder's config on the meta device, as the class that the config names.
+
+    Raises:
+        UserError: transformers has no such class, or can't build it.
+    """
+    try:
+        config = read_config(str(folder))
+        with _creating(dtype):
+            kind = model_class(config)
+            model = (
+                kind.from_config(config, trust_remote_code=False) if kind.__name__.startswith("Auto") else kind(config)
+            )
+    except remote_code.NeedsCode:
+        raise
+    except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
+        raise UserError(
+            f"transformers can't build the model of {folder / 'config.json'}: {first_line(error)}",
+            why="what the files must hold is unknown",
+            fix=FIX_CONFIG,
+        ) from error
+    return model  # type: ignore[no-any-return]
+
+
+def describe(folder: Path, dtype: str | None = None) -> Description:
+    """What an export with this folder's config must hold, where its weights are asked for in this dtype.
+
+    Raises:
+        UserError: the model can't be built.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    from accel_fsdp.exporter import exported_folder
+
+    model = build(folder, dtype)
+    ties = exported_folder.ties_of(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    held = {name: one for name, one in model.state_dict().items() if name not in ignored}
+    held = _as_loaded(model, exported_folder.without_tied_copies(held, ties), dtype)
+    filed = exported_folder.as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
+    memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
+    wide = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
+    dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in filed.items()}
+    wider = {name: wide[one] for name, one in dtypes.items() if one in wide}
+    converts = any(filed.get(name) is not one for name, one in held.items())
+    names = {id(one): name for name, one in filed.items()}
+    filed_as = {name: names[id(one)] for name, one in held.items() if id(one) in names}
+    turned = frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
+    return Description(memory, files, ties, converts, wider, filed_as, turned)
+
+
+def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":
+    """In the dtypes in which `from_pretrained` holds a model that it is asked for in `dtype`."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(torch_dtype(dtype)) if dtype else {}
+    if not plan:
+        return held
+    kept, by_group, _ = build_glob_alternation(list(plan))
+    return {
+        name: one.to(plan[by_group[str(match.lastgroup)]]) if (match := kept.search(name)) else one
+        for name, one in held.items()
+    }
+
+
+def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The tensors of an adapter with this folder's settings, on the model of `base`: what its file must hold, and what
+    PEFT saves beside it where embeddings were adapted or have grown.
+
+    Raises:
+        UserError: either can't be built.
+    """
+    import torch
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    try:
+        settings = peft_settings(untrusted_files.read_json(folder / "adapter_config.json") or {})
+        with torch.device("meta"):
+            whole = build(base)
+            tensor_names.check_patterns(vars(settings), [name for name, _ in whole.named_modules()])
+            model = get_peft_model(whole, settings)
+        needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
+        more = get_peft_model_state_dict(model, save_embedding_layers=True)
+        shapes = [{name: tuple(one.shape) for name, one in each.items()} for each in (needed, more)]
+        return shapes[0], shapes[1]
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"PEFT can't build the adapter of {folder}: {first_line(error)}",
+            why="what the file must hold is unknown",
+            fix="give the model that was trained: --model ID_OR_FOLDER",
+        ) from error
+
+
+def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
+    """PEFT's settings of an adapter that is trained: how it once began, from which files too, is of no interest.
+
+    Raises:
+        NeedsCode: they name a module of Python to import.
+    """
+    from peft import PeftConfig
+
+    if settings.get("megatron_config"):
+        raise remote_code.NeedsCode(
+            f"the settings of the adapter name a module of Python, megatron_core: {settings.get('megatron_core')}",
+            why="PEFT would import it, and no command runs code that comes with a model",
+            fix="export the adapter with the Megatron that trained it",
+        )
+    return PeftConfig.from_peft_type(**{key: one for key, one in settings.items() if key not in BEGINNINGS})
+
+
+def loads(folder: Path) -> None:
+    """Loads an export as users will, without its numbers: every name and shape has to fit.
+
+    Raises:
+        UserError: from_pretrained refuses it, or would leave a weight random.
+    """
+    try:
+        kind = model_class(read_config(str(folder)))
+        _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True, trust_remote_code=False)
+    except remote_code.NeedsCode:
+        raise
+    except Exception as error:  # as above
+        raise _refused(folder, first_line(error)) from error
+    wrong = {key: names for key, names in report.items() if names and key != "error_msgs"}
+    if wrong:
+        shown = "; ".join(
+            f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in wrong.items()
+        )
+        raise _refused(folder, shown)
+    if (folder / "tokenizer_config.json").is_file():
+        try:
+            read_tokenizer(str(folder))
+        except remote_code.NeedsCode:
+            raise
+        except (UserError, KeyError, ImportError) as error:
+            raise _refused(folder, f"tokenizer: {first_line(error)}") from error
+
+
+def _refused(folder: Path, what: str) -> UserError:
+    being_written = folder.name.startswith(".")
+    return UserError(
+        f"from_pretrained doesn't load {'what was written' if being_written else folder}: {what}",
+        why="whoever loads the export would get an error or random weights",
+        fix=FIX_CONFIG if being_written else "export it again: accel-fsdp export SRC OUT --force",
+    )
+
+
+def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
+    """The folder of a hub model in the cache: config and tokenizer, and the weights where they are needed.
+
+    `revision`: the branch, tag or commit that was trained on, None for the hub's own default.
+
+    Raises:
+        UserError: it isn't in the cache and can't be had.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = [*PAPERS, "*.safetensors"] if with_weights else PAPERS
+    try:
+        if ".." in (revision or ""):  # it becomes part of a path in the cache
+            raise ValueError("no branch, tag or commit has such a name")
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot get {model}{f' at revision {revision}' if revision else ''}: {first_line(error)}",
+            why="it is the model that --model names, else adapter_config.json or the run's run.json; "
+            + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
+            fix="say where it lies now: --model FOLDER",
+        ) from error

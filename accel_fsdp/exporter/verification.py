@@ -1,0 +1,409 @@
+"""The proof of an export: reopens its files and compares them with the report of what was written."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import __version__, untrusted_files
+from accel_fsdp.checkpoints import (
+    ITEM_BYTES,
+    REPORT,
+    Found,
+    Reader,
+    damaged,
+    discover,
+    open_checkpoint,
+    summary,
+    torch_zip,
+)
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import compare_logits, transformers_probe
+from accel_fsdp.exporter.companion_files import ADAPTER_CONFIG, CONFIG, Papers
+from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed, Progress, reread
+
+CARD = "README.md"
+READ_BYTES = 1 << 20
+CODE = frozenset({".py", ".pyc", ".so"})
+HASH = re.compile(r"[0-9a-f]{32}")
+WEIGHTS = (".safetensors", ".pth")
+UNCOMPARED = "config, tokenizer and other files were not compared: the report has no hashes of them"
+MERGED = 1e-4
+"""How far a merge in float32 may lie from PEFT's, of the largest logit."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of an export. `hash`: XXH3-128 over the XXH3-128 of its blocks of `block` elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    block: int
+    hash: str
+
+    @property
+    def size_bytes(self) -> int:
+        """In its file."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was exported and what was proven about it; `export.json` in the exported folder.
+
+    `papers`: the SHA-256 of each other file but the card, which people edit; empty until the report is saved.
+    `non_finite`: how many numbers are NaN or infinite, of tensors that hold such.
+    """
+
+    source: str
+    kind: str
+    tensors: dict[str, Written]
+    checks: tuple[str, ...]
+    seconds: float = 0.0
+    papers: dict[str, str] = field(default_factory=dict)
+    non_finite: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, source: str, kind: str, placed: Sequence[Placed], hashes: Mapping[str, str], checksums: int
+    ) -> "Report":
+        """Of what has just been written."""
+        tensors = {
+            one.output.name: Written(
+                one.output.dtype, one.output.source.shape, one.path.name, one.output.block, hashes[one.output.name]
+            )
+            for one in placed
+        }
+        checks = (f"{checksums} checksums of the checkpoint's files",) if checksums else ()
+        return cls(source, kind, tensors, checks)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(one.size_bytes for one in self.tensors.values())
+
+    def proven(self, what: str) -> "Report":
+        """With one check more."""
+        return replace(self, checks=(*self.checks, what))
+
+    def timed(self, seconds: float) -> "Report":
+        """With how long it took."""
+        return replace(self, seconds=round(seconds, 3))
+
+    def content(self) -> dict[str, Any]:
+        """As JSON."""
+        parameters = sum(prod(one.shape) for one in self.tensors.values())
+        totals = {"tensor_count": len(self.tensors), "parameters": parameters, "size_bytes": self.size_bytes}
+        return {"accel_fsdp": __version__, **asdict(self), **totals}
+
+    def save(self, folder: Path) -> None:
+        """Writes `export.json`, last of all files."""
+        content = replace(self, papers=_papers(folder)).content()
+        (folder / REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def lines(self) -> list[str]:
+        """For the screen."""
+        speed = f", {self.seconds:.1f} s" if self.seconds else ""
+        dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
+        first = f"{len(self.tensors)} tensors, {self.size_bytes / 1e9:.3f} GB, {dtypes}{speed}"
+        odd = [f"  not finite: {_odd(self)}"] if self.non_finite else []
+        return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
+
+
+def read_report(folder: Path) -> Report | None:
+    """The report in an exported folder; None where there is none.
+
+    Raises:
+        UserError: it is damaged, so that nothing can be compared with it.
+    """
+    content = untrusted_files.read_json(folder / REPORT)
+    if content is None:
+        return None
+    try:
+        tensors = {str(name): _written(one) for name, one in content["tensors"].items()}
+        papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}
+        if not papers and {"papers", "non_finite"} & content.keys():  # only the first reports had neither
+            raise ValueError("no hashes of config and tokenizer")
+        return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise untrusted_files.broken(folder / REPORT, "is damaged: no report of an export") from error
+
+
+def _written(one: Mapping[str, Any]) -> Written:
+    if not HASH.fullmatch(one["hash"]):
+        raise ValueError("no hash")
+    shape, block = tuple(map(int, one["shape"])), int(one["block"])
+    if min((block, *shape)) < 0:
+        raise ValueError("a size below 0")
+    return Written(one["dtype"], shape, one["file"], block, one["hash"])
+
+
+def _papers(folder: Path) -> dict[str, str]:
+    """The SHA-256 by name of all files that are no weights. Hidden ones are git's and the hub's."""
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        name.as_posix(): _sha(folder / name, folder)
+        for name in names
+        if str(name) not in (REPORT, CARD)
+        and not any(part.startswith(".") for part in name.parts)
+        and not (len(name.parts) == 1 and name.suffix in WEIGHTS)
+    }
+
+
+def _sha(path: Path, folder: Path) -> str:
+    digest = hashlib.sha256()
+    with untrusted_files.opened(path, within=folder) as file:
+        while content := file.read(READ_BYTES):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _check_links(folder: Path) -> None:
+    """Refuses what is no folder and leads to no file: nothing looks behind a linked folder, but who loads does."""
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
+            kind = "a link to a folder" if path.is_dir() else "no file that can be read"
+            raise untrusted_files.broken(path, f"is {kind}, which no export writes")
+
+
+def _check_code(folder: Path, report: Report | None) -> None:
+    """Refuses Python that the export didn't write: transformers runs it where a config names it and a user says yes."""
+    known = report.papers if report else {}
+    there = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
+    unknown = [name for name in there if name not in known]
+    if unknown:
+        raise UserError(
+            f"{folder} holds code that no export writes: {', '.join(unknown[: transformers_probe.SHOWN])}",
+            why="whoever loads the model with trust_remote_code runs it",
+            fix="read it, and remove it unless it is yours",
+        )
+
+
+def _same_papers(folder: Path, report: Report) -> Report:
+    there = _papers(folder)
+    missing, extra = report.papers.keys() - there.keys(), there.keys() - report.papers.keys()
+    changed = (name for name, sha in report.papers.items() if there.get(name, sha) != sha)
+    wrong = [
+        *(f"{name} is missing" for name in sorted(missing)),
+        *(f"{name} isn't what was written" for name in changed),
+        *(f"{name} was not exported" for name in sorted(extra)),
+    ]
+    if wrong:
+        raise UserError(
+            f"{folder} has changed since the export: {'; '.join(wrong[: transformers_probe.SHOWN])}",
+            why="users would load another model than the one that was verified, or run what lies beside it",
+            fix="put that right, or export it again: accel-fsdp export SRC OUT --force",
+        )
+    return report.proven(f"{len(there)} other files are what was written")
+
+
+@dataclass(frozen=True)
+class _There:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Report:
+    """Reopens all files: names, shapes, dtypes and hashes must be those of the report.
+
+    Raises:
+        UserError: they aren't.
+    """
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
+    found = {path.name: _tensors(path) for path in paths}
+    placed = []
+    for name, one in report.tensors.items():
+        there = found.get(one.file, {}).pop(name, None)
+        if there is None or (there.dtype, there.shape) != (one.dtype, one.shape):
+            raise damaged(folder / one.file, f"doesn't hold {name} as {one.dtype} {list(one.shape)}")
+        placed.append(Placed(Output(name, one.dtype, _Blocks(one)), folder / one.file, there.start))
+    extra = [name for tensors in found.values() for name in tensors]
+    if extra:
+        raise damaged(folder, f"holds {extra[0]}, which was not exported")
+    read = reread(placed, threads, progress)
+    for name, hashed in read.hashes.items():
+        if report.tensors[name].hash not in ("", hashed):
+            raise damaged(folder / report.tensors[name].file, f"is damaged: {name} isn't what was written")
+    hashed_too = any(one.hash for one in report.tensors.values())
+    report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
+    return report.proven(f"files reopened: names, shapes, dtypes{', and the hash of each tensor' * hashed_too}")
+
+
+def _check_listed(folder: Path, report: Report) -> None:
+    """Every file that from_pretrained may take for the weights, be it without a tensor, must be one of the export."""
+    known = {*report.papers, *(one.file for one in report.tensors.values())}
+    held = (path.name for path in sorted(folder.iterdir()) if path.suffix in summary.WEIGHTS)
+    extra = [name for name in held if name not in known]
+    if extra:
+        raise damaged(folder, f"holds {', '.join(extra[: transformers_probe.SHOWN])}, which was not exported")
+
+
+def check_finite(report: Report) -> Report:
+    """The report, with the proof that every number is one.
+
+    Raises:
+        UserError: some are NaN or infinite.
+    """
+    if report.non_finite:
+        first = ", ".join(list(report.non_finite)[: transformers_probe.SHOWN])
+        raise UserError(
+            f"{_odd(report)}: {first}",
+            why="training has diverged, or the checkpoint is damaged; a model of such numbers answers nothing",
+            fix="take an older checkpoint; if they belong there: --allow-non-finite",
+        )
+    return report.proven("no number is NaN or infinite")
+
+
+def _odd(report: Report) -> str:
+    numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
+    return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {len(report.tensors)} tensors"
+
+
+def _tensors(path: Path) -> dict[str, _There]:
+    if path.suffix == ".safetensors":
+        found = summary.tensors_of(path)
+        if found is None:
+            raise damaged(path, "is damaged or cut short")
+        return {name: _There(one.dtype, one.shape, one.start) for name, one in found.items()}
+    reader = Reader()
+    try:
+        content = torch_zip.load(reader, path)
+    finally:
+        reader.close()
+    pieces = {name: view.piece((0,) * len(view.shape)) for name, view in content.items()}
+    return {
+        name: _There(view.dtype, view.shape, pieces[name].record.start + pieces[name].skip)
+        for name, view in content.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Stands for the source of a tensor that is only read again."""
+
+    written: Written
+
+    @property
+    def dtype(self) -> str:
+        return self.written.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.written.shape
+
+    @property
+    def unit(self) -> int:
+        return max(1, self.written.block)
+
+    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+        raise NotImplementedError
+
+
+def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
+    """Starts to load an export as its users will, on the meta device: headers and papers must be there.
+
+    With `base`, it is an adapter on that model.
+    """
+    return (
+        pool.submit(transformers_probe.describe_adapter, folder, base)
+        if base
+        else pool.submit(transformers_probe.loads, folder)
+    )
+
+
+def loaded(report: Report, loading: "Future[Any]") -> Report:
+    """Waits for what `ask` has started.
+
+    Raises:
+        UserError: it doesn't load, or a weight would stay random.
+    """
+    expected = loading.result()
+    if expected is None:
+        return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
+    needed, more = expected
+    found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith("adapter_model")}
+    wrong = (needed.items() - found.items()) | {(name, one) for name, one in found.items() if more.get(name) != one}
+    if wrong:
+        name = min(name for name, _ in wrong)
+        raise UserError(
+            f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
+            why="PEFT would leave it random or refuse it",
+            fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
+        )
+    return report.proven("names and shapes are those that PEFT expects")
+
+
+def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> Report:
+    """Verifies an exported folder: against its report where it has one, and by loading it.
+
+    Raises:
+        UserError: something is wrong with it, or it is no export.
+    """
+    report = read_report(folder)
+    _check_links(folder)
+    _check_code(folder, report)
+    if report is not None:
+        report = _same_papers(folder, report) if report.papers else report.proven(UNCOMPARED)
+        _check_listed(folder, report)
+    report = verify(folder, report or _found(folder), THREADS, lambda _: None)
+    report = report if allow_non_finite else check_finite(report)
+    if not (folder / CONFIG).is_file() and not any(
+        one.file.startswith("adapter_model") for one in report.tensors.values()
+    ):
+        raise UserError(
+            f"{folder} holds no {CONFIG}", why="from_pretrained needs it", fix="put it back, or export the model again"
+        )
+    if pool is not None and (folder / CONFIG).is_file() and not any(folder.glob("*.pth")):
+        pool.submit(transformers_probe.loads, folder).result()
+        report = report.proven("from_pretrained loads all of it")
+    return report
+
+
+def _found(folder: Path) -> Report:
+    """What an export without report holds, by its headers."""
+    seen = discover.look(folder) if folder.is_dir() else None
+    if seen is None or seen.kind not in ("safetensors", "adapter") or seen.missing:
+        lacks = f": it lacks {', '.join(seen.missing)}" if seen and seen.missing else ""
+        raise UserError(
+            f"{folder} is no complete export{lacks}",
+            why="there is nothing to verify",
+            fix="export it (again): accel-fsdp export SRC OUT",
+        )
+    reader = Reader()
+    try:
+        opened = open_checkpoint.read(seen, reader)
+    finally:
+        reader.close()
+    held = {**opened.tensors, **opened.adapter}
+    tensors = {name: Written(one.dtype, one.shape, one.pieces[0].record.path.name, 0, "") for name, one in held.items()}
+    return Report(
+        folder.name,
+        seen.kind,
+        tensors,
+        ("all files there and whole; no report to compare hashes with",),
+    )
+
+
+def same_logits(folder: Path, report: Report, pool: Executor, found: Found, papers: Papers) -> Report:
+    """Compares the export's logits with those of the checkpoint as torch, PEFT or DeepSpeed load it, whole, in memory.
+
+    Raises:
+        UserError: they differ.
+    """
+    difference, largest = pool.submit(compare_logits.difference, folder, found, papers).result()
+    exact = papers.adapter is None
+    if difference > (0 if exact else MERGED * largest):
+        raise UserError(
+            f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
+            why="it isn't the model that was trained",
+            fix="please report this with the checkpoint's .metadata",
+        )
+    return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")

@@ -1,0 +1,9 @@
+from . import gpus as gpus
+from . import host as host
+from . import machines as machines
+from .gpus import GPUS as GPUS
+from .gpus import Gpu as Gpu
+from .gpus import find as find
+from .host import HereFacts as HereFacts
+from .host import read_here as read_here
+from .machines import MachineFacts as MachineFacts

@@ -1,0 +1,221 @@
+"""GPUs by name: what they compute, how fast their memory and links are, and how much of that training reaches. Pure.
+
+All rates are per GPU as torch counts devices; FLOP/s are dense (without structured sparsity), links in one direction.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.hardware.machines import MachineFacts, has_bf16
+
+ASSUMED_EFFICIENCY = 0.5
+"""Share of the peak that matrix products reach where no public run tells: the lowest measured one, H100's, rounded."""
+
+INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
+"""Data-centre cards with GDDR memory, sold with error correction on, which takes a sixteenth of it."""
+
+REPORTED_SHARE = 0.985
+"""Share of the memory sold (less error correction) that CUDA reports as a card's total, where `REPORTED_GIB` has none:
+the reports below are 0.98 to 0.992 of it."""
+REPORTED_GIB: dict[tuple[str, float], float] = {
+    ("H100", 80): 79.1,
+    ("H100 PCIe", 80): 79.1,
+    ("A100", 80): 79.25,
+    ("A100 PCIe", 80): 79.25,
+    ("A100", 40): 39.39,
+    ("A100 PCIe", 40): 39.39,
+    ("H200", 141): 139.8,
+    ("B200", 180): 178.3,
+    ("T4", 16): 14.75,
+    ("L4", 24): 22.03,
+    ("A10", 24): 22.02,
+    ("A10G", 24): 21.99,
+    ("L40", 48): 44.40,
+    ("L40S", 48): 44.40,
+    ("A40", 48): 44.34,
+    ("A30", 24): 23.5,
+    ("RTX 3090", 24): 23.68,
+    ("RTX 4090", 24): 23.64,
+    ("RTX 5090", 32): 31.36,
+    ("A6000", 48): 47.5,
+    ("RTX 6000 Ada", 48): 47.4,
+    ("V100", 16): 15.77,
+    ("V100", 32): 31.73,
+}
+"""Total memory in GiB as CUDA reports it (`torch.cuda.mem_get_info`, "GPU 0 has a total capacity of ..." of an
+out-of-memory error). Looked up in GitHub issues: Open-Sora 697 (T4), DenseCLIP 52 (A100-40: 39.59), OOTDiffusion 235
+(A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards), NVlabs/Eagle 68 (L40),
+Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
+0.1 to 0.2 GiB: the lower number stands."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `memory_gib` is what the vendor sells, or the caller told `find`; `usable_gib` what CUDA reports of it.
+
+    `half_flops` are bf16 or fp16 with float32 sums, `fp32_flops` plain float32: torch leaves TF32 off by default.
+    `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads
+    to the host. `network_bytes_per_s` is one GPU's share of a usual cluster's network: an assumption, never measured
+    here. `efficiency` is the share of the peak that matrix products reach in training, `calibrated` says that public
+    runs gave it. `source` names the vendor's document.
+    """
+
+    name: str
+    memory_gib: float
+    half_flops: float
+    fp32_flops: float
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float
+    pcie_bytes_per_s: float
+    network_bytes_per_s: float
+    efficiency: float
+    calibrated: bool
+    source: str
+    usable_gib: float
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes in bf16 at `half_flops`; the older ones know fp16 only."""
+        return has_bf16(MachineFacts(self.name, 1))
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether flash_attention_2 runs on it: from Ampere on, as bf16 (compute capability 8.0)."""
+        return self.has_bf16
+
+
+def _gpu(
+    name: str,
+    memory: float,
+    half: float,
+    fp32: float,
+    hbm: float,
+    link: float,
+    pcie: float,
+    network: float,
+    efficiency: float | None,
+    calibrated: bool,
+    source: str,
+) -> Gpu:
+    rates = (half * 1e12, fp32 * 1e12, hbm * 1e9, link * 1e9, pcie * 1e9, network * 1e9)
+    return Gpu(
+        name, memory, *rates, efficiency or ASSUMED_EFFICIENCY, calibrated, source, usable_gib=_usable(name, memory)
+    )
+
+
+def _usable(name: str, memory_gib: float) -> float:
+    """What CUDA reports of a card sold with so much memory."""
+    after_ecc = memory_gib * (15 / 16 if name in INLINE_ECC else 1)
+    return REPORTED_GIB.get((name, memory_gib), after_ecc * REPORTED_SHARE)
+
+
+# In the units of datasheets: GiB, TFLOP/s in half and float32, GB/s of memory, of the link to its neighbours, of PCIe
+# (16 lanes of generation 3, 4 and 5 are 16, 32 and 64 one way) and of the network: 50 is 400 Gb/s InfiniBand per GPU
+# (DGX H100), 25 is 200 Gb/s (DGX A100), 12.5 is 100 Gb/s. Those are assumptions, as clusters differ.
+# The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from 69 rows of
+# llm-foundry's table, H100 from 35 of it and NeMo AutoModel's LoRA row, RTX 3090 and 4090 from Answer.AI's fsdp_qlora,
+# of the 3090 from its rows without sharding, which that machine's slow links don't touch. Where the column after says
+# False and the one before isn't None, the chip is one of these in another form. benchmarks/throughput_accuracy.py
+# prints how far off they are.
+# fmt: off
+GPUS: tuple[Gpu, ...] = (
+    _gpu("V100",          16,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
+    _gpu("V100",          32,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
+    _gpu("T4",            16,     65,   8.1,  320,  16,  16, 12.5, None, False, "T4 datasheet"),
+    _gpu("A10",           24,    125,  31.2,  600,  32,  32, 12.5, None, False, "A10 datasheet"),
+    _gpu("A10G",          24,     70,    35,  600,  32,  32, 12.5, None, False, "A10G datasheet (AWS G5)"),
+    _gpu("A30",           24,    165,  10.3,  933,  32,  32, 12.5, None, False, "A30 datasheet"),
+    _gpu("A40",           48,  149.7,  37.4,  696,  32,  32, 12.5, None, False, "A40 datasheet"),
+    _gpu("A100",          80,    312,  19.5, 2039, 300,  32,   25, 0.72, True,  "A100 datasheet (80GB SXM)"),
+    _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.72, True,  "A100 datasheet (40GB SXM)"),
+    _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.72, False, "A100 datasheet (80GB PCIe)"),
+    _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.72, False, "A100 datasheet (40GB PCIe)"),
+    _gpu("A6000",         48,  154.8,  38.7,  768,  32,  32, 12.5, None, False, "RTX A6000 datasheet"),
+    _gpu("L4",            24,    121,  30.3,  300,  32,  32, 12.5, None, False, "L4 datasheet"),
+    _gpu("L40",           48,    181,  90.5,  864,  32,  32, 12.5, None, False, "L40 datasheet"),
+    _gpu("L40S",          48,    362,  91.6,  864,  32,  32, 12.5, None, False, "L40S datasheet"),
+    # GeForce cards can't reach each other's memory: what they send crosses PCIe twice, through the host.
+    _gpu("RTX 3090",      24,     71,  35.6,  936,  16,  32, 12.5, 0.80, True,  "GA102 whitepaper"),
+    _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  16,  32, 12.5, 0.72, True,  "Ada Lovelace whitepaper"),
+    _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  32,  64, 12.5, None, False, "RTX Blackwell whitepaper"),
+    _gpu("RTX 6000 Ada",  48,  364.2,  91.1,  960,  32,  32, 12.5, None, False, "RTX 6000 Ada datasheet"),
+    _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.52, True,  "H100 datasheet (SXM)"),
+    _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.52, False, "H100 datasheet (PCIe)"),
+    _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.52, False, "H100 NVL datasheet"),
+    _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.52, False, "H200 datasheet (SXM)"),
+    # NVLink-C2C joins it to its host.
+    _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.52, False, "GH200 datasheet (96GB)"),
+    _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.52, False, "GH200 datasheet (144GB)"),
+    _gpu("B200",         180,   2250,    75, 7700, 900,  64,   50, None, False, "HGX B200 datasheet"),
+    _gpu("GB200",        186,   2500,    80, 8000, 900, 450,   50, None, False, "GB200 NVL72 datasheet"),
+    # torch sees each of the two dies of a card as a device: its row is half a card.
+    _gpu("MI250X",        64,  191.5, 23.95, 1638, 100,  32,   25, None, False, "MI250X datasheet, halved"),
+    _gpu("MI300X",       192, 1307.4, 163.4, 5300, 448,  64,   50, None, False, "MI300X datasheet"),
+)
+# fmt: on
+
+_NOISE = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|GENERATION|SXM\d?|HBM\w*|\d+GI?B", re.I)
+
+
+def find(name: str, memory_gib: float | None = None) -> Gpu:
+    """The GPU of a name as people or drivers write it: `H100`, `h100-80gb`, `NVIDIA H100 80GB HBM3`.
+
+    Of two sizes the nearest to `memory_gib`, or to the size in the name, is taken, else the first of the table.
+
+    Raises:
+        UsageError: no GPU of that name is in the table.
+    """
+    asked = _plain(name)
+    rows = [gpu for gpu in GPUS if _plain(gpu.name) == asked]
+    if not rows:
+        known = {_plain(gpu.name): gpu.name for gpu in GPUS}
+        raise UsageError(
+            f"{name} is no GPU that this tool knows.{_suggestion(name, known.values())}",
+            why="step time follows from its peak, memory and links",
+            fix=f"one of {', '.join(dict.fromkeys(known.values()))}",
+        )
+    in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
+    told = memory_gib or next(in_name, rows[0].memory_gib)
+    nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - told))
+    if memory_gib is None or memory_gib == nearest.memory_gib:
+        return nearest
+    reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # a driver said it, no vendor
+    usable = memory_gib if reported else _usable(nearest.name, memory_gib)
+    return dataclasses.replace(nearest, memory_gib=memory_gib, usable_gib=usable)
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    """The question for what was probably meant."""
+    sized = with_size(name)
+    return f" Did you mean {sized}?" if sized else did_you_mean(name, known)
+
+
+def with_size(name: str) -> str:
+    """`H100-80` and `H100-80GB1` are `H100-80GB`; empty where no known GPU has a size behind it."""
+    found = re.fullmatch(r"(.+)[ -](\d+)(GI?B?\d*)?", name, re.I)
+    return f"{found[1]}-{found[2]}GB" if found and is_known(found[1]) else ""
+
+
+def sold_gib(name: str, reported_gib: float) -> float:
+    """What a card is sold with that reports so much: the table's size where it is near, else the report rounded."""
+    sizes = [
+        gpu.memory_gib
+        for gpu in GPUS
+        if _plain(gpu.name) == _plain(name) and abs(gpu.usable_gib / reported_gib - 1) < 0.1
+    ]
+    return min(sizes, key=lambda size: abs(size - reported_gib), default=float(round(reported_gib)))
+
+
+def is_known(name: str) -> bool:
+    """Whether `find` knows a GPU of that name."""
+    return _plain(name) in {_plain(gpu.name) for gpu in GPUS}
+
+
+def _plain(name: str) -> str:
+    """`NVIDIA GeForce RTX 4090` and `rtx4090` are `4090`, `NVIDIA H100 80GB HBM3` is `h100`."""
+    words = [word for word in re.split(r"[\s_-]+", name) if word and not _NOISE.fullmatch(word)]
+    plain = "".join(words).lower()
+    return re.sub(r"^rtx(?=a?\d{4}(?!ada))", "", plain)

@@ -1,0 +1,169 @@
+"""What `check --here` sees of this machine, without importing torch."""
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_fsdp import atomic_files
+
+NVIDIA_SMI_SECONDS = 20
+OTHER_ACCELERATORS = ("kfd", "accel*", "davinci*", "hl*", "neuron*")
+"""Device files of AMD, TPU, Ascend, Habana, Neuron: beside one, no NVIDIA GPU doesn't mean no accelerator."""
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class HereFacts:
+    """What `check --here` sees of this machine without importing torch; bytes are bytes.
+
+    `gpus` counts NVIDIA GPUs, None where another kind of accelerator makes the count say nothing. `visible` is
+    CUDA_VISIBLE_DEVICES, None if it isn't set. `memory` is the host's or the container's limit, `free_disk` and
+    `filesystem` are the output folder's, None and empty without one. `default_config` is the path of Accelerate's own
+    config file where there is one. `port_in_use` is about the file's port. `others_may_read` is the umask's opinion.
+    """
+
+    gpus: int | None = None
+    visible: str | None = None
+    memory: int | None = None
+    free_disk: int | None = None
+    filesystem: str = ""
+    torch_xla: bool = False
+    default_config: str = ""
+    port_in_use: bool = False
+    others_may_read: bool = True
+
+    @property
+    def usable_gpus(self) -> int | None:
+        """The GPUs that a process started here would see."""
+        if self.gpus is None or self.visible is None:
+            return self.gpus
+        count, numbers = 0, [word.strip() for word in self.visible.split(",")]
+        if len(set(numbers)) < len(numbers):
+            return 0  # CUDA offers none where one is named twice
+        for entry in numbers:
+            if not entry or (entry.lstrip("-").isdecimal() and not 0 <= int(entry) < self.gpus):
+                break  # CUDA drops the first bad entry and all after it
+            count += 1
+        return count
+
+
+def read_here(port: int, output: str | None) -> HereFacts:
+    """Looks at GPUs, memory, disk, port and environment. `output` is the folder that the run will write to."""
+    folder = None if output is None else atomic_files.existing_part(Path(output))
+    return HereFacts(
+        gpus=count_gpus(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        memory=memory_limit(),
+        free_disk=None if folder is None else shutil.disk_usage(folder).free,
+        filesystem="" if folder is None else filesystem(folder),
+        torch_xla=_torch_xla(),
+        default_config=_default_config(),
+        port_in_use=port > 0 and port_in_use(port),
+        others_may_read=bool(atomic_files.file_mode() & 0o044),
+    )
+
+
+def count_gpus() -> int | None:
+    """The machine's NVIDIA GPUs; None where there are none but another accelerator's device file is."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    except (OSError, subprocess.TimeoutExpired):
+        proc = Path("/proc/driver/nvidia/gpus")
+        count = len(list(proc.iterdir())) if proc.is_dir() else 0
+    others = any(any(Path("/dev").glob(pattern)) for pattern in OTHER_ACCELERATORS)
+    return None if count == 0 and others else count
+
+
+def memory_limit() -> int | None:
+    """The host's memory in bytes, or the control group's limit if that is lower; None off Linux."""
+    total = _field(Path("/proc/meminfo"), "MemTotal:")
+    if total is None:
+        return None
+    limits = (_number(path) for path in _limit_files())
+    return min([total * 1024, *(limit for limit in limits if limit is not None)])
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that are free: the machine's, or its control group's if those are less; None off Linux.
+
+    What a control group reads from files counts as free, because the kernel gives it up first.
+    """
+    available = _field(Path("/proc/meminfo"), "MemAvailable:")
+    if available is None:
+        return None
+    left = [available * 1024]
+    for path in _limit_files():
+        limit, used = _number(path), _number(path.with_name("memory.current"))
+        if limit is not None and used is not None:
+            left.append(max(limit - used + (_field(path.with_name("memory.stat"), "inactive_file") or 0), 0))
+    return min(left)
+
+
+def peak_memory() -> int:
+    """The most bytes of host memory that this process had at any time so far, files that it mapped included."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after a word in one of the kernel's tables."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+
+
+def _limit_files() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    inside = next((line.removeprefix("0::/") for line in own if line.startswith("0::/")), "")
+    groups = [root / inside, *(root / inside).parents]
+    unified = [group / "memory.max" for group in groups if group.is_relative_to(root)]
+    return [*unified, root / "memory" / "memory.limit_in_bytes"]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
+
+
+def filesystem(folder: Path) -> str:
+    """The type of the file system that a folder is on, such as ext4 or nfs4; empty off Linux."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    around = [(mount[1], mount[2]) for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    return max(around, key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
+def port_in_use(port: int) -> bool:
+    """Whether something on this machine listens on `port`: the launcher's own test."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def _torch_xla() -> bool:
+    wanted = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
+    return wanted and importlib.util.find_spec("torch_xla") is not None
+
+
+def _default_config() -> str:
+    """The file that `accelerate launch` reads without `--config_file`, where there is one."""
+    found = (atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json"))
+    return next((str(path) for path in found if path.is_file()), "")

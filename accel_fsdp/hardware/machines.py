@@ -1,0 +1,102 @@
+"""Machines in words: `8xH100-80GB`, `2x8xA100-40GB`, `cpu`. Pure."""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from accel_fsdp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """One machine that will train, found here or described; `accelerator` is None for a machine without any.
+
+    `memory_gib` is the memory of one accelerator, None where it is not known.
+    """
+
+    accelerator: str | None
+    count: int
+    memory_gib: float | None = None
+
+
+CPU = MachineFacts(accelerator=None, count=0)
+WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX", "QUADRO", "RTX 20", "RTX20")
+"""GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
+
+LONGEST = 80
+"""Letters of a description."""
+LONGEST_NAME = 253
+"""Letters of a host name (RFC 1035)."""
+
+_MEMORY = r"(?:[ -](?P<memory>\d+)Gi?B)?"
+_SHAPE = re.compile(
+    rf"(?:(?P<machines>\d+)\s*x\s*)?(?P<count>\d+)\s*x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I
+)
+_ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})(?:[ -][A-Za-z]+)?){_MEMORY}", re.I)
+"""One GPU by its name alone, which has a number in it: `h100`, `RTX 4090`."""
+
+
+def parse(text: str) -> tuple[MachineFacts, int]:
+    """Returns one machine and how many of them: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
+
+    A name alone, such as `h100`, is one GPU.
+
+    Raises:
+        UsageError: the text has another shape.
+    """
+    if text.strip().lower() == "cpu":
+        return CPU, 1
+    found = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip()) if len(text) < LONGEST else None
+    parts = found.groupdict() if found else {}
+    count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
+    if not parts or min(count, machines, memory) < 1:
+        raise UsageError(
+            f"--gpus {text[:LONGEST]} can't be read",
+            why="it has to say how many GPUs of which kind train",
+            fix="--gpus 8xH100-80GB, or --gpus 2x8xA100-40GB for two machines",
+        )
+    return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
+
+
+def describe(machine: MachineFacts) -> str:
+    """The text that `parse` reads back."""
+    if machine.accelerator is None:
+        return "cpu"
+    memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
+    return f"{machine.count}x{_plain_name(machine.accelerator)}{memory}"
+
+
+def _plain_name(name: str) -> str:
+    """`NVIDIA H100 80GB HBM3` is `H100`: what people call it, without maker and memory; PCIe cards are others."""
+    words = [
+        word
+        for word in re.split(r"[\s-]+", name)
+        if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w*|SXM\d*", word, re.I)
+    ]
+    name = re.sub(r"[^\w. ]", "", " ".join(words)) or "GPU"
+    return re.sub(r" (PCIe)\b", r"-\1", name, flags=re.I)
+
+
+def address_problem(text: str) -> str:
+    """Why machines can't meet at this address; empty where they can, as far as its form tells."""
+    if "://" in text:
+        return "it is a URL, and the launcher takes a host name or an IP address alone"
+    inside = text.strip(":")  # ::1
+    if not re.fullmatch(r"[^\W_]|[^\W_][\w.:-]*[^\W_]", inside, re.ASCII) or len(text) > LONGEST_NAME:
+        return "a host name or an IP address has letters, digits, dots and dashes alone"
+    if text.count(":") == 1:
+        return "the port has a question and a key of its own, main_process_port"
+    if ":" in text or not re.search(r"[A-Za-z]", text):
+        try:
+            ipaddress.ip_address(text)
+        except ValueError:
+            return "it is no IP address"
+    if text.lower() in ("localhost", "::1", "::", "0.0.0.0") or text.startswith("127."):
+        return "every machine calls itself by that, so the others would not find it"
+    return ""
+
+
+def has_bf16(machine: MachineFacts) -> bool:
+    """Whether the accelerator computes in bf16 at full speed; a CPU does compute in it."""
+    name = (machine.accelerator or "").upper()
+    return not any(re.search(rf"\b{re.escape(old)}", name) for old in WITHOUT_BF16)

@@ -1,0 +1,78 @@
+"""The command `accel-fsdp init`: the training script, a YAML and a short README in a project of the user's own."""
+
+from pathlib import Path
+
+from accel_fsdp import atomic_files, console
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+
+PACKAGE = Path(__file__).parent
+SHIPPED = PACKAGE / "project"
+"""Where the wheel has `train/` and `accelerate_configs/`; in a clone they are beside the package."""
+CONFIG = "fsdp2"
+SCRIPT, NATIVE, README = "train/sft.py", "train/native.py", "train/README.md"
+
+
+def configs() -> dict[str, Path]:
+    """The ready-made YAMLs by name."""
+    return {path.stem: path for path in sorted((_source() / "accelerate_configs").glob("*.yaml"))}
+
+
+def _source() -> Path:
+    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+
+
+def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
+    """Copies the files to `target` and says what to type next; returns 0. All of them are new, or none is written.
+
+    Raises:
+        UsageError: there is no such YAML.
+        UserError: a file is there already, or can't be written.
+    """
+    contents = _contents(config, native)
+    there = [str(target / name) for name in contents if (target / name).exists()]
+    if there:
+        raise UserError(
+            f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'}",
+            why="nothing was written, since your own changes may be in there",
+            fix="move them away, or choose another folder",
+        )
+    for name, text in contents.items():
+        atomic_files.write_text(target / name, text)
+        console.say(f"written: {target / name}")
+    console.put(f"cd {target} && accelerate launch --config_file {_yaml(config)} {SCRIPT} --help")
+    return 0
+
+
+def _yaml(config: str) -> str:
+    return f"accelerate_configs/{config}.yaml"
+
+
+def _contents(config: str, native: bool) -> dict[str, str]:
+    known = configs()
+    if config not in known:
+        raise UsageError(
+            f"--config {config} is none of the ready-made YAMLs.{did_you_mean(config, known)}",
+            why="there is nothing to copy",
+            fix=f"one of {', '.join(known)}; or make your own: accel-fsdp config -o FILE.yaml",
+        )
+    scripts = [SCRIPT, *([NATIVE] if native else [])]
+    found = {name: (_source() / name).read_text(encoding="utf-8") for name in scripts}
+    found[_yaml(config)] = known[config].read_text(encoding="utf-8")
+    return {**found, README: _readme(config, native)}
+
+
+def _readme(config: str, native: bool) -> str:
+    also = f"\n`{NATIVE}` is the same job in plain PyTorch, without Accelerate and Trainer.\n" if native else ""
+    return f"""# Fine-tuning with FSDP
+
+`{SCRIPT}` is yours to change; what it is made of comes with `pip install accel-fsdp`.
+
+```bash
+accel-fsdp config -o fsdp.yaml          # a YAML for your model and machine, or edit {_yaml(config)}
+accel-fsdp check fsdp.yaml              # what Accelerate would drop or misread
+accelerate launch --config_file fsdp.yaml {SCRIPT} \\
+    --model_name_or_path MODEL --dataset_name DATA --output_dir runs/first
+```
+
+`runs/first/final` then holds the model, verified; `runs/first/run.json` and `loss.svg` say how the run went.
+{also}"""

@@ -1,0 +1,217 @@
+"""Starts a job through Accelerate's own launcher, with the failures that a user can read."""
+
+import ast
+import copy
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import cpu
+from accel_fsdp.config import yaml_file
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.models import first_line
+
+REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
+"""How the launcher stops at what it can't use."""
+
+TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
+"""What torchrun has told the ranks itself."""
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
+
+
+def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
+    """Accelerate's own parsed launch arguments for this YAML and script.
+
+    Raises:
+        UserError: the YAML can't be read, or Accelerate's parser refuses it; or there is no such script.
+    """
+    yaml_file.load(config_file)
+    if not script.is_file():
+        raise UserError(
+            f"script {script} does not exist",
+            why="there is nothing to launch",
+            fix="give the path of a training script",
+        )
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    words = ["--config_file", str(config_file), str(script), *script_args]
+    try:
+        args, defaults, named = _validate_launch_command(launch_command_parser().parse_args(words))
+    except REFUSALS as error:
+        raise _refused(config_file, error) from error
+    if args.main_process_port is None and args.num_machines == 1:
+        args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
+    fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if named else [])]
+    args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
+    args.launcher_words = words
+    return args
+
+
+def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) -> None:
+    """Sets which machine this is: as the flag says, else as the YAML does.
+
+    Raises:
+        UsageError: there are several machines and neither says so, they contradict each other, or there is no such one.
+    """
+    named, machines = values.get("machine_rank"), int(args.num_machines)
+    if rank is None and (machines == 1 or named is not None):
+        return
+    fix = f"accel-fsdp launch --machine_rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
+    if rank is None:
+        raise UsageError(
+            f"{args.config_file} is for {machines} machines, and nothing says which of them this is",
+            why="each would start as the first one, and wait for the others until a timeout",
+            fix=fix,
+        )
+    if not 0 <= rank < machines:
+        raise UsageError(
+            f"--machine_rank {rank} of {machines} machine{'s' * (machines > 1)}",
+            why="the machines are numbered from 0",
+            fix=fix if machines > 1 else "leave out --machine_rank; num_machines in the YAML says how many there are",
+        )
+    if named and named != rank:  # a 0 is what `accelerate config` writes into files that all machines share
+        raise UsageError(
+            f"--machine_rank {rank} on the command line, machine_rank: {named} in {args.config_file}",
+            why="one of them is another machine's",
+            fix="remove machine_rank from the YAML, which all machines can then share",
+        )
+    args.machine_rank = rank
+    args.launcher_words[:0] = ["--machine_rank", str(rank)]
+
+
+def _refused(config_file: Path, error: Exception) -> UserError:
+    return UserError(
+        f"Accelerate refuses {config_file}: {first_line(error)}",
+        why="no process was started",
+        fix="correct the file, or make a new one: accel-fsdp config",
+    )
+
+
+def environment(args: Any) -> dict[str, str]:
+    """The variables that Accelerate's launcher would set for the ranks, without those that are set already.
+
+    Raises:
+        UserError: the launcher stops at a value.
+    """
+    from accelerate.utils import (
+        check_cuda_p2p_ib_support,
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_tpu,
+    )
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    try:
+        if args.use_deepspeed:  # in the order of launch_command
+            prepared = prepare_deepspeed_cmd_env(args)[1]
+        elif args.use_fsdp or args.use_megatron_lm or args.multi_gpu:
+            prepared = prepare_multi_gpu_env(args)
+        elif args.tpu:
+            prepared = prepare_tpu(args, dict(os.environ))[1]
+        else:
+            prepared = prepare_simple_launcher_cmd_env(args)[1]
+    except REFUSALS as error:
+        raise _refused(args.config_file, error) from error
+    if distributed(args) and not check_cuda_p2p_ib_support():
+        prepared = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", **prepared}
+    return {name: value for name, value in prepared.items() if os.environ.get(name) != value}
+
+
+def distributed(args: Any) -> bool:
+    """Whether the launcher starts several ranks, which share the training."""
+    return bool(args.use_fsdp or args.use_deepspeed or args.use_megatron_lm or args.multi_gpu)
+
+
+def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
+    """The variables for a rank that torchrun started: how many processes and machines there are is torchrun's to say.
+
+    Raises:
+        UserError: the YAML can't be read, or Accelerate refuses it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = launcher_args(config_file, script, ())
+        args.num_machines, args.main_process_port = 1, 0  # else it would look for the port, which torchrun may hold
+        return {name: value for name, value in environment(args).items() if name not in TORCHRUNS}
+
+
+def _refuse_unsharded(args: Any) -> None:
+    """Stops where every rank would train the whole model alone: Accelerate has no FSDP, or DDP, without accelerator.
+
+    Raises:
+        UserError: there is no accelerator, and the script doesn't ask for `cpu.enable`.
+    """
+    script = Path(args.training_script)
+    if not cpu.is_needed() or _runs_on_cpu(script):
+        return
+    if not (args.use_fsdp or args.use_deepspeed) and (cpu.is_on("ACCELERATE_USE_CPU") or _asks_for_cpu(args)):
+        return
+    raise UserError(
+        f"{script} would train unsharded: this machine has no accelerator, and Accelerate shards on nothing else",
+        why=f"each of {args.num_processes} processes would train the whole model by itself, into the same folder",
+        fix="start it where there are GPUs; or, to try it here, let the script begin with: "
+        "from accel_fsdp import cpu; cpu.enable() - and end with cpu.finish(0)",
+    )
+
+
+def _runs_on_cpu(script: Path) -> bool:
+    """Whether a script imports what makes gloo on CPU an FSDP device: `accel_fsdp.cpu`, or what train/sft.py uses."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return False
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return bool(names & {"accel_fsdp.cpu", "accel_fsdp.training"})
+
+
+def _asks_for_cpu(args: Any) -> bool:
+    """Whether a script, or its arguments, ask Accelerate or Trainer for the CPU, on which plain DDP works."""
+    text = Path(args.training_script).read_text(encoding="utf-8", errors="replace")
+    return bool(re.search(r"cpu\s*=\s*True", text)) or "--use_cpu" in args.training_script_args
+
+
+def command(args: Any) -> list[str]:
+    """The words that a shell would need for the same launch."""
+    return ["accelerate", "launch", *args.launcher_words]
+
+
+def launch(args: Any) -> int:
+    """Runs the job and returns its exit code. The ranks say what went wrong; the launcher's traceback is dropped.
+
+    Raises:
+        UserError: the launcher stops at a value before any rank starts.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if distributed(args):
+        with warnings.catch_warnings():  # the launcher itself repeats them
+            warnings.simplefilter("ignore")
+            environment(copy.copy(args))
+        _refuse_unsharded(args)
+    parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given
+    parsed.main_process_port = args.main_process_port
+    parsed.signals_to_handle = SIGNALS
+    logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
+    try:
+        launch_command(parsed)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"accel-fsdp: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+    except ImportError as error:  # DeepSpeed
+        raise _refused(args.config_file, error) from error
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0

@@ -1,0 +1,17 @@
+from . import command as command
+from . import inputs as inputs
+from .command import Options as Options
+from .command import all_rules as all_rules
+from .command import lint as lint
+from .command import lint_all as lint_all
+from .command import show_rules as show_rules
+from .command import stops as stops
+from .command import summary as summary
+from .inputs import Sources as Sources
+from .inputs import command_words as command_words
+from .inputs import parse_command_line as parse_command_line
+from .inputs import read_args as read_args
+from .inputs import read_subject as read_subject
+from .inputs import starter_of as starter_of
+from .known_issues import PAINS as PAINS
+from .known_issues import UNSEEN as UNSEEN

@@ -1,0 +1,236 @@
+"""Reads what the linter looks at: YAML, arguments, versions; and if asked model, checkpoint, script, this machine."""
+
+import ast
+import importlib.metadata
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_fsdp.checkpoints import CheckpointFacts
+from accel_fsdp.config import read_config
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.hardware import HereFacts
+from accel_fsdp.linter.rules import ScriptFacts, Subject
+from accel_fsdp.models import ModelFacts
+
+PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
+
+
+LARGEST_PORT = 65535
+PORT = 29500
+"""Where the launcher meets unless the file says otherwise."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What there is to read besides the YAML; what isn't given isn't looked at, this machine neither."""
+
+    model: str | None = None
+    args: Path | None = None
+    checkpoint: Path | None = None
+    script: Path | None = None
+    here: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """What stands beside every YAML of one command, read once."""
+
+    model: ModelFacts | None = None
+    args: Mapping[str, Any] | None = None
+    starter: str = ""
+    launcher: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: CheckpointFacts | None = None
+    script: ScriptFacts | None = None
+    ours: bool = False
+
+
+def read_launch(script: Path, words: tuple[str, ...]) -> Given:
+    """What stands beside a YAML that is about to be launched: the script's arguments."""
+    return Given(args=parse_command_line(list(words)), starter="accelerate", ours=is_ours(script))
+
+
+def is_ours(script: Path) -> bool:
+    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong."""
+    try:
+        return re.search(r"^from accel_fsdp\b", script.read_text(encoding="utf-8"), flags=re.MULTILINE) is not None
+    except (OSError, ValueError):
+        return script.parts[-2:] == ("train", "sft.py")
+
+
+def read_given(sources: Sources) -> Given:
+    """Reads model, arguments, checkpoint and script.
+
+    Raises:
+        UsageError: one of them can't be read.
+    """
+    words = [] if sources.args is None else command_words(sources.args)
+    checkpoint = None
+    if sources.checkpoint is not None:
+        from accel_fsdp.checkpoints import read_checkpoint
+
+        checkpoint = read_checkpoint(sources.checkpoint)
+    return Given(
+        model=None if sources.model is None else _read_model(sources.model),
+        args=None if sources.args is None else read_args(sources.args),
+        starter=starter_of(words),
+        launcher=launcher_flags(words),
+        checkpoint=checkpoint,
+        script=None if sources.script is None else read_script(sources.script),
+        ours=is_ours(sources.script or Path(_script_in(words))),
+    )
+
+
+def _read_model(name: str) -> ModelFacts:
+    from accel_fsdp.models import read_model
+
+    try:
+        return read_model(name)
+    except UserError as error:
+        raise UsageError(error.what, why=error.why, fix=error.fix) from error
+
+
+def read_subject(path: Path, sources: Sources | None = None, given: Given | None = None) -> tuple[Subject, Any]:
+    """Returns what the rules see and the ruamel.yaml document for lines and repairs.
+
+    `given` is what `sources` name, if it has been read already.
+
+    Raises:
+        UsageError: a file can't be read, or the model can't.
+    """
+    sources = sources or Sources()
+    given = given or read_given(sources)
+    job, document = read_config(path)
+    subject = Subject(
+        job.values,
+        job.source,
+        job.absent,
+        args=given.args,
+        model=given.model,
+        versions=installed_versions(),
+        starter=given.starter,
+        checkpoint=given.checkpoint,
+        script=given.script,
+        here=_read_here(job.values, given.args or {}) if sources.here else None,
+        launcher=given.launcher,
+        ours=given.ours,
+    )
+    return subject, document
+
+
+def _read_here(values: Mapping[str, Any], args: Mapping[str, Any]) -> HereFacts:
+    from accel_fsdp.hardware import read_here
+
+    port = values.get("main_process_port", PORT)
+    usable = isinstance(port, int) and 0 <= port <= LARGEST_PORT
+    output = args.get("output_dir")
+    return read_here(port if usable else PORT, None if output is None else str(output))
+
+
+def read_script(path: Path) -> ScriptFacts:
+    """Parses a training script without running it.
+
+    Raises:
+        UsageError: it can't be read, or isn't Python.
+    """
+    try:
+        return ScriptFacts(path.name, ast.parse(path.read_text(encoding="utf-8")))
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "msg", None) or error
+        raise UsageError(
+            f"cannot read {path}: {reason}", why="the script can't be checked", fix="give a Python file"
+        ) from error
+
+
+def command_words(path: Path) -> list[str]:
+    """The words of a command line in an arguments file, without `VARIABLE=value` before it; none if it holds none."""
+    try:
+        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+    except (OSError, ValueError):
+        return []
+    start = next((at for at, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
+    return words[start:]
+
+
+def starter_of(words: list[str]) -> str:
+    """The word that a command line begins with: accelerate, torchrun, python; else empty.
+
+    `python -m accelerate...` counts as accelerate and `python -m torch...` as torchrun.
+    """
+    first = words[0].rpartition("/")[2] if words else ""
+    module = words[2] if len(words) > 2 and words[1] == "-m" else ""
+    if first.startswith("python") and module.startswith(("accelerate", "torch.distributed")):
+        return "accelerate" if module.startswith("accelerate") else "torchrun"
+    return first if first in ("accelerate", "torchrun", "python", "python3") else ""
+
+
+def launcher_flags(words: list[str]) -> dict[str, Any]:
+    """The flags of `accelerate launch`, which stand before the script; none where no script can be seen."""
+    if starter_of(words) != "accelerate":
+        return {}
+    script = _script_in(words)
+    return parse_command_line(words[: words.index(script)]) if script else {}
+
+
+def _script_in(words: list[str]) -> str:
+    """The script of a command line; empty where none can be seen."""
+    return next((word for word in words if word.endswith(".py")), "")
+
+
+def read_args(path: Path) -> dict[str, Any]:
+    """Reads a script's arguments: a YAML or JSON mapping, or a command line with `--name value` words.
+
+    Raises:
+        UsageError: it can't be read or holds neither.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _no_arguments(path, getattr(error, "strerror", None) or "it is no text") from error
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict):
+        return {str(key): value for key, value in content.items()}
+    words = command_words(path)
+    if not any(word.startswith("--") or word.endswith((".py", ".sh")) for word in words) and not starter_of(words):
+        raise _no_arguments(path, "neither a mapping nor a command line")
+    return parse_command_line(words)
+
+
+def _no_arguments(path: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"cannot read {path}: {reason}",
+        why="there are no arguments to compare the YAML with",
+        fix="--args with a YAML or JSON mapping, or a command line such as train/sft.py --bf16",
+    )
+
+
+def parse_command_line(words: list[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value` and a bare `--name` (true), as HfArgumentParser understands them."""
+    args: dict[str, Any] = {}
+    for position, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        following = words[position + 1] if position + 1 < len(words) else "--"
+        args[name.replace("-", "_")] = value if equals else True if following.startswith("--") else following
+    return args
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the libraries that rules depend on; what is not installed is left out. Imports none of them."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,22 @@
+"""The linter's rules, one function each, with the engine that runs them."""
+
+from accel_fsdp.linter.rules import (  # each registers its rules
+    arguments,
+    checkpoint,
+    fsdp,
+    keys,
+    launch,
+    machine,
+    model,
+    script,
+    unused_sections,
+    values,
+    versions,
+)
+from accel_fsdp.linter.rules.engine import RULES, Finding, Rule, ScriptFacts, Severity, Subject, locate, repair, run
+from accel_fsdp.linter.rules.keys import SECTIONS
+
+__all__ = [
+    "RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "arguments", "checkpoint", "fsdp",
+    "keys", "launch", "locate", "machine", "model", "repair", "run", "script", "unused_sections", "values", "versions",
+]  # fmt: skip

@@ -1,0 +1,321 @@
+"""More rules about the training script's arguments (`--args`), some of them with the model (`--model`)."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accel_fsdp.config import LOW_DTYPES, Engine
+from accel_fsdp.errors import near_key
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+
+WRITE_BYTES_PER_SECOND = 500_000_000
+"""What a rank writes to a good network disk; slower ones are common, so the rule errs on the quiet side."""
+DEFAULT_TIMEOUT = 1800
+TRAINING_KEYS = frozenset({
+    "version", "cpu_offload", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap",
+    "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing", "reshard_after_forward",
+    "forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers",
+    "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings",
+})  # fmt: skip
+"""The keys of TrainingArguments.fsdp_config that transformers 5.23 reads, without their optional prefix."""
+
+
+def training_config(subject: Subject) -> Mapping[str, Any]:
+    """`fsdp_config` of the arguments, as a mapping or JSON text; a path is not followed."""
+    value = subject.arg("fsdp_config")
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(key).removeprefix("fsdp_"): content for key, content in value.items()}
+
+
+def _words(value: Any) -> set[str]:
+    parts = value if isinstance(value, list | tuple) else str(value or "").strip("[]").replace(",", " ").split()
+    return {str(part).strip("'\"") for part in parts}
+
+
+@rule("AF616", "warning", pains=("P98",))
+def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--resume_from_checkpoint` under FSDP1 with SHARDED_STATE_DICT: Adam's moments start at zero.
+
+    A new optimizer has no state yet, so Accelerate 1.15 asks the checkpoint for none, without a word. train/sft.py
+    makes the state first; most scripts don't.
+    """
+    if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and subject.resumes:
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "FSDP1 does not load a sharded optimizer state",
+            "moments start at zero without a word, unless the script is train/sft.py",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF617", "note", pains=("P26",))
+def slow_checkpointing(subject: Subject) -> Iterator[Finding]:
+    """`--gradient_checkpointing` in full training gathers each layer once more in backward.
+
+    FSDP's own checkpointing doesn't. With LoRA the argument is the right one (AF601).
+    """
+    asked = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
+    if subject.is_fsdp and subject.trains_everything and asked and not subject.on("fsdp_activation_checkpointing"):
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "--gradient_checkpointing gathers each layer once more",
+            "steps are slower than with FSDP's own",
+            "fsdp_activation_checkpointing: true, without the argument",
+        )
+
+
+@rule("AF618", "warning", pains=("P38",))
+def offload_from_the_arguments(subject: Subject) -> Iterator[Finding]:
+    """`cpu_offload` in `--fsdp_config` only.
+
+    Accelerate adds a backend for CPU tensors when the YAML asks for offload or FULL_STATE_DICT. Otherwise clipping
+    stops with "No backend type associated with device type cpu".
+    """
+    written = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
+    asked = bool(training_config(subject).get("cpu_offload")) or "offload" in _words(subject.arg("fsdp"))
+    if asked and not subject.on("fsdp_offload_params") and not written and not subject.arg("ddp_backend"):
+        yield Finding(
+            "fsdp_config.fsdp_offload_params",
+            "offload is asked for in the arguments only",
+            "clipping gradients stops: No backend type associated with device type cpu",
+            "fsdp_offload_params: true here, or --ddp_backend cuda:nccl,cpu:gloo",
+        )
+
+
+def _near(key: str) -> str:
+    near = near_key(key, TRAINING_KEYS)
+    return f" Did you mean {near}?" if near else ""
+
+
+@rule("AF619", pains=("P52",))
+def unknown_training_key(subject: Subject) -> Iterator[Finding]:
+    """A key in `--fsdp_config` that transformers doesn't read: TrainingArguments has names of its own.
+
+    Offload is `cpu_offload` there, and any text in it counts as true, "false" too.
+    """
+    given = training_config(subject)
+    for key in given:
+        if key not in TRAINING_KEYS:
+            near = " Did you mean cpu_offload?" if key == "offload_params" else _near(key)
+            yield Finding(
+                "", f"--fsdp_config: nothing reads {key}.{near}", "it is dropped without a word", f"remove {key}"
+            )
+    if str(given.get("cpu_offload")).lower() in ("false", "no", "0") and given["cpu_offload"]:
+        yield Finding("", '--fsdp_config: cpu_offload is the text "false"', "text counts as true", "cpu_offload: false")
+
+
+@rule("AF620", pains=("P52",))
+def training_config_alone(subject: Subject) -> Iterator[Finding]:
+    """`--fsdp_config` without `--fsdp`: transformers ignores it."""
+    if subject.arg("fsdp_config") and not subject.arg("fsdp"):
+        yield Finding("", "--fsdp_config without --fsdp", "it is ignored", "put its settings into this file")
+
+
+@rule("AF621", "warning", pains=("P28",))
+def training_config_wraps_nothing(subject: Subject) -> Iterator[Finding]:
+    """SIZE_BASED_WRAP in `--fsdp_config` without `min_num_params`, which is 0 there: nothing is wrapped."""
+    given = training_config(subject)
+    if given.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not given.get("min_num_params"):
+        yield Finding(
+            "", "--fsdp_config: SIZE_BASED_WRAP without min_num_params", "nothing is wrapped", "min_num_params: N"
+        )
+
+
+@rule("AF622", pains=("P73",))
+def adapter_saves_both_tied(subject: Subject) -> Iterator[Finding]:
+    """LoRA's `modules_to_save` names embedding and head of a tied model (`--model`): "attribute 'weight' already"."""
+    named = _words(subject.arg("modules_to_save") or subject.arg("lora_modules_to_save"))
+    tied = subject.model is not None and subject.model.tied
+    if subject.is_fsdp and tied and {"embed_tokens", "lm_head"} <= named:
+        yield Finding(
+            "",
+            "modules_to_save names both ends of one tied weight",
+            "prepare stops: KeyError: attribute 'weight' already exists",
+            "name embed_tokens only",
+        )
+
+
+@rule("AF623", pains=("P73",))
+def trainable_tokens_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """LoRA's `trainable_token_indices` on a tied model (`--model`) under FSDP2: prepare finds no such parameter."""
+    tied = subject.model is not None and subject.model.tied
+    if subject.engine is Engine.FSDP2 and tied and subject.arg("trainable_token_indices"):
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "trainable_token_indices hides the tied embedding from FSDP2",
+            "prepare stops: neither a parameter nor a buffer",
+            "modules_to_save: embed_tokens, without trainable_token_indices",
+        )
+
+
+@rule("AF624", "warning", pains=("P16",))
+def saving_outlasts_the_timeout(subject: Subject) -> Iterator[Finding]:
+    """Rank 0 writes a gathered checkpoint for longer than the others wait (`--ddp_timeout`, 1800 s by default).
+
+    Counted at 16 bytes per parameter and 0.5 GB per second. Needs `--model` and `--args`.
+    """
+    if subject.model is None or not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
+        return
+    limit = str(subject.arg("ddp_timeout") or DEFAULT_TIMEOUT)
+    seconds = subject.model.parameters * 16 // WRITE_BYTES_PER_SECOND
+    if limit.isdecimal() and seconds > int(limit):
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            f"rank 0 writes a checkpoint for about {seconds} s, the others wait {limit} s",
+            "NCCL's watchdog ends the job",
+            f"fsdp_state_dict_type: SHARDED_STATE_DICT, or --ddp_timeout {seconds * 2}",
+        )
+
+
+@rule("AF625", "note", pains=("P17",))
+def accumulation_keeps_gradients(subject: Subject) -> Iterator[Finding]:
+    """Gradient accumulation keeps whole gradients on every rank between micro-batches.
+
+    Needs `--model` and `--args`.
+    """
+    steps = str(subject.arg("gradient_accumulation_steps") or 1)
+    each = "sync_each_batch" in str(subject.arg("accelerator_config"))
+    if subject.model is None or not subject.is_fsdp or not subject.trains_everything or steps == "1" or each:
+        return
+    size = subject.model.parameters * 2 / (1 << 30)
+    yield Finding(
+        "distributed_type",
+        f"{steps} accumulated micro-batches keep {size:.1f} GiB or more of gradients on each GPU",
+        "memory that a run without accumulation doesn't need",
+        "--accelerator_config with gradient_accumulation_kwargs: {sync_each_batch: true} (not FSDP1 with offload)",
+    )
+
+
+@rule("AF626", "note", pains=("P13",))
+def every_rank_converts(subject: Subject) -> Iterator[Finding]:
+    """`--dtype float32` for a 16-bit checkpoint (`--model`): every rank converts the whole model in host memory.
+
+    `fsdp_cpu_ram_efficient_loading` doesn't spare ranks other than 0 the reading in transformers 5.23.
+    """
+    low = subject.model is not None and subject.model.dtype in LOW_DTYPES
+    if subject.is_fsdp and low and subject.arg("dtype") is not None and subject.load_dtype == "float32":
+        yield Finding(
+            "fsdp_config.fsdp_cpu_ram_efficient_loading",
+            "each rank converts all weights to float32 while loading",
+            "host memory: 4 bytes per parameter and rank",
+            "--dtype auto with mixed_precision: bf16, which casts at prepare",
+        )
+
+
+@rule("AF627", pains=("P78",))
+def best_model_of_weights_only(subject: Subject) -> Iterator[Finding]:
+    """`--save_only_model` with `--load_best_model_at_end` under FSDP: Trainer stops."""
+    if subject.is_fsdp and subject.arg_on("save_only_model") and subject.arg_on("load_best_model_at_end"):
+        yield Finding(
+            "distributed_type",
+            "--save_only_model and --load_best_model_at_end exclude each other under FSDP",
+            "Trainer stops",
+            "drop --save_only_model",
+        )
+
+
+@rule("AF628", "warning", pains=("P87",))
+def device_map_in_the_arguments(subject: Subject) -> Iterator[Finding]:
+    """`--device_map auto` spreads one model over all GPUs, in each rank: Accelerate refuses to train it."""
+    if subject.is_fsdp and subject.arg("device_map") == "auto":
+        yield Finding(
+            "distributed_type",
+            "--device_map auto is for one process",
+            "Accelerate stops: loaded with device_map='auto'",
+            "drop --device_map",
+        )
+
+
+@rule("AF629", "warning", pains=("P58",))
+def adapter_on_fused_experts(subject: Subject) -> Iterator[Finding]:
+    """LoRA's `target_parameters` on fused experts under FSDP: "shape is invalid for input of size"."""
+    named = subject.arg("target_parameters") or subject.arg("lora_target_parameters")
+    if subject.is_fsdp and "expert" in str(named):
+        yield Finding(
+            "distributed_type",
+            "target_parameters reads experts that FSDP has sharded",
+            "the first step often stops: shape is invalid",
+            "target_modules, without the experts",
+        )
+
+
+@rule("AF632", "note", pains=("P100",))
+def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
+    """`--eval_strategy` in several processes: of the last batch Trainer's held-out loss may be far too low or high.
+
+    Trainer 5.23 divides each rank's sum by all ranks' tokens, repeated ones too, and then leaves out the ranks behind
+    the last row. That decides where the held-out rows are few: early stopping and the best model go by it. train/sft.py
+    sums losses and tokens over the ranks; most scripts don't.
+    """
+    asked = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
+    evaluates = subject.arg_on("do_eval", "eval_on_start") or str(asked or "no").lower() not in ("no", "none", "false")
+    if evaluates and subject.number("num_processes") > 1 and subject.engine is not Engine.NONE and not subject.ours:
+        yield Finding(
+            "num_processes",
+            f"the held-out loss of {subject.number('num_processes')} processes is off in its last batch",
+            "of few rows that is too low or too high by tenths, unless the script is train/sft.py",
+            "as many held-out rows as fill whole batches of all processes; or compute_metrics of your own",
+        )
+
+
+@rule("AF633", "note", pains=("P101",))
+def loss_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
+    """bf16 or fp16 under FSDP2 (with `--args`): the loss itself is rounded to 16 bits, to steps of 1/32 near 6.
+
+    Accelerate gives FSDP2 an `output_dtype`. Equal numbers end early stopping and hide small gains. train/sft.py keeps
+    the loss in float32.
+    """
+    if subject.engine is Engine.FSDP2 and subject.mixed and subject.args is not None and not subject.ours:
+        yield Finding(
+            "mixed_precision",
+            "FSDP2 rounds the loss to 16 bits",
+            "near 6 it moves in steps of 1/32, which early stopping and the best model take for equal",
+            "compute the loss in the script, in float32, or train with train/sft.py",
+        )
+
+
+@rule("AF634", "warning", pains=("P102",))
+def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
+    """Dropout in the arguments with FSDP2's activation checkpointing: backward recomputes with other random numbers.
+
+    Accelerate 1.15 checkpoints without keeping the state of the generators, so gradients belong to another forward
+    pass than the loss. train/sft.py takes the layers' own checkpointing then.
+    """
+    drops = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
+    on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
+    if on and drops and not subject.ours:
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            f"--{drops[0]} with FSDP2's activation checkpointing",
+            "backward drops other numbers than forward, and gradients are of another loss",
+            "fsdp_activation_checkpointing: false and --gradient_checkpointing true, or no dropout",
+        )
+
+
+def _positive(value: Any) -> bool:
+    try:
+        return float(value) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+@rule("AF635", "warning", pains=("P104",))
+def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
+    """`--load_best_model_at_end` with SHARDED_STATE_DICT: the newest checkpoint is never noted as the best.
+
+    Trainer 5.23 looks for the folder before anything has made it. If one rank is quicker than another they differ, and
+    loading hangs. train/sft.py makes the folder first.
+    """
+    if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("load_best_model_at_end") and not subject.ours:
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "--load_best_model_at_end overlooks the newest checkpoint",
+            "an older model is taken for the best, or ranks that disagree hang, unless the script is train/sft.py",
+            "fsdp_state_dict_type: FULL_STATE_DICT, or train/sft.py",
+        )

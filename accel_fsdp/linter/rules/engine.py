@@ -1,0 +1,243 @@
+"""The linter's engine: what a rule sees, what it finds, and how findings are repaired. The rules are in `rules_*.py`.
+
+Pure: no torch, no files, no printing. Lines and edits go through ruamel.yaml, which keeps comments.
+"""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from accel_fsdp.checkpoints import CheckpointFacts
+from accel_fsdp.config import Edit, JobConfig, Setup, apply, clashes, short_name
+from accel_fsdp.hardware import HereFacts
+from accel_fsdp.models import ModelFacts
+
+SWITCHES = ("use_dora", "load_in_8bit", "predict_with_generate")
+"""The script's arguments that the table of combinations knows as flags."""
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class ScriptFacts:
+    """A training script, parsed and not run."""
+
+    name: str
+    tree: ast.Module
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. `key` is a dotted path, `line` counts from 1; `edits` the repair, if one is right.
+
+    `milder` is the severity of a case that does less harm than its rule's others.
+    """
+
+    key: str
+    what: str
+    why: str
+    fix: str
+    edits: tuple[Edit, ...] = ()
+    code: str = ""
+    severity: Severity = "error"
+    line: int | None = None
+    milder: Severity | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject(JobConfig):
+    """A YAML and what there is to look at beside it; what wasn't given is None, and the rules about it stay silent.
+
+    `args` are the training script's arguments, `starter` the word that their command line begins with (accelerate,
+    torchrun, python), empty if they came as a mapping, and `launcher` the flags of that line that belong to
+    `accelerate launch`. `ours` says that the script is train/sft.py, which mends what others suffer from.
+    """
+
+    args: Mapping[str, Any] | None = None
+    model: ModelFacts | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    starter: str = ""
+    checkpoint: CheckpointFacts | None = None
+    script: ScriptFacts | None = None
+    here: HereFacts | None = None
+    launcher: Mapping[str, Any] = field(default_factory=dict)
+    ours: bool = False
+
+    def arg(self, name: str) -> Any:
+        """An argument of the training script; None when it is not given or no arguments are known."""
+        return (self.args or {}).get(name)
+
+    def arg_on(self, *names: str) -> bool:
+        """Whether one of these boolean arguments is on."""
+        return any(str(self.arg(name)).lower() in ("true", "1", "yes") for name in names)
+
+    @property
+    def uses_adapter(self) -> bool:
+        """Whether the arguments ask for LoRA."""
+        return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the arguments resume a run."""
+        return str(self.arg("resume_from_checkpoint") or "false").lower() != "false"
+
+    @property
+    def trains_everything(self) -> bool:
+        """Whether the arguments are known and ask for no adapter."""
+        return self.args is not None and not self.uses_adapter
+
+    @property
+    def mixed(self) -> bool:
+        """Whether 16-bit compute stands over float32 masters; an argument wins over the file."""
+        return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
+
+    @property
+    def load_dtype(self) -> str:
+        """The dtype of the loaded weights: that of the arguments, or the checkpoint's own; empty if unknown."""
+        asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
+        short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        return short.get(asked, asked) if asked != "auto" else self.model.dtype if self.model else ""
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The job as the table of what can't be combined knows it."""
+        asked = self.arg_on("gradient_checkpointing", "activation_checkpointing")
+        smooths = str(self.arg("label_smoothing_factor") or 0) not in ("0", "0.0")
+        stage = str(self.section("deepspeed_config").get("zero_stage", 2))
+        return Setup(
+            self.engine,
+            "qlora" if self.arg_on("load_in_4bit") else "lora" if self.uses_adapter else "full",
+            str(self.arg("optim") or ""),
+            "engine" if self.on("fsdp_activation_checkpointing") else "script" if asked else "none",
+            stage=int(stage) if stage.isdecimal() else None,
+            strategy=self.strategy,
+            wrap_policy=str(self.fsdp("fsdp_auto_wrap_policy")).upper(),
+            state_dict=self.state_dict_type,
+            flags=frozenset(name for name in SWITCHES if self.arg_on(name))
+            | ({"label_smoothing_factor"} if smooths else set()),
+            base=self.model.quant_method if self.model else "",
+        )
+
+
+def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
+    """What the table of combinations says of these rows, as findings about `key`."""
+    for one in clashes(subject.setup):
+        if one.name in names and not (one.mended and subject.ours):
+            yield Finding(key, one.what, one.why, one.fix, edits)
+
+
+Check = Callable[[Subject], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check with its stable code; `fixed_in` names the release of a library that made it moot.
+
+    `pains` are the rows of `pains.PAINS` that it sees.
+    """
+
+    code: str
+    severity: Severity
+    check: Check
+    fixed_in: str = ""
+    pains: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The first line of the docstring."""
+        return (self.check.__doc__ or "").strip().splitlines()[0]
+
+    @property
+    def explanation(self) -> str:
+        """The whole docstring."""
+        lines = (self.check.__doc__ or "").strip().splitlines()
+        return "\n".join(line.strip() for line in lines)
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    code: str, severity: Severity = "error", fixed_in: str = "", pains: tuple[str, ...] = ()
+) -> Callable[[Check], Check]:
+    """Registers a check under `code`; its docstring is its documentation, `pains` the rows it covers."""
+
+    def register(check: Check) -> Check:
+        assert code not in RULES, code
+        RULES[code] = Rule(code, severity, check, fixed_in, pains)
+        return check
+
+    return register
+
+
+MISSPELT = ("AF102", "AF103", "AF104", "AF105")
+"""The rules about names that nothing reads: those of the top level first, as they say what the sections are."""
+
+
+def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
+    """All findings of all rules, in the order of their codes.
+
+    What is surely a misspelling is one finding: the rules that follow see the file as it was meant.
+    """
+    seen = dict.fromkeys(rules, subject)
+    for code in MISSPELT:
+        renamed = _as_meant(subject, [one for found in RULES[code].check(subject) for one in found.edits])
+        seen |= {other: renamed for other in rules if other not in MISSPELT[: MISSPELT.index(code) + 1]}
+        subject = renamed
+    return [
+        replace(
+            found,
+            edits=found.edits if all(_fits(seen[code], edit) for edit in found.edits) else (),
+            code=code,
+            severity=found.milder or one.severity,
+        )
+        for code, one in sorted(rules.items())
+        for found in one.check(seen[code])
+    ]
+
+
+def _as_meant(subject: Subject, edits: Iterable[Edit]) -> Subject:
+    """The subject with new names for misspelt ones, each in its place."""
+    values = dict(subject.values)
+    for edit in (edit for edit in edits if edit.new_key):
+        place = values.get(edit.section) if edit.section else values
+        if isinstance(place, Mapping):
+            names = (edit.key, short_name(edit.section, edit.key))
+            renamed = {edit.new_key if key in names else key: value for key, value in place.items()}
+            values = {**values, edit.section: renamed} if edit.section else renamed
+    return replace(subject, values=values) if values != subject.values else subject
+
+
+def _fits(subject: Subject, edit: Edit) -> bool:
+    """Whether there is a mapping to edit, or room for one (AF106 tells of the other case)."""
+    if not edit.section and edit.new_key:
+        return edit.new_key not in subject.values
+    return not edit.section or isinstance(subject.values.get(edit.section) or {}, Mapping)
+
+
+def locate(findings: list[Finding], document: Any) -> list[Finding]:
+    """Adds line numbers from a ruamel.yaml document, which may spell a name otherwise than the findings do."""
+    misspelt = [edit for found in findings if found.code in MISSPELT for edit in found.edits]
+    spelt = {(edit.section, edit.new_key): edit.key for edit in misspelt}
+    return [replace(found, line=_line(document, found.key, spelt)) for found in findings]
+
+
+def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> int | None:
+    section, _, key = dotted.rpartition(".")
+    place = section if section in document else spelt.get(("", section), section)
+    inside = document.get(place) if section else document
+    for candidate in (key, short_name(section, key), spelt.get((section, key))):
+        if hasattr(inside, "lc") and candidate in inside:
+            return int(inside.lc.key(candidate)[0]) + 1
+    if section and place in document:
+        return int(document.lc.key(place)[0]) + 1
+    return None
+
+
+def repair(document: Any, findings: list[Finding]) -> int:
+    """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns how many."""
+    edits = tuple(dict.fromkeys(edit for found in findings for edit in found.edits))
+    apply(document, edits)
+    return len(edits)

@@ -1,0 +1,395 @@
+"""Rules about what the FSDP settings do together."""
+
+import math
+from collections.abc import Iterator
+
+from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
+from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
+
+
+@rule("AF301", pains=("P06",))
+def version_missing(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_version` is missing.
+
+    In the YAML that means FSDP1; the same omission in `TrainingArguments` means FSDP2. The settings of one are ignored
+    by the other. A boolean `fsdp_reshard_after_forward` without keys of FSDP1 looks as if FSDP2 was meant, while FSDP1
+    is what runs: `--fix` then leaves the choice to you. Beside keys of FSDP1, as older releases of Accelerate wrote
+    files, it is a note.
+    """
+    if subject.is_fsdp and not subject.has("fsdp_version"):
+        both = _looks_like_2(subject)
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "fsdp_version is missing, so Accelerate takes FSDP1"
+            + (", though fsdp_reshard_after_forward looks like FSDP2" if both else ""),
+            "most keys mean something under one version only",
+            "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if both else "fsdp_version: 1",
+            () if both else (Edit("fsdp_config", "fsdp_version", 1),),
+            milder="note" if any(subject.has(key) for key in ONLY_1) else None,
+        )
+
+
+ONLY_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
+"""Keys that show that FSDP1 is meant."""
+
+
+def _looks_like_2(subject: Subject) -> bool:
+    boolean = str(subject.fsdp("fsdp_reshard_after_forward")).lower() in TRUE_WORDS + FALSE_WORDS
+    return subject.has("fsdp_reshard_after_forward") and boolean and not any(subject.has(key) for key in ONLY_1)
+
+
+@rule("AF302", pains=("P04",))
+def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
+
+    Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
+    given, and that one is used. `--fix` renames a strategy's name and removes what stands beside a strategy; false may
+    have meant SHARD_GRAD_OP, which is not what runs, and stays. Where it says what runs all the same, as in TRL's file
+    for FSDP1, it is a note, and a warning where a strategy beside it says something else.
+    """
+    if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
+        return
+    fix, edits = _instead_of_reshard(subject)
+    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
+    same = value == subject.strategy or (value.lower() in TRUE_WORDS and RESHARDS.get(subject.strategy) is True)
+    same = same or (value.lower() in FALSE_WORDS and RESHARDS.get(subject.strategy) is False)
+    yield Finding(
+        "fsdp_config.fsdp_reshard_after_forward",
+        "FSDP1 ignores fsdp_reshard_after_forward",
+        f"the model is trained with {subject.strategy}" + (", which is what it says" if same else ""),
+        fix,
+        edits,
+        milder="note" if same else "warning" if subject.has("fsdp_sharding_strategy") else None,
+    )
+
+
+def _instead_of_reshard(subject: Subject) -> tuple[str, tuple[Edit, ...]]:
+    """What to write under FSDP1 in place of `fsdp_reshard_after_forward`, and the edit if one is right."""
+    key, strategy = "fsdp_reshard_after_forward", "fsdp_sharding_strategy"
+    value = str(subject.fsdp(key)).upper()
+    if not subject.has("fsdp_version") and _looks_like_2(subject):
+        return f"keep it with fsdp_version: 2, or {strategy} in its place with fsdp_version: 1", ()
+    if subject.has(strategy):
+        return f"remove it; {strategy}: {subject.fsdp(strategy)} stays", (Edit("fsdp_config", key),)
+    if value in STRATEGIES.values():
+        return f"{strategy}: {value}", (Edit("fsdp_config", key, new_key=strategy),)
+    if value.lower() in TRUE_WORDS:
+        return f"{strategy}: FULL_SHARD", (Edit("fsdp_config", key, "FULL_SHARD", new_key=strategy),)
+    return f"{strategy}: SHARD_GRAD_OP if {value.lower()} meant that, else remove it", ()
+
+
+@rule("AF303", pains=("P40",))
+def strategy_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_sharding_strategy` under FSDP2, where nothing reads it.
+
+    FSDP2 has `fsdp_reshard_after_forward` instead, true for FULL_SHARD and false for SHARD_GRAD_OP. Hybrid sharding
+    is a mesh in `parallelism_config`, no sharding is plain DDP.
+    """
+    if subject.engine is not Engine.FSDP2 or not subject.has("fsdp_sharding_strategy"):
+        return
+    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_sharding_strategy"),)
+    if subject.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and not subject.has("fsdp_reshard_after_forward"):
+        edits += (Edit("fsdp_config", "fsdp_reshard_after_forward", RESHARDS[subject.strategy]),)
+    elif not subject.has("fsdp_reshard_after_forward"):
+        edits = ()
+    yield Finding(
+        "fsdp_config.fsdp_sharding_strategy",
+        "FSDP2 ignores fsdp_sharding_strategy",
+        "the model is sharded as fsdp_reshard_after_forward says, fully by default",
+        "fsdp_reshard_after_forward: true or false; hybrid: parallelism_config",
+        edits,
+    )
+
+
+@rule("AF304", pains=("P67", "P71"))
+def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
+    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
+    if subject.engine is Engine.FSDP2 and value in STRATEGIES.values():
+        wanted = RESHARDS.get(value)
+        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", wanted),) if not value.startswith(("H", "N")) else ()
+        yield Finding(
+            "fsdp_config.fsdp_reshard_after_forward",
+            f"{value} is FSDP1's way to say it",
+            "Accelerate stops: invalid truth value",
+            "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
+            edits,
+        )
+
+
+@rule("AF305", "warning", pains=("P80",))
+def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """A key of FSDP1 under FSDP2, which ignores it, mostly without a word."""
+    if subject.engine is not Engine.FSDP2:
+        return
+    for key in subject.section("fsdp_config"):
+        known = BY_NAME.get(("fsdp_config", key))
+        special = ("fsdp_sharding_strategy", "fsdp_min_num_params")
+        if known and Engine.FSDP1 in known.engines and Engine.FSDP2 not in known.engines and key not in special:
+            yield Finding(
+                f"fsdp_config.{key}",
+                f"FSDP2 ignores {key}",
+                "it has no effect",
+                f"remove {key}",
+                (Edit("fsdp_config", key),),
+            )
+
+
+@rule("AF306", "warning", pains=("P09",))
+def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_auto_wrap_policy` is missing, so the whole model is one unit.
+
+    Then every rank gathers all of it at once. A layer class without the policy is ignored.
+    """
+    if subject.is_fsdp and not subject.has("fsdp_auto_wrap_policy"):
+        edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+        layer = "fsdp_transformer_layer_cls_to_wrap"
+        yield Finding(
+            "fsdp_config.fsdp_auto_wrap_policy",
+            "fsdp_auto_wrap_policy is missing: NO_WRAP",
+            "every rank gathers the whole model at once" + (f"; {layer} is ignored" if subject.has(layer) else ""),
+            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            (edit,),
+        )
+
+
+@rule("AF307", pains=("P27",))
+def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`SIZE_BASED_WRAP` under FSDP2: it also picks containers, which `fully_shard` refuses."""
+    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),)
+    if subject.has("fsdp_min_num_params"):
+        edits += (Edit("fsdp_config", "fsdp_min_num_params"),)
+    yield from combined(subject, "fsdp_config.fsdp_auto_wrap_policy", "size-based-fsdp2", edits=edits)
+
+
+@rule("AF308", "warning", pains=("P28",))
+def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
+    """`SIZE_BASED_WRAP` with `fsdp_min_num_params` at 0, or above the model's largest layer: nothing is wrapped."""
+    if subject.engine is not Engine.FSDP1 or _policy(subject) != "SIZE_BASED_WRAP":
+        return
+    smallest = str(subject.fsdp("fsdp_min_num_params"))
+    largest = subject.model.largest_layer_parameters if subject.model else 0
+    too_large = smallest.isdecimal() and 0 < largest < int(smallest)
+    if smallest == "0" or too_large:
+        yield Finding(
+            "fsdp_config.fsdp_min_num_params",
+            f"with fsdp_min_num_params {smallest} no layer becomes a unit",
+            "every rank gathers the whole model at once",
+            f"fsdp_min_num_params: {largest * 9 // 10 or 'just under the size of a layer'}",
+        )
+
+
+@rule("AF309", pains=("P68", "P71"))
+def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """`LOCAL_STATE_DICT` under FSDP2: Accelerate stops."""
+    edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
+    yield from combined(subject, "fsdp_config.fsdp_state_dict_type", "local-state-fsdp2", edits=(edit,))
+
+
+@rule("AF310", "warning", pains=("P57",))
+def local_state_dict(subject: Subject) -> Iterator[Finding]:
+    """`LOCAL_STATE_DICT`: such checkpoints load on the same number of ranks only, and nothing exports them."""
+    if subject.engine is Engine.FSDP1 and subject.state_dict_type == "LOCAL_STATE_DICT":
+        edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "LOCAL_STATE_DICT checkpoints do not reshard",
+            "a run can't be resumed on another number of GPUs",
+            "fsdp_state_dict_type: SHARDED_STATE_DICT",
+            (edit,),
+        )
+
+
+@rule("AF311", pains=("P69",))
+def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
+
+    The launcher refuses it under both versions, although FSDP2 doesn't use the key. The text 'false' slips past, and
+    FSDP1 turns syncing on again.
+    """
+    if subject.is_fsdp and subject.on("fsdp_cpu_ram_efficient_loading") and not subject.on("fsdp_sync_module_states"):
+        edit = Edit("fsdp_config", "fsdp_sync_module_states")
+        yield Finding(
+            "fsdp_config.fsdp_sync_module_states",
+            "fsdp_cpu_ram_efficient_loading needs synced module states",
+            "the launcher refuses it",
+            "remove fsdp_sync_module_states",
+            (edit,),
+        )
+
+
+@rule("AF312", pains=("P70",))
+def checkpointing_without_wrapping(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_activation_checkpointing` with NO_WRAP, which is also what a missing policy means.
+
+    FSDP2 stops with "'NoneType' object is not callable"; FSDP1 checkpoints every single submodule. AF325 is about
+    SIZE_BASED_WRAP.
+    """
+    yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "recompute-without-policy")
+
+
+@rule("AF313")
+def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_activation_checkpointing_offload` without activation checkpointing, or under FSDP1: Accelerate stops."""
+    if not subject.is_fsdp or not subject.on("fsdp_activation_checkpointing_offload"):
+        return
+    if subject.engine is Engine.FSDP1:
+        edit = Edit("fsdp_config", "fsdp_activation_checkpointing_offload")
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing_offload",
+            "FSDP1 can't offload checkpoints: fsdp_activation_checkpointing_offload",
+            "Accelerate stops",
+            "remove it, or fsdp_version: 2",
+            (edit,),
+        )
+    elif not subject.on("fsdp_activation_checkpointing"):
+        edit = Edit("fsdp_config", "fsdp_activation_checkpointing", True)
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing_offload",
+            "fsdp_activation_checkpointing_offload finds nothing to offload: fsdp_activation_checkpointing is off",
+            "Accelerate stops",
+            "fsdp_activation_checkpointing: true",
+            (edit,),
+        )
+
+
+@rule("AF314", pains=("P08",))
+def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
+    """An `fsdp_config` under another `distributed_type`, which doesn't read it.
+
+    Under MULTI_GPU plain DDP runs, and every GPU holds the whole model; under DEEPSPEED `deepspeed_config` decides.
+    """
+    if subject.section("fsdp_config") and subject.engine is Engine.DEEPSPEED:
+        yield Finding(
+            "fsdp_config",
+            "fsdp_config stands beside distributed_type: DEEPSPEED",
+            "DeepSpeed shards as deepspeed_config says, and nothing reads fsdp_config",
+            "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
+        )
+    if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
+        kind = subject.values.get("distributed_type")
+        if kind is None or (kind is not False and not BY_NAME["", "distributed_type"].takes(str(kind))):
+            return  # AF101, AF203
+        yield Finding(
+            "distributed_type",
+            f"fsdp_config stands beside distributed_type: {subject.top('distributed_type')}",
+            "FSDP is not used and every GPU holds the whole model",
+            "distributed_type: FSDP",
+            (Edit("", "distributed_type", "FSDP"),),
+        )
+
+
+@rule("AF315", pains=("P41",))
+def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
+    """A dimension in `parallelism_config` that the engine doesn't use.
+
+    FSDP2 uses all but `sp`; DDP `dp_replicate` and `tp`; FSDP1 and TPU none. DeepSpeed uses `sp`, and beside it
+    `dp_replicate` and `dp_shard` as the number of batches; without `sp` those two change nothing.
+    """
+    sizes = mesh_sizes(subject)
+    sequences = subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
+    for name, size in sizes.items():
+        key = f"parallelism_config_{name}_size"
+        known = BY_NAME["parallelism_config", key]
+        counts = subject.engine is Engine.DEEPSPEED and name.startswith("dp_")
+        if size == 1 or subject.engine in known.engines or (counts and sequences):
+            continue
+        yield Finding(
+            f"parallelism_config.{key}",
+            f"{subject.engine.value} does not use {key}",
+            "DeepSpeed shards as zero_stage says" if counts else "Accelerate stops, or runs without it",
+            f"{key}: 1, or "
+            + ("distributed_type: DEEPSPEED" if known.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
+            milder="warning" if counts else None,
+        )
+
+
+def mesh_sizes(subject: Subject) -> dict[str, int]:
+    """The dimensions of the mesh by name: 1 where nothing is given, or what is no whole number."""
+    mesh = subject.section("parallelism_config")
+    sizes = {name: mesh.get(f"parallelism_config_{name}_size", 1) for name in DIMENSIONS}
+    return {name: size if type(size) is int else 1 for name, size in sizes.items()}
+
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+
+
+@rule("AF316", pains=("P42",))
+def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
+    """The sizes in `parallelism_config` multiplied are not `num_processes`.
+
+    Accelerate stops; DeepSpeed with `sp` does, whose batch then isn't the one that Accelerate told it. A mesh whose
+    sizes are all 1 is none.
+    """
+    mesh = subject.section("parallelism_config")
+    engines = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
+    numbers = all(type(mesh.get(f"parallelism_config_{name}_size", 1)) is int for name in DIMENSIONS)
+    if subject.engine not in engines or not mesh or not numbers:
+        return
+    sizes = mesh_sizes(subject)
+    total, processes = math.prod(sizes.values()), subject.number("num_processes")
+    if processes and total not in (1, processes):
+        largest = max((name for name in DIMENSIONS if sizes[name] != 1), key=lambda name: sizes[name])
+        product = " x ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
+        yield Finding(
+            f"parallelism_config.parallelism_config_{largest}_size",
+            f"parallelism_config has {total} ranks ({product}), num_processes is {processes}",
+            "DeepSpeed stops: train_batch_size is not equal to micro batches times ranks"
+            if subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
+            else "Accelerate stops: total_size does not match num_processes",
+            f"parallelism_config_..._size whose product is {processes}, or num_processes: {total}",
+        )
+
+
+@rule("AF317", "warning", pains=("P29", "P30"))
+def use_orig_params_off(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_use_orig_params: false` under FSDP1.
+
+    Trainer then finds no biases and norms among the flattened parameters and puts weight decay on them; a unit with
+    frozen and trained parameters fails.
+    """
+    if subject.engine is Engine.FSDP1 and not subject.on("fsdp_use_orig_params"):
+        yield Finding(
+            "fsdp_config.fsdp_use_orig_params",
+            "weight decay will hit norms and biases, and units with frozen parts fail",
+            "Trainer groups parameters by name after they were flattened, and one flat parameter is trained or isn't",
+            "fsdp_use_orig_params: true",
+            (Edit("fsdp_config", "fsdp_use_orig_params", True),),
+        )
+
+
+@rule("AF318", "note", pains=("P15",))
+def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
+
+    0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
+    """
+    version = str(subject.fsdp("fsdp_version"))
+    if subject.engine is Engine.FSDP1 and version == "1" and subject.top("mixed_precision") in ("bf16", "fp16"):
+        yield Finding(
+            "mixed_precision",
+            "FSDP1 casts RoPE frequencies to 16 bits",
+            "positions lose accuracy, more so in long sequences",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF319", pains=("P72",))
+def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
+    """`Embedding` or `Linear` as a layer class of a model (`--model`) whose embeddings are tied.
+
+    They would belong to two units, which torch 2.13 refuses.
+    """
+    tied = subject.model is not None and subject.model.tied
+    for name in ("Embedding", "Linear"):
+        if subject.is_fsdp and tied and name in str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap")).split(","):
+            yield Finding(
+                "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+                f"{name} is not a transformer layer",
+                "tied embeddings fail: Parameter is shared with a parameter of another FSDP group",
+                "name the decoder layer only",
+            )
+
+
+def _policy(subject: Subject) -> str:
+    return str(subject.fsdp("fsdp_auto_wrap_policy")).upper()

@@ -1,0 +1,387 @@
+"""Rules about the file itself: keys that nothing reads, values that mean something else than they seem to."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accel_fsdp.config import (
+    BY_NAME,
+    FALSE_WORDS,
+    MISNAMED,
+    NULL_IS_ABSENT,
+    RETIRED,
+    STRATEGIES,
+    TRUE_WORDS,
+    Edit,
+    Engine,
+    Field,
+    Kind,
+    full_name,
+    known_fields,
+)
+from accel_fsdp.errors import did_you_mean, near_key, typo_of
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+
+SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
+OLD_TOP_KEYS = ("fp16", "dynamo_backend")
+"""Top-level keys of old releases that Accelerate still understands."""
+USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable_cpu_affinity": ("false",)}
+"""What changes nothing against the launcher's defaults: the network only chooses what `rdzv_backend` should be."""
+DEEPSPEEDS_OWN = {"deepspeed_config": {"seq_parallel_communication_data_type"}}
+"""Keys of DeepSpeed's own file that TRL's examples show among Accelerate's."""
+SAGEMAKER_KEYS = frozenset({
+    "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
+    "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
+})  # fmt: skip
+"""Top-level keys of a file for SageMaker (accelerate, `SageMakerConfig`)."""
+
+
+def _is_sagemaker(subject: Subject) -> bool:
+    return subject.values.get("compute_environment") == "AMAZON_SAGEMAKER"
+
+
+def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
+    """Every known key that is written and may be read, as (dotted path, field, value)."""
+    fp8 = str(subject.top("mixed_precision")).lower() == "fp8"
+    for section in ("", *SECTIONS) if fp8 else ("", *SECTIONS[:-1]):
+        for key, value in subject.section(section).items():
+            if known := BY_NAME.get((section, key)):
+                yield f"{section}.{key}".lstrip("."), known, value
+
+
+@rule("AF101")
+def no_distributed_type(subject: Subject) -> Iterator[Finding]:
+    """`distributed_type` is missing.
+
+    Accelerate stops with "A `distributed_type` must be specified in the config file".
+    """
+    if subject.values.get("distributed_type") is None:
+        edits = (Edit("", "distributed_type", "FSDP"),) if subject.section("fsdp_config") else ()
+        yield Finding(
+            "distributed_type",
+            "distributed_type is missing",
+            "Accelerate refuses the file",
+            "distributed_type: FSDP",
+            edits,
+        )
+
+
+@rule("AF102")
+def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
+    """A top-level key that Accelerate does not know.
+
+    It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`. `--fix` renames what is surely
+    a typo, such as `fsdp_confg`.
+    """
+    known = known_fields("")
+    for key in subject.section(""):
+        if key in known or key in OLD_TOP_KEYS or (_is_sagemaker(subject) and key in SAGEMAKER_KEYS):
+            continue
+        inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
+        sure = "" if inside else typo_of(key, known)
+        near = sure or near_key(key, known)
+        hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
+        fits = bool(sure) and sure not in subject.values
+        yield Finding(
+            key,
+            f"unknown key {key}.{hint}",
+            "Accelerate refuses the file",
+            f"rename it to {sure}" if fits else f"correct or remove {key}",
+            (Edit("", key, new_key=sure),) if fits else (),
+        )
+
+
+@rule("AF103", pains=("P05", "P84"))
+def unknown_section_key(subject: Subject) -> Iterator[Finding]:
+    """A key inside a section, such as `fsdp_config` or `deepspeed_config`, that nothing reads.
+
+    Accelerate accepts any key there and drops it without a word, so a typo means the default. `--fix` renames what is
+    surely a typo. Three keys that `accelerate config` itself writes into `fp8_config` are among them. The rules for
+    retired keys (AF104) and for missing prefixes (AF105) say more where they apply.
+    """
+    for section in SECTIONS:
+        known = known_fields(section)
+        for key in subject.section(section):
+            prefixed = f"parallelism_config_{key}" in known
+            if key not in known and key not in RETIRED and not prefixed and key not in DEEPSPEEDS_OWN.get(section, ()):
+                sure = MISNAMED.get(key) or typo_of(key, known)
+                meant = sure or near_key(key, known)
+                fits = bool(sure) and sure not in subject.section(section)
+                yield Finding(
+                    f"{section}.{key}",
+                    f"nothing reads {key}.{f' Did you mean {meant}?' if meant else ''}",
+                    "Accelerate drops it without a word",
+                    f"rename it to {meant}" if sure else f"{meant}, or remove {key}" if meant else f"remove {key}",
+                    (Edit(section, key, new_key=sure),) if fits else (),
+                )
+
+
+@rule("AF104", pains=("P05",))
+def retired_key(subject: Subject) -> Iterator[Finding]:
+    """A key of an older release, such as `fsdp_backward_prefetch_policy`.
+
+    Accelerate's own documentation still shows some of them. They are accepted and dropped; the setting is at its
+    default.
+    """
+    section = subject.section("fsdp_config")
+    for old, new in RETIRED.items():
+        if old in section:
+            twice = new in section
+            edits = (Edit("fsdp_config", old),) if twice else (Edit("fsdp_config", old, new_key=new),)
+            yield Finding(
+                f"fsdp_config.{old}",
+                f"{old} is read no longer; today's name is {new}",
+                "Accelerate drops it without a word",
+                f"rename it to {new}",
+                edits,
+            )
+
+
+@rule("AF105", pains=("P41",))
+def mesh_key_without_prefix(subject: Subject) -> Iterator[Finding]:
+    """A key in `parallelism_config` without the prefix `parallelism_config_`.
+
+    Accelerate adds the prefix for `fsdp_config` only; here the key is dropped and the size stays 1.
+    """
+    known = known_fields("parallelism_config")
+    for key in subject.section("parallelism_config"):
+        if f"parallelism_config_{key}" in known:
+            edit = Edit("parallelism_config", key, new_key=f"parallelism_config_{key}")
+            yield Finding(
+                f"parallelism_config.{key}",
+                f"{key} lacks its prefix",
+                "it is dropped and the size stays 1",
+                f"rename it to parallelism_config_{key}",
+                (edit,),
+            )
+
+
+@rule("AF106")
+def section_is_no_mapping(subject: Subject) -> Iterator[Finding]:
+    """A section such as `fsdp_config` that holds no keys but a value."""
+    for section in SECTIONS:
+        content = subject.values.get(section)
+        if content is not None and not isinstance(content, Mapping):
+            yield Finding(
+                section,
+                f"{section} is {content!r}, not a mapping of keys",
+                "its settings are not read",
+                f"indent its keys below {section}:",
+            )
+
+
+@rule("AF107", "note")
+def key_without_effect(subject: Subject) -> Iterator[Finding]:
+    """Keys that Accelerate takes from the command line only, or that its launcher forgets to hand on.
+
+    `rdzv_backend`, `same_network` and `enable_cpu_affinity` have defaults on the command line, and those win over the
+    file. `accelerate config` writes them into every file; at their defaults they are one note. Some keys of DeepSpeed's
+    own file are accepted in `deepspeed_config` and dropped. NVMe paths are AF216's.
+    """
+    usual: list[str] = []
+    for path, known, value in written(subject):
+        if known.engines or known.kind is Kind.SECTION or known.key.endswith("_nvme_path"):
+            continue
+        if value is None or str(value).lower() in USUAL.get(known.key, ()):
+            usual.append(path)
+            continue
+        yield Finding(
+            path,
+            f"{known.key}: {str(value).lower() if isinstance(value, bool) else value} has no effect in the file",
+            known.help,
+            f"--{known.key} on the command line of accelerate launch, or remove it",
+        )
+    if usual:
+        several = len(usual) > 1
+        yield Finding(
+            usual[0],
+            f"{', '.join(usual)} {'have' if several else 'has'} no effect in the file",
+            f"the launcher takes {'them' if several else 'it'} from its command line only; these are the usual values",
+            "nothing to do",
+        )
+    for section, keys in DEEPSPEEDS_OWN.items():
+        for key in keys & subject.section(section).keys():
+            yield Finding(
+                f"{section}.{key}",
+                f"{key} has no effect in the file",
+                "it is a key of DeepSpeed's own file, and Accelerate drops it",
+                f"a deepspeed_config_file with {key}",
+            )
+
+
+@rule("AF201", pains=("P63",))
+def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
+    """`mixed_precision: no` without quotes, or `dynamo_backend: no`.
+
+    YAML 1.1 reads a bare `no`, `off` or `false` as a boolean, and Accelerate stops with "'bool' object has no attribute
+    'lower'".
+    """
+    if subject.values.get("mixed_precision") is False:
+        word = subject.spelt("mixed_precision", "no")
+        yield Finding(
+            "mixed_precision",
+            f"mixed_precision: {word} without quotes is the boolean false",
+            "Accelerate stops: 'bool' object has no attribute 'lower'",
+            "mixed_precision: 'no'",
+            (Edit("", "mixed_precision", "no"),),
+        )
+    if subject.section("dynamo_config").get("dynamo_backend") is False:
+        yield Finding(
+            "dynamo_config.dynamo_backend",
+            "dynamo_backend: no without quotes is the boolean false",
+            "Accelerate stops: 'bool' object has no attribute 'upper'",
+            "dynamo_backend: 'no'",
+            (Edit("dynamo_config", "dynamo_backend", "no"),),
+        )
+
+
+@rule("AF208", "warning")
+def distributed_type_is_a_boolean(subject: Subject) -> Iterator[Finding]:
+    """`distributed_type: NO` without quotes: YAML 1.1 reads it as false.
+
+    Accelerate runs one process, as 'NO' means, but only where `num_processes` is given: it knows the default of 'NO'
+    and none of false.
+    """
+    if subject.values.get("distributed_type") is False:
+        word = subject.spelt("distributed_type", "NO")
+        yield Finding(
+            "distributed_type",
+            f"distributed_type: {word} without quotes is the boolean false",
+            "it counts as 'NO' where num_processes is given; elsewhere Accelerate stops",
+            "distributed_type: 'NO', in quotes",
+            (Edit("", "distributed_type", "NO"),),
+        )
+
+
+@rule("AF202", pains=("P66",))
+def null_value(subject: Subject) -> Iterator[Finding]:
+    """A key with nothing behind it in `fsdp_config` or `dynamo_config`.
+
+    Accelerate turns the null into the text "None" and stops with "invalid truth value none". Wrap policy, layer class,
+    prefetch, state dict type and ignored modules may be null, as `accelerate config` writes them: the same as no key.
+    """
+    for path, known, value in written(subject):
+        if known.key == "dynamo_backend" or known.key in NULL_IS_ABSENT:
+            continue  # null counts as no, or as no key
+        if value is None and known.section in ("fsdp_config", "dynamo_config"):
+            yield Finding(
+                path,
+                f"{known.key} has no value",
+                "Accelerate reads the text None",
+                f"give it a value, or remove {known.key}",
+                (Edit(known.section, known.key),),
+            )
+
+
+@rule("AF203", pains=("P67",))
+def not_a_choice(subject: Subject) -> Iterator[Finding]:
+    """A value that is not among those Accelerate knows for this key."""
+    quoted = ("mixed_precision", "distributed_type", "dynamo_backend")  # false there is AF201 or AF208
+    for path, known, value in written(subject):
+        if known.kind is not Kind.CHOICE or value is None or (known.key in quoted and value is False):
+            continue
+        if known.takes(str(value)):
+            continue
+        hint = did_you_mean(str(value), known.choices)
+        meant = subject.fsdp_version if known.key == "fsdp_version" else ""
+        kinds = (one for one in known.choices if known.key == "distributed_type" and one.lower() == str(value).lower())
+        edits = tuple(Edit(known.section, known.key, kind) for kind in kinds)
+        yield Finding(
+            path,
+            f"{known.key}: {value} is unknown.{hint}",
+            "Accelerate stops, or takes something else",
+            "one of " + ", ".join(known.choices),
+            (Edit(known.section, known.key, int(meant)),) if meant in known.choices else edits,
+        )
+
+
+@rule("AF204")
+def not_a_boolean(subject: Subject) -> Iterator[Finding]:
+    """A value that is neither true nor false where one is needed."""
+    for path, known, value in written(subject):
+        if known.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
+            strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
+            if known.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or strategy):
+                continue  # AF302, AF304
+            yield Finding(
+                path,
+                f"{known.key}: {value} is neither true nor false",
+                "Accelerate stops: invalid truth value",
+                f"{known.key}: true or false",
+            )
+
+
+@rule("AF205", pains=("P64",))
+def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
+    """A number that Accelerate can't read as one, such as `1e8`.
+
+    YAML 1.1 reads `1e8` as text and `1.0e+8` as a float; the value travels as text and `int("1e8")` fails.
+    """
+    for path, known, value in written(subject):
+        if known.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            continue
+        if isinstance(value, str) and value.isdecimal():
+            continue
+        number = _as_number(value)
+        edits = (Edit(known.section, known.key, number),) if number is not None else ()
+        yield Finding(
+            path,
+            f"{known.key}: {value!r} is not a whole number",
+            "Accelerate stops: invalid literal for int()",
+            f"{known.key}: {number if number is not None else 'N'}",
+            edits,
+        )
+
+
+def _as_number(value: Any) -> int | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if number.is_integer() and not isinstance(value, bool) else None
+
+
+@rule("AF206", pains=("P65",))
+def names_in_a_list(subject: Subject) -> Iterator[Finding]:
+    """Layer classes as a YAML list, with spaces after the commas, or none at all.
+
+    The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
+    part of the name.
+    """
+    for path, known, value in written(subject):
+        if known.kind is not Kind.NAMES or value is None:
+            continue
+        parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")
+        wanted = ",".join(part.strip() for part in parts if part.strip())
+        if not wanted:
+            yield Finding(
+                path,
+                f"{known.key} names no class",
+                "Accelerate looks for a class without a name and stops",
+                f"{known.key}: NAME, or remove it, and the model decides",
+            )
+        elif value != wanted:
+            yield Finding(
+                path,
+                f"{known.key} is not one text of names joined by commas",
+                "Accelerate would look for a class with brackets or spaces in its name",
+                f"{known.key}: {wanted}",
+                (Edit(known.section, known.key, wanted),),
+            )
+
+
+@rule("AF207", pains=("P48",))
+def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
+    """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'"."""
+    value = subject.values.get("gpu_ids")
+    if value is None or isinstance(value, str):
+        return
+    numbers = value if isinstance(value, list) else [value]
+    whole = bool(numbers) and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    text = ",".join(str(number) for number in numbers) if whole else "0,1"
+    yield Finding(
+        "gpu_ids",
+        f"gpu_ids: {value} is not text",
+        "Accelerate stops: no attribute 'split'",
+        f"gpu_ids: '{text}'",
+        (Edit("", "gpu_ids", text),) if whole else (),
+    )

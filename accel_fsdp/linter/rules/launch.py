@@ -1,0 +1,339 @@
+"""Rules about the launch, the layer classes and the training script's arguments."""
+
+from collections.abc import Iterator
+
+from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Edit, Engine
+from accel_fsdp.errors import did_you_mean
+from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
+
+
+@rule("AF401")
+def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` is missing: `accelerate launch` stops unless it is on the command line."""
+    given = "num_processes" in subject.launcher
+    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE and not given:
+        yield Finding(
+            "num_processes",
+            "num_processes is missing",
+            "accelerate launch stops without --num_processes",
+            "num_processes: the GPUs of all machines together",
+        )
+
+
+@rule("AF407")
+def too_few_processes(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` or `num_machines` below 1: nothing would run."""
+    for key in ("num_processes", "num_machines"):
+        value = subject.values.get(key)
+        if isinstance(value, int) and value < 1 and value != -1:
+            yield Finding(key, f"{key}: {value}", "nothing would run", f"{key}: 1 or more")
+
+
+@rule("AF402", pains=("P44",))
+def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` is the total over all machines; a remainder is dropped without a word.
+
+    9 processes on 2 machines start 4 on each, 1 process on 2 machines starts none.
+    """
+    processes, machines = subject.top("num_processes"), subject.top("num_machines")
+    whole = isinstance(processes, int) and isinstance(machines, int) and processes > 0 and machines > 0
+    if whole and processes % machines:
+        yield Finding(
+            "num_processes",
+            f"{processes} processes don't divide by {machines} machines",
+            f"each machine starts {processes // machines}",
+            f"num_processes: {max(processes // machines, 1) * machines}",
+        )
+
+
+@rule("AF403", pains=("P46",))
+def no_meeting_point(subject: Subject) -> Iterator[Finding]:
+    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`.
+
+    DeepSpeed's own launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
+    """
+    machines = subject.top("num_machines")
+    section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
+    by_hostfile = section.get("deepspeed_multinode_launcher") != "standard" and section.get("deepspeed_hostfile")
+    address = subject.launcher.get("main_process_ip") or subject.top("main_process_ip")
+    if isinstance(machines, int) and machines > 1 and not address and not by_hostfile:
+        yield Finding(
+            "num_machines",
+            f"{machines} machines and no main_process_ip",
+            "they wait at None:29500",
+            "main_process_ip: the address of machine 0",
+        )
+
+
+@rule("AF404", "note", pains=("P45",))
+def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
+    """`machine_rank` in a file for several machines.
+
+    Right in a file of one machine's own, as `accelerate config` writes it on each; copied to all it makes each one the
+    same number.
+    """
+    machines = subject.top("num_machines")
+    if isinstance(machines, int) and machines > 1 and "machine_rank" in subject.values:
+        yield Finding(
+            "machine_rank",
+            "machine_rank is the same on every machine that has this file",
+            "the job hangs when two machines have one number",
+            "launch with --machine_rank N, unless each machine has a file of its own",
+        )
+
+
+@rule("AF405", "warning", pains=("P83",))
+def use_cpu_under_fsdp(subject: Subject) -> Iterator[Finding]:
+    """`use_cpu: true` under FSDP, which the launcher does not hand to the ranks."""
+    if subject.is_fsdp and subject.values.get("use_cpu") is True:
+        yield Finding(
+            "use_cpu",
+            "FSDP ranks don't learn of use_cpu",
+            "it has no effect",
+            "use_cpu: false; train/sft.py finds out by itself",
+            (Edit("", "use_cpu", False),),
+        )
+
+
+@rule("AF406", "note")
+def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
+    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes a checkpoint of shards and no model.
+
+    The weights are in it; `accel-fsdp export` makes a model of them. train/sft.py asks for the key.
+    """
+    section = subject.section("deepspeed_config")
+    own_file = "deepspeed_config_file" in section
+    off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
+    if subject.engine is Engine.DEEPSPEED and str(section.get("zero_stage")) == "3" and off and not own_file:
+        edit = Edit("deepspeed_config", "zero3_save_16bit_model", True)
+        yield Finding(
+            "deepspeed_config.zero_stage",
+            "ZeRO-3 gathers no weights when it saves",
+            "the output folder holds shards and no model, and train/sft.py refuses it",
+            "zero3_save_16bit_model: true; a folder of shards: accel-fsdp export",
+            (edit,),
+        )
+
+
+@rule("AF501", pains=("P10", "P65"))
+def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
+    """A layer class that the model (`--model`) doesn't have: Accelerate stops at prepare."""
+    names = subject.fsdp("fsdp_transformer_layer_cls_to_wrap") if subject.is_fsdp else None
+    if subject.model is None or not isinstance(names, str):
+        return
+    for name in (part.strip() for part in names.split(",")):
+        if name and name not in subject.model.classes:
+            found = ",".join(layer.name for layer in subject.model.wrap_classes)
+            edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
+            yield Finding(
+                "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+                f"{subject.model.name} has no {name}.{did_you_mean(name, subject.model.classes)}",
+                "Accelerate stops: Could not find the transformer layer class",
+                f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
+                edits,
+            )
+
+
+@rule("AF502", "note", pains=("P10", "P11"))
+def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
+    """TRANSFORMER_BASED_WRAP without a layer class.
+
+    Accelerate then takes the model's `_no_split_modules`. Of transformers 5's causal language models about
+    one in ten names classes there that it doesn't contain, and stops; as many name none, and are not wrapped at all.
+    """
+    policy = str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
+    if subject.is_fsdp and policy == "TRANSFORMER_BASED_WRAP" and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
+        found = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
+        edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
+        yield Finding(
+            "fsdp_config.fsdp_auto_wrap_policy",
+            "no fsdp_transformer_layer_cls_to_wrap",
+            "some models name classes they don't have, some name none and are not wrapped",
+            f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME (--model finds it)'}",
+            edits,
+        )
+
+
+@rule("AF601", "warning", pains=("P01",))
+def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
+    """LoRA with FSDP activation checkpointing.
+
+    PEFT 0.21 finds no adapter tensor in modules that are wrapped for checkpointing: exports and sharded checkpoints
+    hold none, without a word. train/sft.py repairs that; most scripts don't.
+    """
+    yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "adapter-recompute")
+
+
+@rule("AF602", "warning", pains=("P02", "P105"))
+def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """LoRA with FSDP1.
+
+    PEFT 0.21 finds no adapter tensor below FSDP1's wrappers: exports and checkpoints hold none. train/sft.py repairs
+    that; most scripts don't.
+    """
+    yield from combined(subject, "fsdp_config.fsdp_version", "adapter-fsdp1")
+
+
+@rule("AF603", pains=("P25",))
+def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
+    """Activation checkpointing in the YAML and in the arguments, which TRL sets by default: Trainer stops.
+
+    train/sft.py takes the right one of the two.
+    """
+    twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
+    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.ours:
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "activation checkpointing is on twice",
+            "Trainer stops: can't both be set to True",
+            "turn one off; with LoRA this one",
+        )
+
+
+@rule("AF604", pains=("P36", "P37"))
+def optimizer_cannot_step(subject: Subject) -> Iterator[Finding]:
+    """An optimizer (`--optim`) that can't work on the engine's parameters: the first step stops.
+
+    Adafactor and all of bitsandbytes' under FSDP2, GaLore and APOLLO under FSDP1, layerwise ones in several processes.
+    torchao's `adamw_torch_8bit` and `adamw_torch_4bit` work under both.
+    """
+    names = ("adafactor-fsdp2", "bitsandbytes-fsdp2", "low-rank-fsdp1", "layerwise")
+    yield from combined(subject, "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type", *names)
+
+
+@rule("AF605", pains=("P36", "P37"))
+def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
+    """An optimizer (`--optim`) whose state the engine can't gather: the first checkpoint stops the run.
+
+    Adafactor and all of bitsandbytes' under FSDP1, Adagrad, GaLore and GrokAdamW under FSDP2.
+    """
+    if str(subject.arg("save_strategy")).lower() != "no":
+        names = ("adafactor-fsdp1", "bitsandbytes-fsdp1", "state-fsdp2")
+        yield from combined(subject, "fsdp_config.fsdp_version", *names)
+
+
+@rule("AF606", "warning", pains=("P81",))
+def precision_differs(subject: Subject) -> Iterator[Finding]:
+    """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
+    asked = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
+    written = subject.values.get("mixed_precision")
+    if asked and written is not None and str(written).lower() != asked:
+        yield Finding(
+            "mixed_precision",
+            f"--{asked} wins over mixed_precision: {written}",
+            "the file doesn't say what is trained",
+            f"mixed_precision: {asked}, or drop --{asked}",
+        )
+
+
+@rule("AF607", pains=("P51",))
+def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
+    """`--fsdp` or `--fsdp_config` beside an FSDP YAML.
+
+    The arguments win and most of the YAML is ignored, but leftovers leak: offload stays on, the state dict becomes
+    FULL. Their keys also have other names there (`cpu_offload`) and unknown ones are dropped.
+    """
+    if subject.is_fsdp and (subject.arg("fsdp") or subject.arg("fsdp_config")):
+        yield Finding(
+            "fsdp_config", "the arguments set FSDP too", "most of this file is ignored", "drop --fsdp and --fsdp_config"
+        )
+
+
+@rule("AF608", pains=("P78",))
+def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
+    """`--save_only_model` with SHARDED_STATE_DICT: Trainer stops."""
+    if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("save_only_model"):
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            "--save_only_model needs FULL_STATE_DICT",
+            "Trainer stops",
+            "drop --save_only_model",
+        )
+
+
+@rule("AF609", pains=("P61",))
+def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--predict_with_generate` under FSDP1: "'weight' must be 2-D"."""
+    yield from combined(subject, "fsdp_config.fsdp_version", "generate-fsdp1")
+
+
+@rule("AF610", pains=("P85",))
+def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--use_dora` under FSDP1: "IndexError: tuple index out of range"."""
+    yield from combined(subject, "fsdp_config.fsdp_version", "dora-fsdp1")
+
+
+@rule("AF611", pains=("P35",))
+def eight_bit_base(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_8bit` under FSDP1: int8 weights can't be flattened with 16-bit ones."""
+    yield from combined(subject, "distributed_type", "eight-bit-fsdp1")
+
+
+@rule("AF612", "warning", pains=("P33", "P34"))
+def four_bit_storage(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_4bit` under FSDP with the default storage, uint8.
+
+    FSDP1 stops; FSDP2 leaves the 4-bit base unsharded, a full copy on each GPU. The storage must be a floating type,
+    and the same as `mixed_precision`.
+    """
+    storage = str(subject.arg("bnb_4bit_quant_storage") or "uint8")
+    wanted = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
+    if subject.is_fsdp and subject.arg_on("load_in_4bit") and storage != wanted:
+        yield Finding(
+            "mixed_precision",
+            f"4-bit weights stored as {storage}",
+            "they are not sharded, or FSDP stops",
+            f"--bnb_4bit_quant_storage {wanted}",
+        )
+
+
+@rule("AF613", "warning", pains=("P14",))
+def pure_low_precision(subject: Subject) -> Iterator[Finding]:
+    """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
+    dtype = str(subject.arg("dtype") or subject.arg("torch_dtype"))
+    off = subject.top("mixed_precision") in ("no", False, None)
+    low = dtype in (*LOW_DTYPES, "bf16", "fp16")
+    if low and off and not subject.uses_adapter and not subject.arg_on("bf16", "fp16"):
+        yield Finding(
+            "mixed_precision",
+            f"--dtype {dtype} without mixed precision has no float32 master weights",
+            "small updates are lost to rounding",
+            "mixed_precision: bf16, or --dtype float32",
+        )
+
+
+@rule("AF614", pains=("P31",))
+def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
+    """FSDP1 with CPU offload, gradient accumulation and `sync_each_batch`: each micro-batch replaces the gradient."""
+    steps = str(subject.arg("gradient_accumulation_steps") or 1)
+    each = "sync_each_batch" in str(subject.arg("accelerator_config"))
+    if subject.engine is Engine.FSDP1 and subject.on("fsdp_offload_params") and steps != "1" and each:
+        yield Finding(
+            "fsdp_config.fsdp_offload_params",
+            "offload and sync_each_batch lose gradients",
+            "each micro-batch replaces the one before",
+            "fsdp_version: 2, or no sync_each_batch",
+        )
+
+
+@rule("AF615", "warning", pains=("P88",))
+def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """`--torch_compile` under FSDP1 breaks in dynamo or inductor for many models."""
+    if subject.engine is Engine.FSDP1 and subject.arg_on("torch_compile"):
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "torch.compile is not made for FSDP1's wrappers",
+            "compilation often fails",
+            "fsdp_version: 2",
+        )
+
+
+@rule("AF630", pains=("P99",))
+def labels_not_shifted(subject: Subject) -> Iterator[Finding]:
+    """`--label_smoothing_factor` in full training under FSDP2: the model learns to repeat its input.
+
+    FSDP2 renames the model's class, Trainer no longer knows it for a causal language model, and compares each token's
+    logits with the token itself instead of the next. The logged loss looks better, nothing warns. train/sft.py shifts
+    the labels; other scripts don't.
+    """
+    yield from combined(subject, "fsdp_config.fsdp_version", "label-smoothing-fsdp2")

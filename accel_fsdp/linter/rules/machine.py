@@ -1,0 +1,368 @@
+"""Rules about how the job is started (`--args` with a command line) and about this machine (`--here`)."""
+
+from collections.abc import Iterator
+
+from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+
+GIB = 1 << 30
+LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB for a sentence."""
+    return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.1f} GiB"
+
+
+@rule("AF408", "warning", pains=("P50",))
+def started_without_accelerate(subject: Subject) -> Iterator[Finding]:
+    """The command line in `--args` starts with python or torchrun: neither reads the file, so FSDP is not used."""
+    if subject.is_fsdp and subject.starter in ("python", "python3", "torchrun"):
+        yield Finding(
+            "distributed_type",
+            f"{subject.starter} does not read this file",
+            "nothing is sharded",
+            "accelerate launch --config_file FILE SCRIPT ...",
+        )
+
+
+@rule("AF409", pains=("P08",))
+def launched_as_something_else(subject: Subject) -> Iterator[Finding]:
+    """A flag such as `--multi_gpu` before the script: the launcher then doesn't look at `distributed_type`."""
+    for name in ("multi_gpu", "use_deepspeed", "use_megatron_lm", "tpu"):
+        if subject.is_fsdp and subject.starter == "accelerate" and subject.arg_on(name):
+            yield Finding(
+                "distributed_type",
+                f"--{name} overrides distributed_type: FSDP",
+                "FSDP is not used and every GPU holds the whole model",
+                f"drop --{name}",
+            )
+
+
+@rule("AF410", pains=("P41",))
+def mesh_beside_use_fsdp(subject: Subject) -> Iterator[Finding]:
+    """`accelerate launch --use_fsdp` with a `parallelism_config`: given the flag, the launcher drops the mesh."""
+    mesh = subject.section("parallelism_config")
+    if subject.starter == "accelerate" and subject.arg_on("use_fsdp") and mesh:
+        yield Finding(
+            "parallelism_config", "--use_fsdp drops parallelism_config", "the mesh is not built", "drop --use_fsdp"
+        )
+
+
+@rule("AF411")
+def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
+    """`machine_rank` outside 0 to `num_machines` - 1: the machines wait for one that never comes."""
+    rank, machines = subject.values.get("machine_rank"), subject.number("num_machines")
+    if isinstance(rank, int) and not isinstance(rank, bool) and machines > 1 and not 0 <= rank < machines:
+        yield Finding(
+            "machine_rank",
+            f"machine_rank: {rank} of {machines} machines",
+            "they wait for a machine of another number",
+            f"0 to {machines - 1}, one for each: --machine_rank N",
+        )
+
+
+@rule("AF412", "warning")
+def machine_rank_of_one(subject: Subject) -> Iterator[Finding]:
+    """`machine_rank` other than 0 and one machine: every machine with this file trains on its own."""
+    rank, machines = subject.values.get("machine_rank"), subject.values.get("num_machines", 1)
+    if isinstance(rank, int) and rank != 0 and machines in (1, None):
+        yield Finding(
+            "machine_rank",
+            f"machine_rank: {rank} and one machine",
+            "num_machines is 1, so this machine trains on its own",
+            "num_machines: all that take part, or machine_rank: 0",
+        )
+
+
+@rule("AF413", pains=("P47",))
+def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
+    """`gpu_ids` names fewer GPUs than there are processes on a machine: two ranks meet on one and NCCL refuses.
+
+    One id under MULTI_GPU on one machine is refused by the launcher.
+    """
+    chosen, ranks = _chosen(subject), subject.ranks_here
+    if subject.engine not in (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED) or not chosen:
+        return
+    if subject.values.get("distributed_type") == "MULTI_CPU" or subject.values.get("use_cpu") is True:
+        return
+    single = chosen == 1 and subject.engine is Engine.DDP and subject.top("num_machines") == 1
+    if chosen < ranks or single:
+        yield Finding(
+            "gpu_ids",
+            f"gpu_ids: {subject.top('gpu_ids')} and {max(ranks, 1)} processes on each machine",
+            "the launcher stops: less than two GPU ids" if single else "NCCL stops: Duplicate GPU detected",
+            "gpu_ids: all, or as many ids as processes",
+        )
+
+
+def _chosen(subject: Subject) -> int:
+    """How many GPUs `gpu_ids` names; 0 for all of them."""
+    chosen = subject.top("gpu_ids")
+    if isinstance(chosen, int | list):  # AF207 makes text of it
+        return len(chosen) if isinstance(chosen, list) else 1
+    if not isinstance(chosen, str) or chosen == "all":
+        return 0
+    return len([entry for entry in chosen.split(",") if entry.strip()])
+
+
+MAY_DIFFER = frozenset({"machine_rank", "main_process_ip", "main_process_port"})
+"""Flags that differ from machine to machine, or from run to run, by their nature."""
+
+
+@rule("AF414", "warning")
+def flag_beats_the_file(subject: Subject) -> Iterator[Finding]:
+    """A flag of `accelerate launch` in `--args` that says something else than the file: the flag wins.
+
+    The launcher's flags stand before the script. `--machine_rank` and the address are meant to differ.
+    """
+    for (section, key), known in BY_NAME.items():
+        flag, written = subject.launcher.get(key), subject.section(section).get(key)
+        if key in MAY_DIFFER or not known.engines or None in (flag, written) or _same(flag, written):
+            continue
+        yield Finding(
+            f"{section}.{key}".lstrip("."),
+            f"--{key} {str(flag).lower() if isinstance(flag, bool) else flag} wins over {key}: {written}",
+            "the file doesn't say what is trained",
+            f"drop --{key}, or write its value here",
+        )
+
+
+def _same(flag: object, written: object) -> bool:
+    texts = str(flag).lower(), str(written).lower()
+    return texts[0] == texts[1] or any(texts[0] in words and texts[1] in words for words in (TRUE_WORDS, FALSE_WORDS))
+
+
+@rule("AF420", "warning", pains=("P07",))
+def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
+    """No accelerator on this machine (`--here`).
+
+    Accelerate then trains every rank on its own, unsharded, and ends with exit code 0. train/sft.py runs FSDP on CPU
+    processes instead.
+    """
+    if subject.is_fsdp and subject.here is not None and subject.here.usable_gpus == 0:
+        yield Finding(
+            "distributed_type",
+            "this machine has no usable GPU",
+            "every rank trains the whole model alone, unless the script is train/sft.py",
+            "run it on a machine with GPUs; look at CUDA_VISIBLE_DEVICES",
+        )
+
+
+@rule("AF421", "warning", pains=("P82",))
+def syncing_without_accelerator(subject: Subject) -> Iterator[Finding]:
+    """FSDP1 with synced module states, its default, on a machine without accelerator: Accelerate stops."""
+    none = subject.here is not None and subject.here.usable_gpus == 0
+    if subject.engine is Engine.FSDP1 and none and subject.on("fsdp_sync_module_states"):
+        yield Finding(
+            "fsdp_config.fsdp_sync_module_states",
+            "FSDP1 looks for a GPU to sync module states on",
+            "There are currently no available devices found, unless the script is train/sft.py",
+            "fsdp_sync_module_states: false and fsdp_cpu_ram_efficient_loading: false",
+        )
+
+
+def _gpus(subject: Subject) -> int:
+    """The GPUs that the ranks of this machine will see; 0 if unknown or none."""
+    if subject.here is None or not subject.here.gpus:
+        return 0
+    return _chosen(subject) or subject.here.usable_gpus or 0
+
+
+@rule("AF422", pains=("P47",))
+def more_processes_than_gpus(subject: Subject) -> Iterator[Finding]:
+    """More processes than GPUs on this machine (`--here`): two ranks meet on one GPU and NCCL refuses.
+
+    AF413 is about `gpu_ids`.
+    """
+    gpus = _gpus(subject)
+    if subject.engine is not Engine.NONE and 0 < gpus < subject.ranks_here and not _chosen(subject):
+        yield Finding(
+            "num_processes",
+            f"{subject.ranks_here} processes and {gpus} GPUs on this machine",
+            "NCCL stops: Duplicate GPU detected",
+            f"num_processes: {gpus * (subject.number('num_machines') or 1)}",
+        )
+
+
+@rule("AF423", "warning", pains=("P43",))
+def hybrid_on_some_gpus(subject: Subject) -> Iterator[Finding]:
+    """FSDP1's hybrid strategies with fewer processes than visible GPUs: the groups are made from the GPU count."""
+    gpus = _gpus(subject)
+    if subject.engine is Engine.FSDP1 and subject.strategy.startswith("HYBRID") and 0 < subject.ranks_here < gpus:
+        yield Finding(
+            "num_processes",
+            f"hybrid sharding of {subject.ranks_here} processes where {gpus} GPUs are visible",
+            "FSDP1 makes its groups from the number of GPUs, and the ranks hang or shard wrongly",
+            "set CUDA_VISIBLE_DEVICES to the GPUs in use",
+        )
+
+
+@rule("AF424", "warning", pains=("P48",))
+def gpu_ids_against_the_environment(subject: Subject) -> Iterator[Finding]:
+    """`gpu_ids` beside another CUDA_VISIBLE_DEVICES: the launcher overwrites the variable."""
+    chosen = subject.top("gpu_ids")
+    visible = subject.here.visible if subject.here else None
+    if visible and isinstance(chosen, str) and chosen not in ("all", visible):
+        yield Finding(
+            "gpu_ids",
+            f"gpu_ids: {chosen} replaces CUDA_VISIBLE_DEVICES={visible}",
+            "the job runs on GPUs that may be another's",
+            "gpu_ids: all",
+        )
+
+
+@rule("AF425", "note", pains=("P49",))
+def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
+    """Accelerate's default config file exists: a launch without `--config_file` takes that one."""
+    if subject.here is not None and subject.here.default_config:
+        yield Finding(
+            "",
+            f"{subject.here.default_config} exists",
+            "a launch that forgets --config_file runs with that file",
+            "always give --config_file",
+        )
+
+
+@rule("AF426", "warning", pains=("P12",))
+def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
+    """Full training under FSDP2 with mixed precision needs a float32 copy of the model per rank in host memory.
+
+    Each rank casts all it has loaded before it shards, whatever `fsdp_cpu_ram_efficient_loading` says. Needs `--model`,
+    `--args` and `--here`.
+    """
+    memory = subject.here.memory if subject.here else None
+    if subject.engine is not Engine.FSDP2 or not subject.mixed or not subject.trains_everything:
+        return
+    if subject.model is None or memory is None:
+        return
+    needed = subject.model.parameters * 4 * subject.ranks_here
+    if needed > memory:
+        yield Finding(
+            "fsdp_config.fsdp_cpu_ram_efficient_loading",
+            f"{subject.ranks_here} ranks cast {gib(needed)} of weights in {gib(memory)} of memory",
+            "each rank casts the whole model to float32 before it is sharded, and the system ends the job",
+            "fewer processes on each machine, LoRA, or a machine with more memory",
+        )
+
+
+@rule("AF427", "warning", pains=("P39",))
+def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
+    """CPU offload of 16 bytes per trained parameter, pinned, is more than the host's memory.
+
+    Needs `--model`, `--args` and `--here`.
+    """
+    memory = subject.here.memory if subject.here else None
+    if not subject.is_fsdp or not subject.on("fsdp_offload_params") or not subject.trains_everything:
+        return
+    if subject.model is None or memory is None:
+        return
+    needed = subject.model.parameters * 16 // (subject.number("num_machines") or 1)
+    if needed > memory:
+        yield Finding(
+            "fsdp_config.fsdp_offload_params",
+            f"offload needs {gib(needed)} on each machine, this one has {gib(memory)}",
+            "the system ends the job",
+            "more machines, LoRA, or fsdp_offload_params: false",
+        )
+
+
+@rule("AF428", "warning", pains=("P56",))
+def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
+    """FULL_STATE_DICT gathers the model in float32 on rank 0, which is more than the host's memory.
+
+    Needs `--model`, `--args` and `--here`.
+    """
+    memory = subject.here.memory if subject.here else None
+    if not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
+        return
+    if subject.model is None or memory is None:
+        return
+    needed = subject.model.parameters * 4.8
+    if needed > memory:
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            f"a gathered state dict needs {gib(needed)}, this machine has {gib(memory)}",
+            "rank 0 is ended when it saves",
+            "fsdp_state_dict_type: SHARDED_STATE_DICT, and merge on another machine",
+        )
+
+
+@rule("AF429", "warning", pains=("P53",))
+def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
+    """The checkpoints won't fit on the disk of `--output_dir`.
+
+    A checkpoint of full training takes 12 bytes per parameter sharded and 16 gathered; `--save_total_limit` and one
+    more are kept while the newest is written. Needs `--model`, `--args` and `--here`.
+    """
+    free = subject.here.free_disk if subject.here else None
+    kept = str(subject.arg("save_total_limit") or "1")
+    saves = str(subject.arg("save_strategy")).lower() != "no"
+    if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
+        return
+    each = subject.model.parameters * (16 if subject.full_state_dict else 12)
+    needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
+    if needed > free:
+        yield Finding(
+            "fsdp_config.fsdp_state_dict_type",
+            f"checkpoints of {gib(each)} need {gib(needed)}, {gib(free)} are free at --output_dir",
+            "a full disk stops the run",
+            "another disk, a lower --save_total_limit, or SHARDED_STATE_DICT",
+        )
+
+
+@rule("AF430", "warning", pains=("P60",))
+def torch_xla_beside_gpus(subject: Subject) -> Iterator[Finding]:
+    """torch_xla is installed on a machine with GPUs: Accelerate asks for it first, and FSDP is not used."""
+    if subject.is_fsdp and subject.here is not None and subject.here.torch_xla and subject.here.gpus:
+        yield Finding(
+            "distributed_type",
+            "torch_xla is installed here and comes before CUDA",
+            "the backend is xla and FSDP is not used",
+            "export USE_TORCH_XLA=0, or uninstall torch_xla",
+        )
+
+
+@rule("AF431", "warning", pains=("P90",))
+def port_is_taken(subject: Subject) -> Iterator[Finding]:
+    """`main_process_port` (29500 if absent) is in use on this machine.
+
+    On one machine the launcher moves to another port; on several it stops on machine 0.
+    """
+    if subject.engine is Engine.NONE or subject.here is None or not subject.here.port_in_use:
+        return
+    several = subject.number("num_machines") > 1
+    yield Finding(
+        "main_process_port" if "main_process_port" in subject.values else "",
+        f"port {subject.top('main_process_port') or 29500} is in use on this machine",
+        "the launcher stops if this is machine 0" if several else "the launcher takes another one",
+        "main_process_port: another one" if several else "main_process_port: 0, which finds a free one",
+    )
+
+
+@rule("AF432", "note", pains=("P62",))
+def exports_will_be_private(subject: Subject) -> Iterator[Finding]:
+    """safetensors 0.8.0 is installed, which writes files that their owner alone may read, whatever the umask.
+
+    train/sft.py sets the mode; most scripts don't.
+    """
+    if subject.versions.get("safetensors") == "0.8.0" and subject.here is not None and subject.here.others_may_read:
+        yield Finding(
+            "",
+            "safetensors 0.8.0 makes its files private",
+            "others can't read an export, unless the script is train/sft.py",
+            "chmod a+r on the export",
+        )
+
+
+@rule("AF433", "warning", pains=("P55",))
+def local_disk_for_several_machines(subject: Subject) -> Iterator[Finding]:
+    """Sharded checkpoints of several machines on a local disk: each holds its own parts, `.metadata` lies on one."""
+    local = subject.here is not None and subject.here.filesystem in LOCAL_FILESYSTEMS
+    if subject.is_fsdp and local and subject.number("num_machines") > 1 and subject.sharded_state_dict:
+        yield Finding(
+            "num_machines",
+            f"--output_dir is on this machine's own {subject.here.filesystem if subject.here else 'disk'}",
+            "no machine has the whole checkpoint, and resuming stops",
+            "an --output_dir that all machines share",
+        )

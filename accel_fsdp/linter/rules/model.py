@@ -1,0 +1,227 @@
+"""Rules about the model (`--model`) and its number formats."""
+
+from collections.abc import Iterator
+
+from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine, clashes
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+
+MANY_RANKS = 32
+NAMES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+POLICY = "fsdp_config.fsdp_auto_wrap_policy"
+
+
+@rule("AF320", pains=("P84",))
+def fsdp_block_on_tpu(subject: Subject) -> Iterator[Finding]:
+    """An `fsdp_config` without `xla: true` under `distributed_type: XLA`.
+
+    Accelerate reads none of it there; the xla keys are for the training script, which gives them to Trainer.
+    """
+    if subject.engine is Engine.TPU and subject.section("fsdp_config") and not subject.on("fsdp_xla"):
+        yield Finding(
+            "fsdp_config",
+            "on TPU nothing reads fsdp_config",
+            "every core holds the whole model",
+            "the xla keys of --fsdp_config in TrainingArguments",
+        )
+
+
+@rule("AF321", pains=("P86",))
+def fp8_with_fsdp(subject: Subject) -> Iterator[Finding]:
+    """FP8 by torchao with `fsdp_cpu_ram_efficient_loading`, or by MS-AMP at all: Accelerate stops under FSDP."""
+    section = subject.values.get("fp8_config")
+    if not subject.is_fsdp or subject.top("mixed_precision") != "fp8" or not isinstance(section, dict):
+        return
+    backend = str(section.get("fp8_backend", section.get("backend"))).upper()
+    if backend == "AO" and subject.on("fsdp_cpu_ram_efficient_loading"):
+        yield Finding(
+            "fsdp_config.fsdp_cpu_ram_efficient_loading",
+            "torchao's FP8 and RAM-efficient loading exclude each other",
+            "Accelerate stops",
+            "fsdp_cpu_ram_efficient_loading: false",
+        )
+    if backend == "MSAMP":
+        yield Finding(
+            "fp8_config", "MS-AMP does not work with FSDP", "Accelerate stops: NotImplementedError", "fp8_backend: TE"
+        )
+
+
+@rule("AF322", "note", pains=("P59",))
+def gradients_summed_in_bf16(subject: Subject) -> Iterator[Finding]:
+    """bf16 mixed precision sums gradients in bf16, and no key changes that: rounding grows with the ranks."""
+    if subject.is_fsdp and subject.top("mixed_precision") == "bf16" and subject.number("num_processes") >= MANY_RANKS:
+        yield Finding(
+            "mixed_precision",
+            f"gradients of {subject.number('num_processes')} ranks are summed in bf16",
+            "rounding grows with the number of ranks",
+            "a FullyShardedDataParallelPlugin with reduce_dtype float32, in the script",
+        )
+
+
+@rule("AF503", pains=("P10",))
+def declared_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
+    """No layer class in the file, and the model's `_no_split_modules` names one that it doesn't contain.
+
+    Accelerate stops with "Could not find the transformer layer class". Needs `--model`.
+    """
+    model = subject.model if _takes_declared(subject) else None
+    absent = [name for name in (model.declared_classes or ()) if name not in model.classes] if model else []
+    if model and absent:
+        yield Finding(
+            POLICY,
+            f"{model.name} names {', '.join(sorted(absent))} as its layers and has none",
+            "Accelerate stops: Could not find the transformer layer class",
+            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(one.name for one in model.wrap_classes) or "NAME"),
+        )
+
+
+@rule("AF504", "warning", pains=("P11",))
+def no_class_declared(subject: Subject) -> Iterator[Finding]:
+    """No layer class in the file and none in the model's `_no_split_modules`: no layer becomes a unit.
+
+    Needs `--model`.
+    """
+    model = subject.model if _takes_declared(subject) else None
+    if model and model.declared_classes == ():
+        yield Finding(
+            POLICY,
+            f"{model.name} names no layer class",
+            "no layer becomes a unit and every rank gathers the whole model, without a word",
+            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(one.name for one in model.wrap_classes) or "NAME"),
+        )
+
+
+def _takes_declared(subject: Subject) -> bool:
+    """Whether Accelerate will take the layer classes from the model."""
+    policy = str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
+    named = subject.has("fsdp_transformer_layer_cls_to_wrap")
+    return subject.is_fsdp and policy == "TRANSFORMER_BASED_WRAP" and not named
+
+
+@rule("AF505", "warning", pains=("P32",))
+def mixed_dtypes_in_a_unit(subject: Subject) -> Iterator[Finding]:
+    """A model that keeps some parameters in float32 while the rest loads in 16 bits.
+
+    FSDP1 flattens a unit into one tensor and stops with "Must flatten tensors with uniform dtype"; FSDP2 without mixed
+    precision stops too. Needs `--model`.
+    """
+    if subject.model is None or not subject.is_fsdp or (subject.engine is Engine.FSDP2 and subject.mixed):
+        return
+    kept = {"bfloat16": subject.model.kept_bf16, "float16": subject.model.kept_fp16}.get(subject.load_dtype, "")
+    if kept:
+        yield Finding(
+            "mixed_precision",
+            f"{kept} stays float32 beside {subject.load_dtype} weights",
+            "FSDP stops: a unit needs one dtype, unless the script loads float32",
+            "--dtype float32, or fsdp_version: 2 with mixed_precision: bf16",
+        )
+
+
+@rule("AF506", pains=("P74",))
+def tied_but_different(subject: Subject) -> Iterator[Finding]:
+    """The config ties the embeddings, the weights hold two different ones.
+
+    transformers leaves them untied, RAM-efficient loading ties them again, and FSDP2 stops with "mapping failed". Needs
+    `--model`.
+    """
+    apart = subject.model is not None and subject.model.tied_apart
+    if subject.engine is Engine.FSDP2 and apart and subject.on("fsdp_cpu_ram_efficient_loading"):
+        yield Finding(
+            "fsdp_config.fsdp_cpu_ram_efficient_loading",
+            "the model's config ties embeddings that differ in its weights",
+            "Accelerate stops: FSDP2 mapping failed",
+            "tie_word_embeddings: false in the model's config.json",
+        )
+
+
+@rule("AF507", "warning", pains=("P58",))
+def unit_per_expert(subject: Subject) -> Iterator[Finding]:
+    """A single expert's class among the layer classes.
+
+    Ranks whose tokens choose other experts then gather other units, and the job hangs. Needs `--model`.
+    """
+    names = subject.fsdp("fsdp_transformer_layer_cls_to_wrap") if subject.is_fsdp else None
+    experts = subject.model.expert_classes if subject.model else frozenset()
+    for name in sorted(experts & {part.strip() for part in str(names).split(",")}):
+        yield Finding(
+            NAMES, f"{name} is one expert", "ranks gather different units and hang", "name the decoder layer only"
+        )
+
+
+@rule("AF508", "note", pains=("P54",))
+def export_doubles_in_size(subject: Subject) -> Iterator[Finding]:
+    """Full training of 16-bit weights with mixed precision exports float32, twice the size of the base."""
+    low = subject.model is not None and subject.model.dtype in LOW_DTYPES
+    if subject.is_fsdp and subject.mixed and subject.trains_everything and low:
+        yield Finding(
+            "mixed_precision",
+            "the trained model will be float32, twice the base's size",
+            "the master weights are what is saved",
+            "cast it after training: from_pretrained(..., dtype='bfloat16').save_pretrained(...)",
+        )
+
+
+@rule("AF509", "warning", pains=("P33", "P34"))
+def quantized_storage(subject: Subject) -> Iterator[Finding]:
+    """A 4-bit checkpoint (`--model`) whose storage is not the floating dtype of `mixed_precision`.
+
+    With integers FSDP1 stops and FSDP2 leaves the base unsharded; with another floating dtype FSDP2 casts the packed
+    bytes as if they were numbers.
+    """
+    if subject.model is None or subject.model.quantized != 4 or not subject.is_fsdp:
+        return
+    wanted = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
+    if subject.model.quant_storage != wanted:
+        yield Finding(
+            "mixed_precision",
+            f"{subject.model.name} stores 4-bit weights as {subject.model.quant_storage}",
+            "they are not sharded, or FSDP stops, or casts them as numbers",
+            f"quantise it with bnb_4bit_quant_storage {wanted}",
+        )
+
+
+@rule("AF510", pains=("P35",))
+def eight_bit_checkpoint(subject: Subject) -> Iterator[Finding]:
+    """An 8-bit checkpoint (`--model`) under FSDP1: int8 weights can't be flattened with 16-bit ones."""
+    if subject.engine is Engine.FSDP1 and subject.model is not None and subject.model.quantized == 8:
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            f"{subject.model.name} is stored in 8 bits",
+            "FSDP1 stops: Must flatten tensors with uniform dtype",
+            "a 4-bit base with a floating bnb_4bit_quant_storage",
+        )
+
+
+@rule("AF511", "warning", pains=("P14",))
+def sixteen_bits_throughout(subject: Subject) -> Iterator[Finding]:
+    """Full training of a 16-bit checkpoint (`--model`, `--args`) without mixed precision.
+
+    transformers loads the checkpoint's dtype and nothing casts it: weights, gradients and moments stay in 16 bits.
+    train/sft.py loads float32; most scripts don't.
+    """
+    dtype = subject.model.dtype if subject.model else ""
+    off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
+    asked = str(subject.arg("dtype") or subject.arg("torch_dtype") or "auto")
+    if subject.is_fsdp and off and subject.trains_everything and dtype in LOW_DTYPES and asked == "auto":
+        yield Finding(
+            "mixed_precision",
+            f"the checkpoint is {dtype} and there is no mixed precision",
+            "small updates are lost to rounding, unless the script is train/sft.py",
+            "mixed_precision: bf16, or --dtype float32",
+        )
+
+
+@rule("AF512")
+def quantised_weights(subject: Subject) -> Iterator[Finding]:
+    """A model (`--model`) whose weights are quantised, as by GPTQ or AWQ, with full training (`--args`), or QLoRA.
+
+    Trainer trains adapters on them alone, and not on all kinds. Without `--args` it is a warning.
+    """
+    for one in clashes(subject.setup):
+        if one.parts == ("base",) and subject.model is not None:
+            yield Finding(
+                "distributed_type",
+                f"{subject.model.name} is quantised ({subject.model.quant_method}): {one.what}",
+                one.why,
+                one.fix,
+                milder=None if subject.args is not None else "warning",
+            )

@@ -1,0 +1,383 @@
+"""Rules about the training script (`--script`): signs in its syntax tree. The script is never run.
+
+Only what can be seen for sure is reported, and as a warning: a script may never reach the line.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from accel_fsdp.config import Engine
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+
+RANK_WORDS = ("is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero")
+RANKS = {"rank", "local_rank", "global_rank", "get_rank", "process_index", "local_process_index", "RANK", "LOCAL_RANK"}
+GATHERING = ("get_state_dict", "get_model_state_dict", "save_model", "save_fsdp_model", "save_state")
+TRL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "ORPOConfig", "CPOConfig")
+ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "parse_args_into_dataclasses", *TRL)
+
+
+def name_of(call: ast.Call) -> str:
+    """The last word of what is called: `save_model` in `trainer.save_model()`."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def receiver(call: ast.Call) -> str:
+    """What a method is called on, as source text; empty for a function."""
+    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def calls(subject: Subject, *names: str) -> list[ast.Call]:
+    """The script's calls of these names, in the order of lines; none without a script."""
+    if subject.script is None or not subject.is_fsdp:
+        return []
+    found = [node for node in ast.walk(subject.script.tree) if isinstance(node, ast.Call) and name_of(node) in names]
+    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of a keyword argument."""
+    return next((one.value for one in call.keywords if one.arg == name), None)
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal; None for anything else."""
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def at(subject: Subject, node: ast.AST, what: str, why: str, fix: str) -> Finding:
+    """A finding that names the script and the line."""
+    name = subject.script.name if subject.script else ""
+    return Finding("", f"{name}:{getattr(node, 'lineno', 0)}: {what}", why, fix)
+
+
+def scopes(tree: ast.Module) -> list[ast.Module | ast.FunctionDef]:
+    """The module and its functions."""
+    return [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]
+
+
+def own_calls(scope: ast.Module | ast.FunctionDef) -> list[ast.Call]:
+    """The calls in a scope, without those in functions and classes inside it, in the order of lines."""
+    waiting, found = list(ast.iter_child_nodes(scope)), []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Call):
+            found.append(node)
+        waiting += ast.iter_child_nodes(node)
+    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+
+def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
+    """Every name or attribute that the script gives a value, with that value; each of a tuple with the same."""
+    for node in ast.walk(subject.script.tree) if subject.script else []:
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if node.value is not None:
+                    yield ast.unparse(one), node.value
+
+
+def trainers(subject: Subject) -> set[str]:
+    """The names that hold a Trainer, as the script's own assignments show."""
+    return {name for name, value in assigned(subject) if isinstance(value, ast.Call) and _makes_trainer(value)}
+
+
+def _makes_trainer(call: ast.Call) -> bool:
+    return name_of(call).endswith("Trainer")
+
+
+def on_trainer(call: ast.Call, known: set[str]) -> bool:
+    """Whether a method is called on a Trainer: by its assignment, or by its name."""
+    on = call.func.value if isinstance(call.func, ast.Attribute) else None
+    made = isinstance(on, ast.Call) and _makes_trainer(on)
+    return made or "trainer" in receiver(call).lower() or receiver(call) in known
+
+
+def wrapped_names(subject: Subject) -> set[str]:
+    """Names and expressions that hold the sharded model: of `prepare`, `unwrap_model`, and a Trainer's."""
+    owners = {"trainer"} | trainers(subject)
+    names = {"self.model_wrapped", *(f"{one}.{name}" for one in owners for name in ("model", "model_wrapped"))}
+    for name, value in assigned(subject):
+        made = isinstance(value, ast.Call) and name_of(value) in ("prepare", "unwrap_model")
+        if made or (isinstance(value, ast.Attribute) and ast.unparse(value) in names):
+            names.add(name)
+    return names
+
+
+def is_wrapped(subject: Subject, call: ast.Call) -> bool:
+    """Whether a method is called on the sharded model."""
+    on = call.func.value if isinstance(call.func, ast.Attribute) else None
+    unwrapped = isinstance(on, ast.Call) and name_of(on) == "unwrap_model"
+    return unwrapped or receiver(call) in wrapped_names(subject)
+
+
+def _has_config(subject: Subject, names: tuple[str, ...], *keywords: str) -> ast.Call | None:
+    """The first call of one of these classes that sets none of the keywords and unpacks nothing."""
+    for call in calls(subject, *names):
+        if all(one.arg is not None and one.arg not in keywords for one in call.keywords):
+            return call
+    return None
+
+
+@rule("AF901", "warning", pains=("P03",))
+def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
+    """`trainer.save_model()` with SHARDED_STATE_DICT and nothing in the script that gathers: it writes no model."""
+    gathers = calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
+    known = trainers(subject)
+    if subject.sharded_state_dict and not gathers:
+        for call in (call for call in calls(subject, "save_model") if on_trainer(call, known)):
+            yield at(
+                subject,
+                call,
+                "save_model writes nothing under SHARDED_STATE_DICT",
+                "training ends without a model and without a word",
+                "trainer.accelerator.state.fsdp_plugin.set_state_dict_type('FULL_STATE_DICT') before it",
+            )
+
+
+@rule("AF902", "warning", pains=("P18",))
+def shard_saved_as_model(subject: Subject) -> Iterator[Finding]:
+    """`save_pretrained` on the unwrapped model without `state_dict`: FSDP1 writes shards as if they were weights.
+
+    FSDP2 stops with "invalid python storage".
+    """
+    for call in calls(subject, "save_pretrained"):
+        if is_wrapped(subject, call) and all(one.arg not in ("state_dict", None) for one in call.keywords):
+            yield at(
+                subject,
+                call,
+                "save_pretrained without state_dict",
+                "FSDP1 writes one rank's shards as the model, FSDP2 stops",
+                "state_dict=accelerator.get_state_dict(model), computed on all ranks",
+            )
+
+
+@rule("AF903", "warning", pains=("P19",))
+def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
+    """A gathering save on one rank: the other ranks never join, and the job hangs.
+
+    Seen below `if ...is_main_process`, `if rank == 0` and their like, and in the `else` of `if not ...is_main_process`.
+    """
+    everything = ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else iter(())
+    alone = [part for node in everything if isinstance(node, ast.If) for part in _of_one_rank(node)]
+    known, seen = trainers(subject), set()
+    for call in (call for part in alone for call in ast.walk(part)):
+        gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in seen
+        if not gathers or not isinstance(call, ast.Call):
+            continue
+        seen.add(call)
+        if name_of(call) == "save_state" and on_trainer(call, known):
+            continue  # Trainer.save_state writes a small JSON on rank 0
+        if name_of(call) == "save_model" and not receiver(call):
+            continue  # a function of the script's own
+        yield at(
+            subject, call, f"{name_of(call)} on one rank only", "it gathers from all ranks and hangs", "call it on all"
+        )
+
+
+def _of_one_rank(node: ast.If) -> list[ast.stmt]:
+    """What rank 0 alone runs below an `if`."""
+    if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+        return node.orelse if _chooses(node.test.operand, ast.Eq) else []
+    return node.body if _chooses(node.test, ast.Eq) else node.orelse if _chooses(node.test, ast.NotEq) else []
+
+
+def _chooses(test: ast.expr, operator: type[ast.cmpop]) -> bool:
+    """Whether a condition is one about rank 0: a property of that meaning, or a rank compared with 0."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return operator is ast.Eq and any(_chooses(part, operator) for part in test.values)
+    if isinstance(test, ast.Compare):
+        zero = len(test.ops) == 1 and isinstance(test.ops[0], operator) and constant(test.comparators[0]) in (0, "0")
+        return zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))
+    text = ast.unparse(test)
+    plain = isinstance(test, ast.Name | ast.Attribute | ast.Call)
+    return operator is ast.Eq and plain and any(word in text for word in RANK_WORDS)
+
+
+@rule("AF904", "warning", pains=("P20",))
+def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
+    """`set_state_dict_type("FULL_STATE_DICT")` under FSDP1 and a checkpoint or training after it.
+
+    The old configuration object stays: "Expected state_dict_config of type FullStateDictConfig".
+    """
+    switches = [call for call in calls(subject, "set_state_dict_type") if call.args and "FULL" in ast.unparse(call)]
+    if subject.engine is not Engine.FSDP1 or not subject.sharded_state_dict or not switches:
+        return
+    resets = (
+        [line for line in ast.unparse(subject.script.tree).splitlines() if "state_dict_config = None" in line]
+        if (subject.script)
+        else []
+    )
+    for call in [] if resets else calls(subject, "train", "save_state", "save_fsdp_model"):
+        trains = name_of(call) != "train" or on_trainer(call, trainers(subject))
+        if trains and call.lineno > switches[0].lineno:
+            yield at(
+                subject,
+                call,
+                "a checkpoint after the switch to FULL_STATE_DICT",
+                "FSDP1 stops: Expected state_dict_config of type FullStateDictConfig",
+                "switch just before save_model, after the last checkpoint",
+            )
+
+
+@rule("AF905", "warning", pains=("P24",))
+def evaluating_first(subject: Subject) -> Iterator[Finding]:
+    """`trainer.evaluate()` before `trainer.train()`: FSDP2 stops there, FSDP1 in `train()`."""
+    known = trainers(subject)
+    for scope in scopes(subject.script.tree) if subject.script and subject.is_fsdp else []:
+        inside = [call for call in own_calls(scope) if on_trainer(call, known)]
+        trains = {receiver(call): call.lineno for call in reversed(inside) if name_of(call) == "train"}
+        first = [c for c in inside if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
+        for call in first[:1]:
+            yield at(
+                subject,
+                call,
+                "evaluate before train",
+                "FSDP2 stops here, FSDP1 when training starts",
+                "eval_on_start=True in the arguments",
+            )
+
+
+@rule("AF906", "warning", pains=("P16",))
+def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
+    """`Accelerator()` or `PartialState()` before `TrainingArguments`: `ddp_timeout` then has no effect.
+
+    The process group exists already, with 10 minutes.
+    """
+    for scope in scopes(subject.script.tree) if subject.script and subject.is_fsdp else []:
+        inside = own_calls(scope)
+        last = max((call.lineno for call in inside if name_of(call) in ARGUMENT_CLASSES), default=0)
+        early = [c for c in inside if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
+        for call in early[:1]:
+            yield at(
+                subject,
+                call,
+                f"{name_of(call)}() before the training arguments",
+                "ddp_timeout has no effect, and long saves or tokenizing end in a timeout",
+                "make the training arguments first",
+            )
+
+
+@rule("AF907", "warning", pains=("P61",))
+def generating_in_the_script(subject: Subject) -> Iterator[Finding]:
+    """`generate` on the sharded model under FSDP1: "'weight' must be 2-D"."""
+    for call in calls(subject, "generate") if subject.engine is Engine.FSDP1 else []:
+        if is_wrapped(subject, call):
+            yield at(
+                subject,
+                call,
+                "generate on an FSDP1 model",
+                "it stops: 'weight' must be 2-D",
+                "generate from the exported model, or fsdp_version: 2",
+            )
+
+
+@rule("AF908", "warning", pains=("P79",))
+def optimizers_for_trainer(subject: Subject) -> Iterator[Finding]:
+    """`optimizers=` for a Trainer: it refuses them under FSDP."""
+    for node in ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else []:
+        if isinstance(node, ast.Call) and name_of(node).endswith("Trainer"):
+            given = keyword(node, "optimizers")
+            if given is not None and ast.unparse(given) not in ("(None, None)", "None"):
+                yield at(
+                    subject,
+                    node,
+                    "optimizers given to the Trainer",
+                    "it stops: Passing optimizers is not allowed",
+                    "optimizer_cls_and_kwargs, or override create_optimizer",
+                )
+
+
+@rule("AF909", "warning", pains=("P87",))
+def device_map_in_the_script(subject: Subject) -> Iterator[Finding]:
+    """`from_pretrained(..., device_map="auto")`: Accelerate refuses to train such a model in several processes."""
+    for call in calls(subject, "from_pretrained"):
+        if constant(keyword(call, "device_map")) in ("auto", "balanced", "sequential"):
+            yield at(subject, call, "device_map spreads the model", "Accelerate refuses to train it", "drop device_map")
+
+
+@rule("AF910", "warning", pains=("P89",))
+def clipping_by_value(subject: Subject) -> Iterator[Finding]:
+    """`accelerator.clip_grad_value_`, which Accelerate refuses under FSDP."""
+    for call in calls(subject, "clip_grad_value_"):
+        if "accelerator" in receiver(call):
+            yield at(
+                subject, call, "clip_grad_value_ under FSDP", "Accelerate refuses it", "accelerator.clip_grad_norm_"
+            )
+
+
+@rule("AF911", "warning", pains=("P91",))
+def merging_sharded_weights(subject: Subject) -> Iterator[Finding]:
+    """`merge_and_unload` or `merge_adapter` on the sharded model."""
+    for call in calls(subject, "merge_and_unload", "merge_adapter"):
+        if is_wrapped(subject, call):
+            yield at(
+                subject,
+                call,
+                f"{name_of(call)} on the sharded model",
+                "PEFT can't merge shards",
+                "save the adapter, then merge it into the base in one process",
+            )
+
+
+@rule("AF912", "warning", pains=("P25",))
+def trl_checkpoints_by_default(subject: Subject) -> Iterator[Finding]:
+    """A TRL config without `gradient_checkpointing`, which TRL turns on, beside FSDP's own: Trainer stops."""
+    told = any(subject.arg(name) is not None for name in ("gradient_checkpointing", "activation_checkpointing"))
+    config = _has_config(subject, TRL, "gradient_checkpointing", "activation_checkpointing")
+    if subject.on("fsdp_activation_checkpointing") and config is not None and not told:
+        yield at(
+            subject,
+            config,
+            f"{name_of(config)} turns gradient_checkpointing on",
+            "Trainer stops: can't both be set to True",
+            "gradient_checkpointing=False; with LoRA turn FSDP's off instead",
+        )
+
+
+@rule("AF913", "warning", pains=("P81",))
+def trl_bf16_by_default(subject: Subject) -> Iterator[Finding]:
+    """A TRL config without `bf16`, which TRL then turns on, beside `mixed_precision: 'no'`: the file is overridden."""
+    told = any(subject.arg(name) is not None for name in ("bf16", "fp16"))
+    config = _has_config(subject, TRL, "bf16", "fp16")
+    if str(subject.values.get("mixed_precision")).lower() == "no" and config is not None and not told:
+        yield at(
+            subject,
+            config,
+            f"{name_of(config)} turns bf16 on",
+            "mixed_precision: 'no' is overridden, and GPUs without bf16 stop",
+            "bf16=False, or mixed_precision: bf16",
+        )
+
+
+@rule("AF914", "warning", pains=("P76",))
+def merging_the_wrong_folder(subject: Subject) -> Iterator[Finding]:
+    """`merge_fsdp_weights` with a `checkpoint-N` or `optimizer_0` folder: it wants `pytorch_model_fsdp_0` inside."""
+    for call in calls(subject, "merge_fsdp_weights"):
+        given = constant(call.args[0] if call.args else keyword(call, "checkpoint_dir"))
+        last = given.rstrip("/").rpartition("/")[2] if isinstance(given, str) else ""
+        if last.startswith(("checkpoint-", "optimizer")):
+            yield at(
+                subject,
+                call,
+                f"merge_fsdp_weights of {last}",
+                "it stops: metadata is None, or Key state is invalid",
+                "its folder pytorch_model_fsdp_0",
+            )
+
+
+@rule("AF915", "warning", pains=("P51",))
+def fsdp_in_the_script(subject: Subject) -> Iterator[Finding]:
+    """`fsdp=` in the script's training arguments beside an FSDP file: the script wins, with leftovers of the file."""
+    for call in calls(subject, *ARGUMENT_CLASSES):
+        given = keyword(call, "fsdp")
+        if constant(given) not in (None, False, "") or (isinstance(given, ast.List) and given.elts):
+            yield at(subject, call, "the script sets FSDP too", "most of this file is ignored", "drop fsdp=")

@@ -1,0 +1,220 @@
+"""Rules about what stands beside an engine that ignores it, and values that the launcher can't use as they are."""
+
+import re
+from collections.abc import Iterator
+
+from accel_fsdp.config import Edit, Engine, known_fields
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+
+OFFLOADS = ("optimizer", "param")
+HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
+"""Addresses under which every machine finds itself."""
+SAGEMAKER_ALSO = frozenset({
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_machines", "gpu_ids",
+    "dynamo_config", "dynamo_backend", "enable_cpu_affinity", "fp16",
+})  # fmt: skip
+"""Keys of a local file that one for SageMaker has too."""
+
+
+@rule("AF109")
+def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
+    """`compute_environment: AMAZON_SAGEMAKER` beside keys of a local machine, or without its own.
+
+    Accelerate reads such a file by another table, which has no `fsdp_config` and no `num_processes`, and refuses it.
+    """
+    if subject.values.get("compute_environment") != "AMAZON_SAGEMAKER":
+        return
+    foreign = [key for key in subject.values if key in known_fields("") and key not in SAGEMAKER_ALSO]
+    missing = [key for key in ("ec2_instance_type", "iam_role_name") if key not in subject.values]
+    if foreign:
+        yield Finding(
+            foreign[0],
+            f"compute_environment: AMAZON_SAGEMAKER beside {', '.join(foreign)}",
+            "Accelerate refuses the file: SageMaker's has no such keys",
+            "compute_environment: LOCAL_MACHINE",
+        )
+    elif missing:
+        yield Finding(
+            "compute_environment",
+            f"compute_environment: AMAZON_SAGEMAKER without {' and '.join(missing)}",
+            "Accelerate refuses the file",
+            "compute_environment: LOCAL_MACHINE, or SageMaker's own keys",
+        )
+
+
+@rule("AF110")
+def compiled_twice(subject: Subject) -> Iterator[Finding]:
+    """`dynamo_backend` at the top level beside a `dynamo_config`.
+
+    Accelerate takes the old key for the whole section and drops what the section says.
+    """
+    if "dynamo_backend" in subject.values and subject.section("dynamo_config"):
+        same = len(subject.section("dynamo_config")) == 1
+        same = same and subject.section("dynamo_config").get("dynamo_backend") == subject.values["dynamo_backend"]
+        yield Finding(
+            "dynamo_backend",
+            f"dynamo_backend: {subject.values['dynamo_backend']} beside dynamo_config",
+            "Accelerate drops dynamo_config and compiles as dynamo_backend says",
+            "dynamo_backend inside dynamo_config alone",
+            (Edit("", "dynamo_backend"),) if same else (),
+        )
+
+
+@rule("AF216")
+def offload_to_nvme(subject: Subject) -> Iterator[Finding]:
+    """`offload_..._device: nvme`, whose path the launcher doesn't hand to the ranks: they swap to a folder named none.
+
+    Its path alone, without the device, has no effect.
+    """
+    section = subject.section("deepspeed_config")
+    for what in OFFLOADS:
+        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+        nvme = str(section.get(device)).lower() == "nvme"
+        if nvme and subject.engine is Engine.DEEPSPEED:
+            yield Finding(
+                f"deepspeed_config.{path if path in section else device}",
+                f"{device}: nvme" + ("" if path in section else f" without {path}"),
+                f"the launcher drops {path}, and the ranks swap to a folder named none in the folder they run in",
+                f"a deepspeed_config_file for {device} and its path",
+            )
+        elif path in section and not nvme:
+            yield Finding(
+                f"deepspeed_config.{path}",
+                f"{path} has no effect: {device} is {section.get(device, 'not given')}",
+                "only nvme has a path",
+                f"remove {path}",
+                (Edit("deepspeed_config", path),),
+                milder="note",
+            )
+
+
+@rule("AF217")
+def deepspeed_file_is_missing(subject: Subject) -> Iterator[Finding]:
+    """`deepspeed_config_file` that doesn't exist, seen from the folder where `check` runs.
+
+    The ranks open it from the folder they are started in. A warning where it lies beside the YAML, or in a folder that
+    this machine doesn't have.
+    """
+    key = "deepspeed_config_file"
+    path, place = subject.section("deepspeed_config").get(key), subject.absent.get(key)
+    if subject.engine is Engine.DEEPSPEED and place is not None:
+        what = {"beside": "lies beside this YAML, not in the folder you launch from", "": "does not exist"}
+        yield Finding(
+            f"deepspeed_config.{key}",
+            f"{key}: {path} " + what.get(place, "is in a folder that this machine doesn't have"),
+            "each rank stops: Expected a string path to an existing deepspeed config",
+            f"{key} with a path that holds from where you launch",
+            milder="warning" if place else None,
+        )
+
+
+READERS = (
+    ("deepspeed_config", "distributed_type", "DEEPSPEED"),
+    ("megatron_lm_config", "distributed_type", "MEGATRON_LM"),
+    ("mpirun_config", "distributed_type", "MULTI_CPU"),
+    ("fp8_config", "mixed_precision", "fp8"),
+)
+"""Sections, each with the key and value that makes something read it."""
+
+
+@rule("AF326", "warning")
+def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
+    """A `deepspeed_config`, `megatron_lm_config` or `fp8_config` beside an engine or a precision that ignores it.
+
+    (AF314 is about `fsdp_config`.)
+    """
+    kind = subject.values.get("distributed_type")
+    if kind is None:
+        return  # AF101
+    precision = str(subject.top("mixed_precision")).lower()
+    for section, key, needed in READERS:
+        given = precision if key == "mixed_precision" else str(kind)
+        if given != needed and subject.values.get(section):
+            yield Finding(
+                section,
+                f"{section} stands beside {key}: {given}",
+                f"nothing reads {section}",
+                f"{key}: {needed}, or remove {section}",
+            )
+
+
+@rule("AF327", "warning")
+def parameters_stay_on_the_gpu(subject: Subject) -> Iterator[Finding]:
+    """`offload_param_device` under a ZeRO stage below 3, where parameters aren't sharded: nothing is offloaded."""
+    section = subject.section("deepspeed_config")
+    stage, device = str(section.get("zero_stage", 2)), str(section.get("offload_param_device", "none")).lower()
+    if subject.engine is Engine.DEEPSPEED and stage in ("0", "1", "2") and device in ("cpu", "nvme"):
+        yield Finding(
+            "deepspeed_config.offload_param_device",
+            f"offload_param_device: {device} has no effect with zero_stage: {stage}",
+            "only stage 3 offloads parameters",
+            "zero_stage: 3, or offload_param_device: none",
+        )
+
+
+@rule("AF415", pains=("P45",))
+def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
+    """Several machines and a `main_process_ip` that none but machine 0 can use, or `main_process_port: 0`.
+
+    Under 127.0.0.1 every machine finds itself; an address is a name or number without http:// and port; port 0 is
+    another free one on each machine. They wait for one another until the timeout.
+    """
+    if subject.number("num_machines") < 2 or subject.engine is Engine.NONE:
+        return
+    address = str(subject.values.get("main_process_ip") or "").strip()
+    if HERE_ONLY.fullmatch(address) and subject.values.get("distributed_type") != "MULTI_CPU":
+        yield Finding(
+            "main_process_ip",
+            f"main_process_ip: {address} and {subject.number('num_machines')} machines",
+            "every machine finds itself under it, and all wait",
+            "main_process_ip: an address of machine 0 that the others reach",
+        )
+    elif "://" in address or "/" in address or re.search(r"\s", address) or re.fullmatch(r"[^:]+:\d+", address):
+        yield Finding(
+            "main_process_ip",
+            f"main_process_ip: {address} is no address",
+            "no machine of that name is found, and all wait",
+            "main_process_ip: 10.0.0.1 or a host's name, without http:// and port",
+        )
+    port = subject.values.get("main_process_port")
+    if port == 0 and port is not False:
+        yield Finding(
+            "main_process_port",
+            f"main_process_port: 0 and {subject.number('num_machines')} machines",
+            "each machine takes another free port, and all wait",
+            "main_process_port: 29500, the same on all",
+        )
+
+
+@rule("AF416", pains=("P48",))
+def gpu_twice(subject: Subject) -> Iterator[Finding]:
+    """`gpu_ids` that names one GPU twice, or a negative one: CUDA then offers none, or those before it."""
+    chosen = subject.values.get("gpu_ids")
+    if not isinstance(chosen, str) or subject.engine is Engine.TPU:
+        return
+    numbers = [word.strip() for word in chosen.split(",")]
+    twice = [number for at, number in enumerate(numbers) if number in numbers[:at] and number]
+    below = [number for number in numbers if number.startswith("-")]
+    if twice or below:
+        yield Finding(
+            "gpu_ids",
+            f"gpu_ids: {chosen} names {twice[0] + ' twice' if twice else below[0]}",
+            "CUDA offers no GPU at all" if twice else "CUDA offers the GPUs before it only",
+            "gpu_ids: each GPU once, or all",
+        )
+
+
+@rule("AF328", "warning", pains=("P103",))
+def copies_of_one_rank(subject: Subject) -> Iterator[Finding]:
+    """FSDP1's hybrid strategies with one process on each machine: a copy of one rank, in which nothing is sharded.
+
+    (FSDP2's mesh of such copies is refused: AF323.)
+    """
+    hybrid = subject.engine is Engine.FSDP1 and subject.strategy.startswith("HYBRID")
+    if hybrid and subject.ranks_here == 1:
+        yield Finding(
+            "num_processes",
+            f"{subject.strategy} with one process on each machine",
+            "it shards inside each machine, so every GPU holds the whole model",
+            "more processes on each machine, or fsdp_sharding_strategy: FULL_SHARD",
+        )

@@ -1,0 +1,265 @@
+"""Rules about values that the launcher or its plugins stop at, and about two values for one thing."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from accel_fsdp.config import FALSE_WORDS, Edit, Engine, full_name
+from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.keys import SECTIONS
+
+LARGEST_PORT = 65535
+DEEPSPEED_FILE_KEYS = (
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
+)  # fmt: skip
+"""The keys of `deepspeed_config` that DeepSpeedPlugin refuses beside a `deepspeed_config_file`."""
+
+
+@rule("AF108")
+def two_spellings(subject: Subject) -> Iterator[Finding]:
+    """One key in two spellings, with the prefix and without: `offload_params` beside `fsdp_offload_params`.
+
+    Accelerate adds the prefix, and the one that stands last in the file wins.
+    """
+    for section in SECTIONS:
+        content = subject.values.get(section)
+        seen: dict[str, tuple[str, Any]] = {}
+        for key, value in content.items() if isinstance(content, dict) else ():
+            name = full_name(section, str(key))
+            if name in seen:
+                first, other = seen[name]
+                same = other == value and type(other) is type(value)
+                yield Finding(
+                    f"{section}.{key}",
+                    f"{first} and {key} are one key, {'given twice' if same else f'once {other} and once {value}'}",
+                    f"the last one wins: {value}",
+                    f"remove {first}" if same else "keep one of them",
+                    (Edit(section, first),) if same else (),
+                    milder="warning" if same else None,
+                )
+            seen[name] = str(key), value
+
+
+@rule("AF209", "warning")
+def text_that_counts_as_true(subject: Subject) -> Iterator[Finding]:
+    """`debug: "false"` in quotes: any text counts as true there, and debugging slows each collective down."""
+    names = ("debug", "tpu_use_cluster", "tpu_use_sudo") if subject.engine is Engine.TPU else ("debug",)
+    for name in names:
+        value = subject.values.get(name)
+        if isinstance(value, str) and value.lower() in FALSE_WORDS:
+            yield Finding(
+                name,
+                f"{name}: '{value}' in quotes is text",
+                "Accelerate takes any text for true",
+                f"{name}: false",
+                (Edit("", name, False),),
+            )
+
+
+@rule("AF210")
+def ignored_modules_are_no_pattern(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_ignored_modules` as a list, or as a pattern that isn't a regular expression.
+
+    A list becomes the text of a Python list, which as a pattern means "one of these letters" and fits no module; at a
+    bad pattern Accelerate stops when it prepares the model.
+    """
+    value = subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
+    if isinstance(value, list):
+        names = "|".join(re.escape(str(one)) for one in value)
+        yield Finding(
+            "fsdp_config.fsdp_ignored_modules",
+            "fsdp_ignored_modules is a list",
+            "it is read as a pattern that fits no module, and nothing is ignored",
+            f"fsdp_ignored_modules: '{names}', a pattern for whole names",
+        )
+    elif isinstance(value, str) and (problem := _problem_of(value)):
+        yield Finding(
+            "fsdp_config.fsdp_ignored_modules",
+            f"fsdp_ignored_modules: {value} is no regular expression: {problem}",
+            "Accelerate stops when it prepares the model",
+            "a pattern for whole names of modules, such as '.*mlp'",
+        )
+
+
+def _problem_of(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error) or "it is too long"
+    return ""
+
+
+@rule("AF211")
+def number_in_quotes(subject: Subject) -> Iterator[Finding]:
+    """A number in quotes where Accelerate counts with it, such as `main_process_port: "29501"`: TypeError.
+
+    `num_machines` and `main_process_port` always, `num_processes` on several machines or without an engine, and the
+    sizes of context and sequence parallelism.
+    """
+    counted = [("", "num_machines")]
+    if subject.engine is not Engine.NONE:
+        counted.append(("", "main_process_port"))
+    if subject.engine is Engine.NONE or subject.values.get("num_machines") not in (None, 1, "1"):
+        counted.append(("", "num_processes"))
+    if subject.engine in (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED):
+        counted += [("parallelism_config", f"parallelism_config_{name}_size") for name in ("cp", "sp")]
+    for section, key in counted:
+        value = subject.section(section).get(key)
+        if isinstance(value, str) and value.isdecimal():
+            yield Finding(
+                f"{section}.{key}".lstrip("."),
+                f"{key}: '{value}' in quotes is text",
+                "the launcher counts with it and stops: TypeError",
+                f"{key}: {int(value)}",
+                (Edit(section, key, int(value)),),
+            )
+    if "num_machines" in subject.values and subject.values["num_machines"] is None:
+        yield Finding(
+            "num_machines",
+            "num_machines has no value",
+            "the launcher compares it with 1 and stops: TypeError",
+            "num_machines: 1, or remove it",
+            (Edit("", "num_machines"),),
+        )
+
+
+@rule("AF212")
+def no_such_port(subject: Subject) -> Iterator[Finding]:
+    """`main_process_port` outside 0 to 65535: the launcher stops with OverflowError."""
+    port = subject.values.get("main_process_port")
+    text = port if isinstance(port, int) and not isinstance(port, bool) else None
+    if text is not None and subject.engine is not Engine.NONE and not 0 <= text <= LARGEST_PORT:
+        yield Finding(
+            "main_process_port",
+            f"there is no port {text}",
+            "the launcher stops: port must be 0-65535",
+            "main_process_port: 29500, or 0 for a free one",
+        )
+
+
+@rule("AF213")
+def deepspeed_number(subject: Subject) -> Iterator[Finding]:
+    """`gradient_clipping` or `gradient_accumulation_steps` that is neither a number nor `auto`.
+
+    Accelerate stops at a clipping such as none ("could not convert string to float"), and gives DeepSpeed the text of
+    other steps.
+    """
+    if subject.engine is not Engine.DEEPSPEED:
+        return
+    section = subject.section("deepspeed_config")
+    clipping, steps = section.get("gradient_clipping"), section.get("gradient_accumulation_steps")
+    if clipping is not None and str(clipping).lower() != "auto" and not _is_float(str(clipping)):
+        yield Finding(
+            "deepspeed_config.gradient_clipping",
+            f"gradient_clipping: {clipping} is neither a number nor auto",
+            "Accelerate stops: could not convert string to float",
+            "gradient_clipping: 1.0, or auto; without clipping leave it out",
+        )
+    if steps is not None and str(steps) != "auto" and not str(steps).isdigit():
+        yield Finding(
+            "deepspeed_config.gradient_accumulation_steps",
+            f"gradient_accumulation_steps: {steps} is neither a whole number nor auto",
+            "DeepSpeed gets it as text",
+            "gradient_accumulation_steps: 1, or auto",
+        )
+    elif steps is not None and str(steps).isdigit() and int(steps) == 0:
+        yield Finding(
+            "deepspeed_config.gradient_accumulation_steps",
+            "gradient_accumulation_steps: 0",
+            "DeepSpeed stops: Gradient accumulation steps: 0 has to be greater than 0",
+            "gradient_accumulation_steps: 1, or auto",
+        )
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@rule("AF214")
+def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
+    """`fp8_override_linear_precision` that isn't three booleans: the launcher takes the first three of whatever it is.
+
+    Of the text "true,false,false" those are three letters. Read with `mixed_precision: fp8` only.
+    """
+    value = subject.section("fp8_config").get("fp8_override_linear_precision")
+    if value is None or str(subject.top("mixed_precision")).lower() != "fp8":
+        return
+    if not isinstance(value, list) or len(value) != 3:
+        yield Finding(
+            "fp8_config.fp8_override_linear_precision",
+            f"fp8_override_linear_precision: {value} is no list of three",
+            "the launcher takes its first three letters for booleans and stops",
+            "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad",
+        )
+
+
+@rule("AF323", pains=("P103",))
+def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
+    """A `parallelism_config` that Accelerate's own checks refuse, whatever its total.
+
+    Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`.
+    """
+    mesh = subject.section("parallelism_config")
+    if not mesh or subject.engine not in (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED):
+        return
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    sizes = {name: mesh.get(f"parallelism_config_{name}_size", 1) for name in names}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return
+    small = [name for name, size in sizes.items() if size < 1]
+    bare = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
+    what = fix = ""
+    if small:
+        what, fix = f"{small[0]}_size is {sizes[small[0]]}", "sizes of 1 or more"
+    elif sizes["cp"] > 1 and sizes["sp"] > 1:
+        what, fix = "cp and sp exclude each other", "one of them at 1"
+    elif bare:
+        what, fix = "replicas beside tp or cp need shards", "dp_shard_size above 1, or dp_replicate_size: 1"
+    elif subject.engine is Engine.FSDP2 and sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]:
+        what, fix = "the mesh leaves FSDP nothing to shard over", "dp_shard_size above 1"
+    if what:
+        yield Finding("parallelism_config", what, "Accelerate stops: ValueError", fix)
+
+
+@rule("AF324")
+def deepspeed_file_and_keys(subject: Subject) -> Iterator[Finding]:
+    """`deepspeed_config_file` beside keys that belong into it, `mixed_precision` among them.
+
+    Accelerate stops: "the following accelerate config variables will be ignored".
+    """
+    section = subject.section("deepspeed_config")
+    if subject.engine is not Engine.DEEPSPEED or section.get("deepspeed_config_file") is None:
+        return
+    beside = [f"deepspeed_config.{key}" for key in DEEPSPEED_FILE_KEYS if key in section]
+    beside += ["mixed_precision"] if subject.values.get("mixed_precision") is not None else []
+    if beside:
+        names = ", ".join(path.rpartition(".")[2] for path in beside)
+        yield Finding(
+            beside[0],
+            f"{names} beside deepspeed_config_file",
+            "Accelerate stops: the following accelerate config variables will be ignored",
+            f"move {names} into the DeepSpeed file",
+        )
+
+
+@rule("AF325", "note")
+def checkpointing_by_size(subject: Subject) -> Iterator[Finding]:
+    """`fsdp_activation_checkpointing` with SIZE_BASED_WRAP under FSDP1: the more ranks, the less is checkpointed.
+
+    The policy chooses units by their whole size, and what to checkpoint by what is left of it after sharding. On N
+    ranks a module must be N times as large as `fsdp_min_num_params`.
+    """
+    by_size = str(subject.fsdp("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP"
+    on = subject.on("fsdp_activation_checkpointing") and subject.strategy != "NO_SHARD"
+    if subject.engine is Engine.FSDP1 and by_size and on and subject.number("num_processes") > 1:
+        yield Finding(
+            "fsdp_config.fsdp_activation_checkpointing",
+            "SIZE_BASED_WRAP chooses what to checkpoint by the size of a rank's shards",
+            f"on {subject.number('num_processes')} ranks few modules are large enough, and activations stay",
+            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        )

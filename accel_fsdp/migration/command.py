@@ -1,0 +1,104 @@
+"""The command `accel-fsdp migrate`: read, draw up, report, write."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import atomic_files, console
+from accel_fsdp.config import header, read_config, unreadable, yaml_edit, yaml_file
+from accel_fsdp.errors import UserError
+from accel_fsdp.migration.changes import Change, Migration
+from accel_fsdp.migration.translate import SECTIONS, plan
+
+STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written.
+
+    `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
+    report named, has not been told of the other.
+    """
+
+    output: Path | None = None
+    force: bool = False
+    overwrite: bool = False
+    json: bool = False
+    dry_run: bool = False
+    layer_class: str = ""
+
+
+def migrate(path: Path, target: str, options: Options) -> int:
+    """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
+
+    Raises:
+        UserError: a meaning can't be kept, and `options.force` is not given, or the output exists, without
+            `options.overwrite`; nothing is written.
+        UsageError: the file can't be read, or its engine can't be migrated.
+    """
+    job, document = read_config(path)
+    before = path.read_text(encoding="utf-8")
+    migration = plan(job, target, options.layer_class)
+    _refuse_merge_keys(path, document)
+    yaml_edit.apply(document, migration.edits)
+    after = before
+    if migration.edits:
+        title = f"Migrated from {migration.source} to {migration.target}. The command below made what it was before."
+        after = header.retitle(yaml_file.dump(document), title)
+    _report(path, migration, after, options)
+    if migration.broken and not options.force:
+        raise _broken(path, migration)
+    if options.dry_run:
+        if not options.json:
+            console.put(after.removesuffix("\n"))
+    else:
+        _write(path, before, after, options)
+    return 0
+
+
+def _refuse_merge_keys(path: Path, document: Any) -> None:
+    for place in (document, *(document.get(section) for section in SECTIONS.values())):
+        if getattr(place, "merge", None):
+            raise unreadable(path, "it takes keys from elsewhere (<<)")
+
+
+def _report(path: Path, migration: Migration, after: str, options: Options) -> None:
+    console.say(f"{path}: {migration.note or f'{migration.source} -> {migration.target}'}")
+    if options.json:
+        shown = {"source": migration.source, "target": migration.target, "note": migration.note}
+        changes = [asdict(change) for change in migration.changes]
+        console.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2))
+        return
+    rows = [((one.kind + "!" * one.breaks), _becomes(one), one.why) for one in migration.changes]
+    if rows:
+        styles = ["red" if one.breaks else STYLES[one.kind] for one in migration.changes]
+        console.show_table(("", "key", "why"), rows, styles, to_stderr=options.dry_run)
+
+
+def _becomes(one: Change) -> str:
+    """A key as it was and as it will be; an arrow only where something changes."""
+    key = one.key.rpartition(".")[2]
+    before = f"{key}: {one.old}" if one.old else key
+    after = f"{one.new_key}: {one.new}" if one.new_key else one.new
+    return f"{before} → {after}" if after and after != one.old else before
+
+
+def _broken(path: Path, migration: Migration) -> UserError:
+    named = ", ".join(one.key.rpartition(".")[2] for one in migration.broken)
+    return UserError(
+        f"{path}: {migration.target} can't keep the meaning of {named}",
+        why="; ".join(one.why for one in migration.broken),
+        fix="change those keys first, or write the file without that meaning: --force. Nothing was written",
+    )
+
+
+def _write(path: Path, before: str, after: str, options: Options) -> None:
+    output = options.output or path
+    if options.output and not options.overwrite:
+        atomic_files.refuse_existing(output, allow="--overwrite")
+    if output != path or after != before:
+        atomic_files.write_text(output, after)
+        console.show_diff(before, after, str(path), str(output))
+        console.say(f"written: {output}", style="green")

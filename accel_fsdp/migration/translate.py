@@ -1,0 +1,90 @@
+"""From the settings of one engine to those of another: which edits, and what each key comes to mean.
+
+Pure. What a key means was read from Accelerate 1.15, and the tests ask its parser and plugins. A key that had no effect
+in the old file gets none in the new one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.errors import UsageError
+from accel_fsdp.migration import deepspeed, fsdp
+from accel_fsdp.migration.changes import Draft, Migration
+
+TARGETS = {
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "zero1": "DeepSpeed ZeRO-1",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+}
+"""What `--to` takes, and how it is shown."""
+
+SECTIONS = {Engine.FSDP1: "fsdp_config", Engine.FSDP2: "fsdp_config", Engine.DEEPSPEED: "deepspeed_config"}
+
+
+def plan(job: JobConfig, target: str, layer_class: str = "") -> Migration:
+    """Draws up the migration of a file to one of `TARGETS`.
+
+    `layer_class` is the class to wrap where the new file needs one, as `fsdp_transformer_layer_cls_to_wrap` takes it.
+
+    Raises:
+        UsageError: the file's engine has no counterpart, or Accelerate can't read its settings.
+    """
+    _check(job)
+    section = SECTIONS.get(job.engine, "")
+    place = "deepspeed_config" if target.startswith("zero") else "fsdp_config"
+    draft = Draft(job, section, place, layer_class)
+    source = _name(draft)
+    if source == TARGETS[target]:
+        return Migration(source, TARGETS[target], note=f"is {source} already")
+    _draw(draft, target)
+    return draft.migration(source, TARGETS[target])
+
+
+def _draw(draft: Draft, target: str) -> None:
+    engine, number = draft.job.engine, int(target[-1])
+    if target.startswith("zero"):
+        steps = {Engine.DDP: deepspeed.ddp_to_zero, Engine.DEEPSPEED: deepspeed.restage}
+        steps.get(engine, deepspeed.fsdp_to_zero)(draft, number)
+    elif engine is Engine.DEEPSPEED:
+        deepspeed.zero_to_fsdp(draft, number)
+    elif engine is Engine.DDP:
+        (deepspeed.ddp_to_fsdp1 if number == 1 else deepspeed.ddp_to_fsdp2)(draft)
+    elif engine is Engine.FSDP1:
+        fsdp.to_fsdp2(draft)
+    else:
+        fsdp.to_fsdp1(draft)
+
+
+def _name(draft: Draft) -> str:
+    engine = draft.job.engine
+    if engine is Engine.DEEPSPEED and "deepspeed_config_file" not in draft.read:
+        return f"DeepSpeed ZeRO-{deepspeed.zero_stage(draft)}"
+    return engine.value
+
+
+def _check(job: JobConfig) -> None:
+    """Refuses what has no counterpart, or no meaning to keep."""
+    kind = job.values.get("distributed_type")
+    if job.engine in (Engine.NONE, Engine.TPU) or kind == "MULTI_CPU":
+        raise _refused(f"distributed_type: {kind} can't be migrated", "only FSDP, DeepSpeed and DDP on GPUs can")
+    if job.values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise _refused("this is no config of a local machine", "SageMaker has other keys")
+    for section in SECTIONS.values():
+        content = job.values.get(section)
+        if content is not None and not isinstance(content, Mapping):
+            raise _refused(f"{section} is {content!r}, not a mapping of keys", "its settings are not read")
+        for key in content or ():
+            if not isinstance(key, str):
+                raise _refused(f"{section} has the key {key!r}, which is no text", "Accelerate stops at it")
+    version: Any = job.fsdp("fsdp_version")
+    if job.is_fsdp and str(version) not in ("1", "2"):
+        raise _refused(f"fsdp_version: {version} is neither 1 nor 2", "Accelerate stops at it")
+
+
+def _refused(what: str, why: str) -> UsageError:
+    return UsageError(
+        what, why=why, fix="accel-fsdp check FILE says what else is wrong; or make one: accel-fsdp config"
+    )

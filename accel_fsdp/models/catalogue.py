@@ -1,0 +1,54 @@
+"""Facts of widely used models, bundled: no network, no token and no torch are needed for these.
+
+`catalogue.json` holds, per hub id, the configuration that was used, the positions (the longest sequence that its makers
+name) and the facts of the model built from it on the meta device; `make docs` renews the facts, and a test builds the
+models again.
+"""
+
+import json
+import os
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from accel_fsdp.models.facts import LayerClass, ModelFacts
+
+
+@cache
+def entries() -> dict[str, dict[str, Any]]:
+    """The file's content by hub id: `config`, `positions` and `facts`."""
+    text = files("accel_fsdp.models").joinpath("catalogue.json").read_text(encoding="utf-8")
+    content: dict[str, dict[str, Any]] = json.loads(text)
+    return content
+
+
+def canonical(name: str) -> str | None:
+    """A hub id as the catalogue has it, or None. In any case, and its last part alone will do: `llama-3.1-8b`."""
+    lower = name.lower()
+    by_name = {known.lower(): known for known in entries()}
+    alike = [known for known in entries() if known.rpartition("/")[2].lower() == lower]
+    return by_name.get(lower) or (alike[0] if len(alike) == 1 else None)
+
+
+def hub_id(name: str) -> str:
+    """What to give a program that knows hub ids and folders alone: a folder as it is, a catalogue's name in full."""
+    return name if os.path.exists(name) else canonical(name) or name
+
+
+def find(name: str) -> ModelFacts | None:
+    """The facts of a hub id or its last part, in any case, or None."""
+    known = canonical(name)
+    return None if known is None else _facts(known, entries()[known]["facts"])
+
+
+def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
+    layers = tuple(LayerClass(**layer) for layer in facts["wrap_classes"])
+    rest = {key: value for key, value in facts.items() if key not in ("wrap_classes", "classes")}
+    return ModelFacts(
+        name=name,
+        wrap_classes=layers,
+        classes=frozenset(facts["classes"]),
+        wrap_reason="from the bundled catalogue",
+        origin="bundled catalogue",
+        **rest,
+    )

@@ -1,0 +1,229 @@
+"""A model's config.json, held against itself before a model is built from it.
+
+transformers believes a config: a width that is a word ends in a traceback, a hundred million layers in a machine
+without memory. What can't be the config of any model is refused here, by its key.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.errors import LIBRARIES, UserError
+
+if TYPE_CHECKING:
+    from torch.overrides import TorchFunctionMode
+
+CONFIG = "config.json"
+LARGEST_CONFIG = 1 << 24
+ANYWHERE = Path(os.path.abspath(os.sep))
+"""Reading a model copies nothing, so its user may have put links to another disk into its folder."""
+PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
+READ_BY_PYTHON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+WIDTHS = frozenset(
+    {
+        *("hidden_size", "n_embd", "d_model", "embed_dim", "vocab_size", "num_attention_heads", "n_head", "n_heads"),
+        *("num_heads", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size", "max_position_embeddings"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_positions", "num_kv_heads"),
+    }
+)
+"""Keys whose value is a whole number (or a list, or nothing) in every model."""
+NO_SIZES = frozenset({"auto_map", "id2label", "label2id", "task_specific_params", "quantization_config"})
+"""Mappings whose keys mean something else."""
+POSITIVE = frozenset({"hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head", "n_heads"})
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""What configs call the experts of a layer, and those of them that a token goes to."""
+LAYERS = re.compile(r"layer|depth|block|stage|n_repeat|codebooks|levels")
+PARTS = re.compile(r"expert|head|num_labels")
+NO_COUNTS = re.compile(r"size|dim|vocab|_ids?$|_idx|index")
+MOST_LAYERS, MOST_PARTS = 2_000, 20_000
+"""The largest known are 126 layers and 16,384 experts."""
+LARGEST_WIDTH = 10**9
+MOST_CALLS = 100_000
+"""Of torch, to build one model; DeepSeek-V3 takes 2,600."""
+
+DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
+"""Quantisations that full training knows: weights made 16 bits again when they load, or masters kept beside them."""
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """What the config of a folder says.
+
+    Raises:
+        UserError: there is none, it can't be read, or no model can be like that.
+    """
+    found = untrusted_files.read_json(folder / CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
+    if found is None:
+        raise UserError(
+            f"model folder {folder} has no {CONFIG}",
+            why="the architecture can't be known without it",
+            fix="give the folder that save_pretrained wrote, or a hub id",
+        )
+    if "configuration_files" in found:
+        raise UserError(
+            f"the config of {folder} names other files: configuration_files",
+            why="transformers would read one of them in place of config.json",
+            fix="remove configuration_files from config.json, or copy the file for your version over it",
+        )
+    check(str(folder), found)
+    return found
+
+
+def check_files(folder: Path) -> None:
+    """Refuses what no tokenizer can be read from: pipes and devices, and JSON that would take Python's stack.
+
+    Raises:
+        UserError: with the file.
+    """
+    for path in (path for pattern in PAPERS for path in sorted(folder.glob(pattern))):
+        if not path.exists():
+            continue  # a link to nothing
+        if path.name in READ_BY_PYTHON:
+            untrusted_files.read_json(path, within=ANYWHERE)
+        else:
+            os.close(untrusted_files.open_file(path, within=ANYWHERE))
+
+
+def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
+    """Refuses settings that no model can have, at any depth.
+
+    Raises:
+        UserError: with the key.
+    """
+    for key, value in settings.items():
+        if key == "model_type" and not isinstance(value, str | None):
+            raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a name")
+        if key in NO_SIZES:
+            if not isinstance(value, dict | None):
+                raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a mapping")
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                check(name, one, f"{place}{key}.")
+            elif wrong := _wrong(key, one):
+                raise contradictory(name, f"{place}{key} is {json.dumps(one)[:40]}: {wrong}")
+    heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
+        both = f"num_attention_heads is {heads}, {place}num_key_value_heads {groups}"
+        raise contradictory(name, f"{place}{both}: the one must be a multiple of the other")
+    _check_experts(name, settings, place)
+
+
+def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
+    """Refuses tokens that go to more experts than there are: building such a model succeeds, running it does not.
+
+    Of one expert some models make an ordinary layer, which asks nobody.
+    """
+    for count, used in ((count, used) for count in EXPERTS for used in EXPERTS_USED):
+        there, taken = settings.get(count), settings.get(used)
+        if isinstance(there, int) and isinstance(taken, int) and 1 < there < taken:
+            both = f"{count} is {there}, {place}{used} {taken}"
+            raise contradictory(name, f"{place}{both}: a token can't go to more experts than there are")
+
+
+def _wrong(key: str, value: Any) -> str:
+    """What is wrong with one value; empty for nothing."""
+    if key in WIDTHS:
+        if value is None:
+            return ""
+        if not isinstance(value, int) or isinstance(value, bool):
+            return "it must be a whole number"
+        if value < (1 if key in POSITIVE else 0):
+            return f"it must be at least {1 if key in POSITIVE else 0}"
+        if value > LARGEST_WIDTH and "position" not in key:
+            return f"no model has more than {LARGEST_WIDTH:,}"
+    most = MOST_LAYERS if LAYERS.search(key) else MOST_PARTS if PARTS.search(key) else None
+    counts = most is not None and isinstance(value, int) and not NO_COUNTS.search(key)
+    return f"no model has more than {most:,}" if counts and value > most else ""
+
+
+def contradictory(name: str, what: str) -> UserError:
+    """The error for a config that no model can be built from."""
+    return UserError(
+        f"no model can have the config of {name}: {what}",
+        why="the layer classes and sizes come from it",
+        fix="copy its config.json again from where the model comes from, or correct that value",
+    )
+
+
+@contextmanager
+def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns whatever transformers raises at a config into one message: each of its parts raises what it likes.
+
+    `passing` is what it raises for another reason than the config, for the caller.
+
+    Raises:
+        UserError: anything else was raised, but for a library that isn't installed.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except (UserError, MemoryError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise contradictory(name, "it asks for more memory than there is") from error
+    except ModuleNotFoundError as error:
+        if error.name in LIBRARIES:
+            raise
+        raise contradictory(name, _said(error)) from error
+    except Exception as error:
+        raise contradictory(name, _said(error)) from error
+
+
+def _said(error: Exception) -> str:
+    """What transformers says: of a value that fails its validation, the line after the first says why."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines or len(lines[0].split()) == 1:  # a KeyError, whose text is the key
+        return f"{type(error).__name__} {' '.join(lines)}".strip()
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a one-line message; of one of ours, what is wrong."""
+    if isinstance(error, UserError):
+        return error.what
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def bounded(name: str) -> "TorchFunctionMode":
+    """A mode under which a model of no more parts than any model has can be built.
+
+    Raises:
+        UserError: while it is active, when it makes more.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class Bounded(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            if self.calls > MOST_CALLS:
+                raise contradictory(name, "it has many times the layers and experts of the largest known")
+            return func(*args, **(kwargs or {}))
+
+    return Bounded()
+
+
+def quant_method(settings: Any) -> str:
+    """How the weights of a model with this `quantization_config` are quantised, if they stay so; empty otherwise.
+
+    "unknown" where nothing says it.
+    """
+    given = settings.to_dict() if hasattr(settings, "to_dict") else settings
+    if not isinstance(given, Mapping):
+        return ""
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "unknown")
+    online = method == "bitnet" and given.get("quantization_mode") == "online"
+    return "" if given.get("dequantize") is True or method in DEQUANTISED or online else method

@@ -1,0 +1,52 @@
+"""What is known of a model, as frozen values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """A module class that occurs in the model, with how often and its parameters in one instance."""
+
+    name: str
+    count: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was read from a model built on the meta device (no weights are loaded).
+
+    `wrap_classes` are the transformer layer classes to give FSDP; empty when none was found. `classes` are all module
+    classes that exist in the built model, so that a name can be checked. `persistent_buffers` counts the buffers that
+    checkpoints store, such as router biases: FSDP2's RAM-efficient loading can't handle them in accelerate 1.15.
+    `origin` says where the facts come from when the model was not built here.
+
+    `dtype` is what the weights load in when nothing else is asked for, empty if unknown. `tied` says that the config
+    ties the embeddings, `tied_apart` that the weights hold both all the same and they differ. `kept_bf16` and
+    `kept_fp16` name a parameter that stays float32 when the rest loads in that dtype, empty if none does.
+    `expert_classes` are classes of single experts in a list of experts, `declared_classes` what `_no_split_modules`
+    names. `quantized` is the bits of a bitsandbytes checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
+    `quant_method` is how a checkpoint's weights are quantised and stay so, such as gptq; empty if they aren't.
+    `auto_class` is the class of transformers that trains it.
+    """
+
+    name: str
+    model_type: str
+    parameters: int
+    wrap_classes: tuple[LayerClass, ...]
+    wrap_reason: str
+    classes: frozenset[str]
+    largest_layer_parameters: int
+    persistent_buffers: int = 0
+    origin: str = ""
+    dtype: str = ""
+    tied: bool = False
+    tied_apart: bool = False
+    kept_bf16: str = ""
+    kept_fp16: str = ""
+    expert_classes: frozenset[str] = frozenset()
+    declared_classes: tuple[str, ...] | None = None
+    quantized: int = 0
+    quant_storage: str = ""
+    quant_method: str = ""
+    auto_class: str = "AutoModelForCausalLM"

@@ -1,0 +1,358 @@
+"""Reads the model (on the meta device, without weights) and the machine. The only module that probes."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.checkpoints import safetensors_header, summary
+from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean
+from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.models import catalogue, config_json, remote_code
+from accel_fsdp.models.config_json import first_line as first_line
+from accel_fsdp.models.facts import LayerClass, ModelFacts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+CAUSAL, SEQ2SEQ, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
+CLASSIFIER = "AutoModelForSequenceClassification"
+AUTO_CLASSES = (CAUSAL, "AutoModelForImageTextToText", SEQ2SEQ, MASKED, CLASSIFIER)
+"""What is built, in this order where `architectures` says nothing."""
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def read_machine() -> MachineFacts:
+    """Counts the accelerators that torch sees on this machine."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return MachineFacts(accelerator=None, count=0)
+    if torch.cuda.is_available():
+        name, total_bytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / (1 << 30)))
+    return MachineFacts(str(torch.accelerator.current_accelerator()), torch.accelerator.device_count())
+
+
+def read_model(name: str) -> ModelFacts:
+    """What the model is made of: from the bundled catalogue, else built on the meta device from its config alone.
+
+    `name` is a hub id or a local folder; a folder wins over a catalogue entry of the same name.
+
+    Raises:
+        UserError: there is no such folder or repository, or `build` refuses its config.
+    """
+    known = None if os.path.exists(name) else catalogue.find(name)
+    return known or model_facts(name, read_config(name))
+
+
+def model_facts(name: str, config: Any) -> ModelFacts:
+    """Builds the model of a Transformers config on the meta device and looks at it.
+
+    Raises:
+        UserError: `build` refuses the config.
+    """
+    model = build(name, config)
+    with config_json.believed(name):
+        return _facts(name, config, model)
+
+
+def _facts(name: str, config: Any, model: "nn.Module") -> ModelFacts:
+    found = wrap_classes(model)
+    reason = "found in the built model"
+    if not found:
+        reason = "no repeated layer found: name the class"
+    return ModelFacts(
+        name=name,
+        model_type=str(config.model_type),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        wrap_classes=found,
+        wrap_reason=reason,
+        classes=class_names(model),
+        largest_layer_parameters=max((layer.parameters for layer in found), default=0),
+        persistent_buffers=persistent_buffers(model),
+        auto_class=auto_class(config),
+        **_formats(name, config, model),
+    )
+
+
+def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
+    """What the config and the weights' headers say about dtypes, ties, experts and quantisation."""
+    stored = summary.weights_in(_local_folder(name))
+    pair = summary.tied_pair(stored)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    declared = getattr(model, "_no_split_modules", None) or ()
+    quantization = getattr(config, "quantization_config", None)
+    bits, storage = _quantization(quantization)
+    return {
+        "dtype": _dtype(config, stored),
+        "tied": tied,
+        "tied_apart": tied and pair is not None and not summary.equal(*pair),
+        "kept_bf16": next(iter(kept_in_float32(model, "bfloat16")), ""),
+        "kept_fp16": next(iter(kept_in_float32(model, "float16")), ""),
+        "expert_classes": expert_classes(model),
+        "declared_classes": tuple(sorted(declared)),
+        "quantized": bits,
+        "quant_storage": storage,
+        "quant_method": config_json.quant_method(quantization),
+    }
+
+
+def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> str:
+    """The dtype in which a model's files hold it, such as bfloat16; empty if nothing says so.
+
+    Raises:
+        UserError: its config can't be read.
+    """
+    return _dtype(read_config(name, revision, run_code), summary.weights_in(_local_folder(name)))
+
+
+def _dtype(config: Any, stored: Mapping[str, safetensors_header.Tensor]) -> str:
+    found = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), "")
+    return str(found).removeprefix("torch.")
+
+
+def _local_folder(name: str) -> Path:
+    """The folder of a model: as given, or the hub cache's. Looks at no network."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else Path(os.devnull)
+
+
+def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
+    """The parameters that transformers keeps in float32 when a model is loaded in `dtype`, a 16-bit one."""
+    kinds = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == "float16" else []))
+    patterns = [pattern for kind in kinds for pattern in getattr(model, kind, None) or ()]
+    globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
+    whole = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
+    return [name for name, _ in model.named_parameters() if any(one.search(name) for one in whole)]
+
+
+def expert_classes(model: "nn.Module") -> frozenset[str]:
+    """The classes of single experts: what lists named `experts` hold."""
+    from torch import nn
+
+    lists = (m for name, m in model.named_modules() if name.endswith("experts") and isinstance(m, nn.ModuleList))
+    return frozenset(type(expert).__name__ for experts in lists for expert in experts)
+
+
+def _quantization(settings: Any) -> tuple[int, str]:
+    """Bits and storage dtype of a bitsandbytes checkpoint; 0 for others, whose rules are not known."""
+    if settings is None:
+        return 0, ""
+    given = settings if isinstance(settings, dict) else settings.to_dict()
+    bits = 4 if given.get("load_in_4bit") else 8 if given.get("load_in_8bit") else 0
+    return bits, str(given.get("bnb_4bit_quant_storage") or "uint8") if bits == 4 else ""
+
+
+def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
+    """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one.
+
+    Raises:
+        UserError: with the nearest sibling's name, if one is near.
+    """
+    path = Path(name)
+    if os.path.exists(name) or _looks_like_hub_id(name):  # of any length, which Path.exists refuses
+        return
+    try:
+        siblings = os.listdir(path.parent)
+    except OSError:
+        siblings = []
+    raise UserError(
+        f"{what} {name} does not exist.{did_you_mean(path.name, siblings)}",
+        why="nothing can be read from it",
+        fix=f"give an existing path, or a hub id such as {example}",
+    )
+
+
+def class_names(model: "nn.Module") -> frozenset[str]:
+    """The class names of all modules in `model`."""
+    return frozenset(type(module).__name__ for module in model.modules())
+
+
+def persistent_buffers(model: "nn.Module") -> int:
+    """Counts the buffers that are part of the state dict."""
+    return len(model.state_dict().keys() & {name for name, _ in model.named_buffers()})
+
+
+def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
+    """Finds the layer classes that FSDP should make units of.
+
+    First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
+    Accelerate). Otherwise the classes of the longest `ModuleList` of equal layers.
+    """
+    present = Counter(type(module).__name__ for module in model.modules())
+    names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
+    if not names:
+        names = _repeated_layer(model)
+    return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
+
+
+def _repeated_layer(model: "nn.Module") -> list[str]:
+    from torch import nn
+
+    stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    uniform = [stack for stack in stacks if len({type(layer) for layer in stack}) == 1]
+    if not uniform:
+        return []
+    largest = max(uniform, key=lambda stack: sum(p.numel() for layer in stack for p in layer.parameters()))
+    return [type(largest[0]).__name__]
+
+
+def _parameters_of_one(model: "nn.Module", name: str) -> int:
+    instances = (module for module in model.modules() if type(module).__name__ == name)
+    return max(sum(parameter.numel() for parameter in module.parameters()) for module in instances)
+
+
+def read_config(name: str, revision: str = "main", run_code: bool = False) -> Any:
+    """Reads a model's config from a hub id or a local folder. Its own Python runs with `run_code` alone.
+
+    Raises:
+        UserError: there is none, it can't be read, or not without its own Python.
+    """
+    from transformers import AutoConfig
+
+    settings = read_settings(name, revision)
+    if not run_code:
+        remote_code.check_kernels(name, settings)
+    with config_json.believed(name):
+        try:
+            return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+        except ValueError as error:
+            if remote_code.is_refusal(error):
+                raise remote_code.refusal(name, "its config") from error
+            raise _unknown_kind(name, settings) or error from error
+
+
+def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = str(settings.get("model_type", ""))
+    if kind in CONFIG_MAPPING:
+        return None
+    what = f"is of model_type {kind}" if kind else "has no model_type in its config"
+    return UserError(
+        f"{name} {what}, which transformers {__version__} doesn't know.{did_you_mean(kind, CONFIG_MAPPING)}",
+        why="the layer classes and sizes come from its code for that type",
+        fix="correct model_type in config.json; for a newer model: pip install --upgrade transformers",
+    )
+
+
+def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
+    """What a model's config.json says, by a hub id or from a local folder; its sizes are those of a model.
+
+    Raises:
+        UserError: there is none, it can't be read, or no model can be like that.
+    """
+    check_local_path(name, "model")
+    if Path(name).is_dir():
+        return config_json.settings_in(Path(name))
+    from transformers import PreTrainedConfig
+
+    try:
+        settings: dict[str, Any] = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the config of {name}: {first_line(error)}{did_you_mean(name, catalogue.entries())}",
+            why="the layer classes and sizes come from it",
+            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
+        ) from error
+    config_json.check(name, settings)
+    return settings
+
+
+def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) -> Any:
+    """Reads a model's tokenizer from a hub id or a local folder. Its own Python runs with `run_code` alone.
+
+    Raises:
+        UserError: there is none, it can't be read, or not without its own Python.
+    """
+    from transformers import AutoTokenizer
+
+    if Path(name).is_dir():
+        config_json.check_files(Path(name))
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+    except BaseException as error:  # the Rust library's panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
+            raise
+        if remote_code.is_refusal(error):
+            raise remote_code.refusal(name, "its tokenizer") from error
+        raise UserError(
+            f"cannot load a tokenizer from {name}: {first_line(error)}",
+            why="the data can't be turned into tokens",
+            fix="copy the tokenizer files of the base model into that folder",
+        ) from error
+
+
+def architectures(config: Any) -> list[str]:
+    """The classes that a config says its weights were saved from."""
+    named = getattr(config, "architectures", None)
+    return [name for name in named if isinstance(name, str)] if isinstance(named, (list, tuple)) else []
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that a config's `architectures` names, else the one for causal language models."""
+    import transformers
+
+    names = architectures(config)
+    named = getattr(transformers, names[0], None) if names else None
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model else transformers.AutoModelForCausalLM
+
+
+def auto_class(config: Any) -> str:
+    """The Auto class that trains what a config's `architectures` name, else the first that knows the config.
+
+    Empty if there is none. An encoder that could also be a decoder, such as BERT, reads both ways and is trained to
+    fill in masked words.
+    """
+    import transformers
+
+    known = [kind for kind in AUTO_CLASSES if type(config) in getattr(transformers, kind)._model_mapping]
+    if any(each.endswith("ForSequenceClassification") for each in architectures(config)) and CLASSIFIER in known:
+        return CLASSIFIER
+    if config.is_encoder_decoder:
+        return SEQ2SEQ if SEQ2SEQ in known else ""
+    if MASKED in known and not getattr(config, "is_decoder", False):
+        return MASKED
+    return next(iter(known), "")
+
+
+def build(name: str, config: Any, **options: Any) -> "nn.Module":
+    """The model on the meta device, without weights, of the kind that `auto_class` finds.
+
+    Raises:
+        UserError: it is no kind of language model, or no model can have its config.
+        ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
+    """
+    import torch
+    import transformers
+
+    kind = auto_class(config)
+    if kind == MASKED and type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        kind = CAUSAL  # the same layers
+    if not kind:
+        raise UserError(
+            f"{name} ({config.model_type}) is not a language model",
+            why="none of " + ", ".join(AUTO_CLASSES) + " can build it",
+            fix="choose a model that one of them can build",
+        )
+    asked = (ValueError, ImportError) if "attn_implementation" in options else ()
+    with config_json.believed(name, asked), torch.device("meta"), config_json.bounded(name):
+        model: nn.Module = getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
+    return model
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    """`owner/name` or `name`, not a path: no leading dot, slash or tilde and at most one slash."""
+    path_like = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name
+    return not path_like

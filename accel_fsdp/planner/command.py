@@ -1,0 +1,286 @@
+"""The command `accel-fsdp plan`: read the model and the machine, search, show."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from accel_fsdp import atomic_files, console
+from accel_fsdp.config import Precision
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
+from accel_fsdp.linter import Sources, read_subject
+from accel_fsdp.linter.rules import Subject
+from accel_fsdp.models import config_json
+from accel_fsdp.planner import html_report, proposal, text_report
+from accel_fsdp.planner.flags import PlanCommand
+from accel_fsdp.planner.proposal import Proposer
+from accel_fsdp.planner.text_report import Told
+from accel_fsdp.prediction import Job, from_yaml, search
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
+from accel_fsdp.prediction.tracing import by_name
+
+DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command takes. `rows` None: the table has one sequence per GPU, the search finds how many are enough.
+    `length` None: 2048 tokens, or the model's positions where it has fewer. `global_rows` are the sequences of one
+    optimizer step on all GPUs, None where any number will do.
+
+    `output` is where the recommended YAML is written, `html` where the plan is also written as a page.
+    """
+
+    model: str
+    gpus: str
+    nodes: int | None
+    recipe: Recipe
+    rows: int | None = None
+    length: int | None = None
+    json: bool = False
+    config: Path | None = None
+    html: Path | None = None
+    force: bool = False
+    global_rows: int | None = None
+    host_gib: int | None = None
+    output: Path | None = None
+
+
+def options_of(command: PlanCommand) -> Options:
+    """The options of a command line, with what its flags leave open."""
+    usual: Precision = "bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16"
+    recipe = Recipe(
+        command.method,
+        command.precision or usual,
+        command.dtype or ("float32" if command.method == "full" else "bfloat16"),
+        accumulation=command.accumulation,
+        optimizer=command.optimizer,
+        checkpointing=command.checkpointing,
+        chunked_loss=command.chunked_loss,
+        lora_rank=command.lora_rank,
+        attention=command.attention,
+        kernels=command.kernels,
+    )
+    return Options(
+        model=command.model,
+        gpus=command.gpus,
+        nodes=command.nodes,
+        recipe=recipe,
+        rows=command.batch,
+        length=command.seq_len,
+        json=command.json,
+        config=command.config,
+        html=command.html,
+        force=command.force,
+        global_rows=command.global_batch,
+        host_gib=command.host_memory,
+        output=command.output,
+    )
+
+
+def show_plan(options: Options) -> int:
+    """Prints the plan; returns 0 where something fits, 1 where nothing does.
+
+    Raises:
+        UserError: the model or the GPUs are not known, the numbers can't be, or a file can't be written.
+    """
+    _refuse_files(options)
+    told = make_plan(options)
+    if options.json:
+        console.put(json.dumps(told.as_json(), indent=2))
+    else:
+        told.show()
+    _write(options, told)
+    return 0 if told.plan.choice else 1
+
+
+def make_plan(options: Options) -> Told:
+    """The plan of a command line: searched, or of the YAML that was given.
+
+    Raises:
+        UserError: the model or the GPUs are not known, or the numbers can't be.
+    """
+    if options.config is not None:
+        return _judged(options, options.config)
+    job = make_job(options)
+    every = list(search.layouts(job.ranks, job.ranks_per_node))
+    proposer = _proposer(options, job).over(job.recipe, every)
+    job = replace(job, refuses=proposer.refuses)
+    return Told(job, search.make_plan(job), proposer)
+
+
+def _judged(options: Options, path: Path) -> Told:
+    subject, _ = read_subject(path, Sources(model=options.model))
+    layout, recipe = from_yaml.of_config(subject, options.recipe)
+    job = make_job(replace(options, recipe=recipe), layout, subject.number("num_machines") or 1)
+    job = _as_written(job, subject)
+    return Told(job, search.judge(job, layout), None, path)
+
+
+def _refuse_files(options: Options) -> None:
+    for flag, path, what in (
+        ("--html", options.html, "it may be the page of another plan"),
+        ("--output", options.output, "it may be the YAML of another run"),
+    ):
+        if path and not options.force:
+            atomic_files.refuse_existing(path, what, flag)
+    if options.output and options.config:
+        raise UsageError(
+            "-o beside --config",
+            why="a plan for a YAML recommends no other one",
+            fix="leave out --config to search, or -o",
+        )
+
+
+def _write(options: Options, told: Told) -> None:
+    """The page, and the YAML of what is recommended."""
+    if options.html:
+        atomic_files.write_text(
+            options.html, html_report.make_page(told.job, told.plan, told.headline(), list(told.advice()))
+        )
+        console.say(f"written: {options.html}")
+    if options.output and (text := told.yaml()):
+        atomic_files.write_text(options.output, text)
+        console.say(f"written: {options.output}")
+    elif options.output:
+        console.say("no YAML written: " + ("one GPU needs none" if told.plan.choice else "nothing fits"))
+
+
+def _as_written(job: Job, subject: Subject) -> Job:
+    """The job of a YAML: its notes, and what the linter says against it."""
+    efficient = not subject.is_fsdp or subject.on("fsdp_cpu_ram_efficient_loading")
+
+    def refuses(recipe: Recipe, layout: Layout) -> str:
+        return proposal.first_error(subject, recipe, layout)
+
+    return replace(job, ram_efficient=efficient, notes=(*job.notes, *from_yaml.notes(subject)), refuses=refuses)
+
+
+def _proposer(options: Options, job: Job) -> Proposer:
+    machine, _ = machines.parse(options.gpus)
+    memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
+    layers = tuple(dict.fromkeys(block.name for block in job.shape.blocks))
+    return Proposer(job.shape.name, f"{machine.count}x{machine.accelerator}{memory}", machine.count, layers)
+
+
+def make_job(options: Options, layout: Layout | None = None, machines_there: int = 0) -> Job:
+    """What is to be planned; with the layout of a YAML on as many GPUs and machines as it has.
+
+    Raises:
+        UserError: as `show_plan`.
+    """
+    machine, described = machines.parse(options.gpus)
+    if machine.accelerator is None:
+        raise UsageError(
+            "--gpus cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB"
+        )
+    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    _check_attention(options.recipe, gpu)
+    nodes = _nodes(options.nodes, described)
+    _check_numbers(options, nodes)
+    shape, tapes = by_name.read_shape(options.model, options.recipe)
+    ranks = machine.count * nodes
+    if layout is not None:
+        _check_layout(options, machine, nodes, layout, machines_there)
+    accumulation = _accumulation(options, ranks)
+    recipe = replace(
+        options.recipe,
+        rows=options.rows or 1,
+        length=_length(options, shape),
+        accumulation=accumulation,
+        attention="sdpa" if shape.eager_only else options.recipe.attention,
+    )
+    return Job(
+        *(shape, tapes, recipe, gpu, ranks, layout.ranks_per_node if layout else machine.count),
+        fixed_rows=layout is not None or options.rows is not None,
+        notes=text_report.model_notes(
+            shape, options.recipe, config_json.quant_method(tapes.config.get("quantization_config"))
+        ),
+        global_rows=options.global_rows or 0,
+        host_gib=options.host_gib or 0,
+    )
+
+
+def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuses a kernel that the GPU doesn't run."""
+    if recipe.attention == "flash" and not gpu.has_flash:
+        raise UsageError(
+            f"--attention flash doesn't run on {gpu.name}",
+            why="flash_attention_2 needs compute capability 8.0, which GPUs have from Ampere (A100) on",
+            fix="--attention sdpa, which takes PyTorch's own memory-efficient kernel there",
+        )
+
+
+def _length(options: Options, shape: ModelShape) -> int:
+    length = options.length or min(DEFAULT_LENGTH, shape.positions or DEFAULT_LENGTH)
+    if shape.positions and length > shape.positions:
+        raise UsageError(
+            f"--seq-len {length} is longer than the {shape.positions} positions of {shape.name}",
+            why="the model was not made for them",
+            fix=f"--seq-len {shape.positions} or less",
+        )
+    return length
+
+
+def _accumulation(options: Options, ranks: int) -> int:
+    """Micro-batches per step; a global batch decides them."""
+    total, rows = options.global_rows, options.rows or 1
+    if total is None:
+        return options.recipe.accumulation
+    if options.recipe.accumulation != 1:
+        raise UsageError(
+            "--accumulation beside --global-batch",
+            why="the micro-batches per step follow from the global batch",
+            fix="leave out one of them",
+        )
+    if total % (ranks * rows):
+        each = max(total // (ranks * rows), 1) * ranks * rows
+        raise UsageError(
+            f"--global-batch {total} can't be shared by {ranks} GPUs"
+            + (f" with {rows} sequences each" if options.rows else ""),
+            why=f"each GPU takes the same number: it must be a multiple of {ranks * rows}",
+            fix=f"--global-batch {each}, or {each + ranks * rows}",
+        )
+    return total // (ranks * rows)
+
+
+def _check_layout(options: Options, machine: MachineFacts, nodes: int, layout: Layout, machines_there: int) -> None:
+    """Refuses GPUs that aren't those of the YAML."""
+    if machine.count * nodes != layout.ranks:
+        raise UsageError(
+            f"--gpus {options.gpus} is {machine.count * nodes} GPUs, the YAML has {layout.ranks} processes",
+            why="each process drives one GPU",
+            fix=f"--gpus {layout.ranks}x{machine.accelerator}, or change num_processes",
+        )
+    if nodes != machines_there:
+        raise UsageError(
+            f"--gpus {options.gpus} is {nodes} machines, the YAML has num_machines: {machines_there}",
+            why="the links between machines decide the speed",
+            fix=f"--gpus {layout.ranks // machines_there}x{machine.accelerator} --nodes {machines_there}",
+        )
+
+
+def _nodes(asked: int | None, described: int) -> int:
+    if asked is not None and described > 1 and asked != described:
+        raise UsageError(
+            f"--nodes {asked}, and --gpus names {described} machines",
+            why="one of them is wrong",
+            fix="leave out --nodes",
+        )
+    return described if asked is None else asked
+
+
+def _check_numbers(options: Options, nodes: int) -> None:
+    given = options.recipe
+    numbers = {
+        "--nodes": nodes,
+        "--batch": options.rows,
+        "--accumulation": given.accumulation,
+        "--lora-rank": given.lora_rank,
+        "--seq-len": options.length,
+        "--global-batch": options.global_rows,
+        "--host-memory": options.host_gib,
+    }
+    for flag, value in numbers.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value} is less than 1", why="there would be nothing to train", fix=f"{flag} 1")

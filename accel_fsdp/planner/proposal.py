@@ -1,0 +1,184 @@
+"""From a way to train to the YAML and the script's arguments that do it, and what the linter says of both.
+
+The plan proposes nothing that the wizard refuses or `accel-fsdp check --strict` finds fault with, because it asks them.
+"""
+
+import shlex
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accel_fsdp import linter
+from accel_fsdp.config import TORCH_DTYPES, combinations
+from accel_fsdp.errors import UserError
+from accel_fsdp.linter.rules import Finding, Subject, run
+from accel_fsdp.models import catalogue
+from accel_fsdp.prediction import from_yaml
+from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.wizard import MODEL as PRESET_MODEL
+from accel_fsdp.wizard import Answers, interview, to_yaml
+
+ADDRESS = "HOST"
+"""Stands for the first machine's address, which a plan doesn't know."""
+OUTPUT = "fsdp.yaml"
+
+
+@dataclass
+class Proposer:
+    """Puts layouts into the words of wizard, YAML and script, for one model on machines of one kind.
+
+    `gpus` is one machine as `machines.parse` reads it, `layer_class` what to wrap. `common` are the rules that speak of
+    every layout alike, such as those about a precision that was asked for: they decide nothing.
+    """
+
+    model: str
+    gpus: str
+    gpus_each: int
+    layer_class: tuple[str, ...]
+    common: frozenset[str] = frozenset()
+    _answers: dict[tuple[Any, ...], Answers] = field(default_factory=dict)
+    _faults: dict[tuple[Any, ...], dict[str, str]] = field(default_factory=dict)
+
+    def over(self, recipe: Recipe, layouts: list[Layout]) -> "Proposer":
+        """The same, which knows what is common to these layouts."""
+        each = [frozenset(self.faults(recipe, layout)) for layout in layouts]
+        return replace(self, common=frozenset.intersection(*each) if len(each) > 1 else frozenset())
+
+    def refuses(self, recipe: Recipe, layout: Layout) -> str:
+        """Why a way doesn't work, in a sentence; empty where it does."""
+        faults = self.faults(recipe, layout)
+        return next((said for code, said in faults.items() if code not in self.common), "")
+
+    def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
+        """What the table of combinations, wizard and linter say against a way, by the row's name or the rule's code."""
+        if layout.engine == "single":
+            return {}  # one process needs no YAML
+        key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
+        if key not in self._faults:
+            clashes = combinations.clashes(from_yaml.setup_of(layout, recipe))
+            self._faults[key] = {one.name: f"{one.what}: {one.why}" for one in clashes}
+            try:
+                values = to_yaml.to_mapping(self.answers(recipe, layout))
+            except UserError as error:
+                self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
+            else:
+                found = _findings(Subject(values, args=arguments(recipe, layout)))
+                self._faults[key] |= {one.code: sentence(one) for one in found if one.severity != "note"}
+        return self._faults[key]
+
+    def answers(self, recipe: Recipe, layout: Layout) -> Answers:
+        """The wizard's answers that write the YAML of a layout.
+
+        A model outside of the catalogue isn't built for it, which takes torch and seconds: its layer class is known.
+
+        Raises:
+            UserError: the wizard refuses one of them.
+        """
+        key = (layout.engine, layout.ranks, layout.ranks_per_node, recipe.method, recipe.precision)
+        if key not in self._answers:
+            given = self._given(recipe, layout)
+            known = catalogue.canonical(self.model)
+            settled = _settled({**given, "model": known or PRESET_MODEL})
+            own = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
+            self._answers[key] = own
+        base, sharded = self._answers[key], _is_fsdp(layout)
+        return replace(
+            base,
+            strategy=layout.strategy if sharded else base.strategy,
+            zero_stage=layout.strategy if layout.engine == "zero" else base.zero_stage,
+            cpu_offload=layout.offload,
+            activation_checkpointing=in_yaml(recipe, layout),
+        )
+
+    def written(self, recipe: Recipe, layout: Layout) -> str:
+        """The YAML's text, as the wizard writes it for the model itself.
+
+        Raises:
+            UserError: the model can't be read.
+        """
+        return to_yaml.to_text(_settled(self._flags(recipe, layout)))
+
+    def command(self, recipe: Recipe, layout: Layout) -> str:
+        """The command that writes it: only what the wizard wouldn't take by itself."""
+        flags = [
+            word
+            for name, value in self._flags(recipe, layout).items()
+            for word in (f"--{name.replace('_', '-')}", value)
+        ]
+        return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
+
+    def _flags(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
+        """The wizard's flags, by the names of its questions."""
+        answers = self.answers(recipe, layout)
+        names = (*self._given(recipe, layout), *(["strategy"] if _is_fsdp(layout) else []))
+        return {name: to_yaml.flag_text(getattr(answers, name)) for name in names}
+
+    def _given(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
+        machines = max(layout.ranks // self.gpus_each, 1)
+        words = {"model": self.model, "method": recipe.method, "gpus": self.gpus, "num_machines": str(machines)}
+        words["mixed_precision"] = recipe.precision
+        if _is_fsdp(layout):
+            words |= {"engine": "fsdp", "fsdp_version": layout.engine.removeprefix("fsdp")}
+            words |= {"cpu_offload": "false", "activation_checkpointing": "false"}
+        else:
+            words["engine"] = {"ddp": "ddp", "zero": "deepspeed"}[layout.engine]
+        if layout.engine == "zero":
+            words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
+        return words | ({"main_process_ip": ADDRESS} if machines > 1 else {})
+
+
+def _settled(given: dict[str, str]) -> Answers:
+    return interview.answers(interview.Interview(given, dict(given), quiet=True))
+
+
+def _is_fsdp(layout: Layout) -> bool:
+    return layout.engine in ("fsdp1", "fsdp2")
+
+
+def in_yaml(recipe: Recipe, layout: Layout) -> bool:
+    """Whether activation checkpointing is the YAML's: with an adapter, and outside of FSDP, it is the script's."""
+    return recipe.checkpointing == "full" and from_yaml.setup_of(layout, recipe).recompute == "engine"
+
+
+def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """The script's arguments of a recipe, under Trainer's names."""
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": recipe.rows,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "max_length": recipe.length,
+    }
+    if recipe.recomputes and not in_yaml(recipe, layout):
+        given["gradient_checkpointing"] = True
+    if recipe.checkpointing == "reentrant":
+        given["gradient_checkpointing_kwargs"] = '{"use_reentrant": true}'
+    if recipe.method != "full":
+        given |= {"use_peft": True, "lora_r": recipe.lora_rank}
+    if recipe.method == "qlora":
+        given |= {"load_in_4bit": True, "bnb_4bit_quant_storage": TORCH_DTYPES[recipe.precision]}
+    if recipe.optimizer != Recipe.optimizer:
+        given["optim"] = recipe.optimizer
+    if recipe.kernels == "liger":
+        given["use_liger_kernel"] = True
+    if recipe.attention != Recipe.attention:
+        given["attn_implementation"] = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)
+    return given
+
+
+def argument_line(recipe: Recipe, layout: Layout) -> str:
+    """The same as a command line has them."""
+    given = arguments(recipe, layout).items()
+    return " ".join(f"--{name} {shlex.quote(to_yaml.flag_text(value))}" for name, value in given)
+
+
+def sentence(found: Finding) -> str:
+    """A finding in a line."""
+    return f"{found.what}: {found.why} ({found.code})"
+
+
+def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
+    """What would stop or ruin a run of a YAML that was given, in a line; empty where nothing would."""
+    found = _findings(replace(subject, args=arguments(recipe, layout)))
+    return next((sentence(one) for one in found if one.severity == "error"), "")
+
+
+def _findings(subject: Subject) -> list[Finding]:
+    return run(subject, {one.code: one for one in linter.all_rules()})

@@ -1,0 +1,334 @@
+"""The plan in words and numbers: the table, what to take, what it needs, what it assumes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import console
+from accel_fsdp.planner import proposal
+from accel_fsdp.planner.proposal import Proposer
+from accel_fsdp.prediction import (
+    GIB,
+    Candidate,
+    Job,
+    Plan,
+    capacity,
+    checkpointing_in,
+    name_of,
+    remedies,
+    rows_in,
+    search,
+    step_traffic,
+)
+from accel_fsdp.prediction.memory import KINDS, LETTERS, Layout, ModelShape, Recipe, shards, units_of
+
+SCHEMA_VERSION = 2
+"""Of `--json`: raised whenever a key goes or means something else."""
+COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s per GPU")
+WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
+BAR_CELLS, NARROW_CELLS = 20, 12
+MOST_PADDING = 1.1
+COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ")
+"""Lines that stay whole, so that they can be copied."""
+COLOURS = dict(
+    zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged."""
+
+    job: Job
+    plan: Plan
+    proposer: Proposer | None
+    config: Path | None = None
+
+    def yaml(self) -> str:
+        """The YAML of what is recommended; empty where there is nothing to write.
+
+        Raises:
+            UserError: the model can't be read.
+        """
+        found = self._proposed()
+        return found[0].written(found[1].recipe, found[1].layout) if found else ""
+
+    def command(self) -> str:
+        """The command that writes the recommended YAML; empty where there is none."""
+        found = self._proposed()
+        return found[0].command(found[1].recipe, found[1].layout) if found else ""
+
+    def _proposed(self) -> tuple[Proposer, Candidate] | None:
+        """What writes the YAML, and for which way; None where one GPU needs none, or nothing is recommended."""
+        choice = self.plan.choice
+        if choice is None or self.proposer is None or choice.layout.engine == "single":
+            return None
+        return self.proposer, choice
+
+    def headline(self) -> str:
+        """What was asked, in a sentence."""
+        job, recipe = self.job, self.job.recipe
+        millions = capacity.model_numel(job.shape) / 1e6
+        return (
+            f"{job.shape.name}: {millions:,.1f} M parameters, {recipe.method} training on "
+            f"{job.ranks} x {job.gpu.name} with {job.gpu.usable_gib:.1f} GiB, "
+            f"{recipe.rows} x {recipe.length:,} tokens per GPU"
+            + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")
+            + "; all of it predicted."
+        )
+
+    def show(self) -> None:
+        """Prints it."""
+        console.put(self.headline(), wrap=True)
+        wide = console.data.width >= WIDE
+        shown = COLUMNS if wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
+        rows = [self._cells(one, BAR_CELLS if wide else NARROW_CELLS) for one in self.plan.rows]
+        legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS]
+        console.show_bars(shown, [[row[name] for name in shown] for row in rows], legend)
+        for line in (*self._fits_legend(), *self.advice()):
+            console.put(line, wrap=not line.startswith(COPIED))
+
+    def _cells(self, one: Candidate, width: int) -> dict[str, Any]:
+        traffic = step_traffic(self.job.shape, one.recipe, one.layout)
+        sent = (traffic.intra_bytes + traffic.inter_bytes + traffic.pcie_bytes) / 1e9
+        parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in one.prediction.peak.live.items() if size]
+        cells = (
+            name_of(one.layout),
+            f"{one.device.allocated / GIB:,.1f}",
+            console.bar(parts, self.job.capacity_bytes, width),
+            one.verdict,
+            one.prediction.peak.phase,
+            f"{sent:,.1f}",
+            f"{one.step.step_seconds:.2f}",
+            f"{one.tokens_per_s:,.0f}",
+        )
+        return dict(zip(COLUMNS, cells, strict=True))
+
+    def _fits_legend(self) -> Iterator[str]:
+        """What the words in the column `fits` mean, as far as they stand there."""
+        outside = self.plan.rows[0].device.outside / GIB
+        seen = {one.verdict for one in self.plan.rows}
+        spare = f"fits: yes with {outside:.1f} GiB more for CUDA{' and NCCL' * (self.job.ranks > 1)} and 5% to spare"
+        yield (
+            spare
+            + ("; tight with less to spare, which a step that is larger than predicted uses up" * ("tight" in seen))
+            + "."
+        )
+        reasons: dict[str, list[str]] = {}
+        for one in self.plan.rows:
+            if one.refused:
+                reasons.setdefault(one.refused, []).append(name_of(one.layout))
+        for why, names in () if self.config else reasons.items():
+            yield f"fails: {', '.join(names)}. {why}."
+
+    def advice(self) -> Iterator[str]:
+        """What to take and why, or what would make it fit; a sentence or two a line."""
+        job, choice = self.job, self.plan.choice
+        if choice is None:
+            yield from self._nothing()
+            return
+        how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
+        needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine == "zero" else ""
+        yield f"Take {name_of(choice.layout)}{needs} with {how}. {self.plan.reason}"
+        yield self._one_step(choice)
+        yield from self._others(choice)
+        yield self._longest(choice)
+        yield self._host(choice)
+        if choice.layout.offload and (more := list(remedies.remedies(job, choice.layout))):
+            yield "Where machines have less memory than that: " + "; or ".join(more) + "."
+        yield from self._padding()
+        if command := self.command():
+            place = f"; {proposal.ADDRESS} is the first machine's address" if proposal.ADDRESS in command else ""
+            yield f"Its YAML (or -o FILE{place}):"
+            yield f"  {command}"
+        if self.proposer:
+            yield "The script's arguments:"
+            yield f"  {proposal.argument_line(choice.recipe, choice.layout)}"
+        yield "Assumed: " + " ".join((*job.notes, *choice.step.assumptions))
+
+    def _nothing(self) -> Iterator[str]:
+        """Why no way is left, and what would be one."""
+        refused = [one.refused for one in self.plan.rows if one.refused]
+        if len(refused) == len(self.plan.rows) == 1 and self.config:
+            yield f"Its memory doesn't decide: {refused[0]}."
+            yield f"  accel-fsdp check {self.config} --model {self.job.shape.name}"
+            return
+        yield f"Nothing fits into the {self.job.gpu.usable_gib:.1f} GiB of each GPU. What would:"
+        given = self.plan.rows[0].layout if self.config else None
+        changes = list(remedies.remedies(self.job, given)) or ["a smaller model, or GPUs with more memory"]
+        yield from (f"  {change}" for change in changes)
+        yield from self._padding()
+        yield from self.job.notes
+
+    def _one_step(self, choice: Candidate) -> str:
+        recipe, ranks = choice.recipe, self.job.ranks
+        rows = ranks * recipe.rows * recipe.accumulation
+        times = [str(ranks), *([str(recipe.accumulation)] if recipe.accumulation > 1 else []), str(recipe.rows)]
+        shortest, longest = choice.step.range_seconds
+        return (
+            f"One optimizer step takes {' x '.join(times)} = {rows:,} sequences ({rows * recipe.length:,} tokens) in "
+            f"about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
+        )
+
+    def _others(self, choice: Candidate) -> Iterator[str]:
+        if self.plan.ties:
+            ways = ", ".join(f"{name_of(one.layout)} ({_way(one)})" for one in self.plan.ties)
+            yield (
+                f"As fast as far as a prediction can tell, which may be {1 - search.TIE:.0%} off: {ways}. "
+                f"{name_of(choice.layout)} {'; and it '.join(search.advantages(choice, self.plan.ties))}."
+            )
+        if second := self.plan.runner_up:
+            times = choice.tokens_per_s / second.tokens_per_s
+            slower = f"{1 - 1 / times:.0%} slower" if times < 2 else f"a step takes {times:.1f} times as long"
+            yield f"Next is {name_of(second.layout)} ({_way(second)}): {slower}."
+
+    def _longest(self, choice: Candidate) -> str:
+        found, limit = self.plan.longest, self.job.shape.positions
+        whose = ", the model's limit" if limit else ""
+
+        def tokens(count: int) -> str:
+            return f"{count:,} tokens" + (whose if count == limit else "")
+
+        if choice.recipe.rows == 1 or found.chosen == found.alone:
+            return f"The longest sequence that fits this way has {tokens(found.alone)}."
+        return (
+            f"The longest sequences that fit this way have {tokens(found.chosen)} with {rows_in(choice.recipe)} per "
+            f"GPU, {tokens(found.alone)} with one."
+        )
+
+    def _host(self, choice: Candidate) -> str:
+        job = self.job
+        host = capacity.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
+        offload = f" and {_short(host.offload / GIB)} GiB to train, offloaded" if host.offload else ""
+        most, has = max(host.loading, host.offload), job.host_bytes
+        usual = f" (more than the {has / GIB:,.0f} GiB {'it has' if job.host_gib else 'that are usual'})" * (most > has)
+        return (
+            f"Each machine needs {_short(host.loading / GIB)} GiB of its own memory to load the model{offload}{usual}; "
+            f"a checkpoint takes {_short(host.checkpoint / 1e9)} GB of disk, the exported model "
+            f"{_short(host.export / 1e9)} GB."
+        )
+
+    def _padding(self) -> Iterator[str]:
+        """Says where FSDP2 holds and sends padding, which other engines don't."""
+        worst = max((one for one in self.plan.rows if one.layout.engine == "fsdp2"), default=None, key=self._padded)
+        if worst is None or (times := self._padded(worst)) < MOST_PADDING:
+            return
+        shape, layout = self.job.shape, worst.layout
+        thing = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
+        yield (
+            f"FSDP2 shares out {thing} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
+            "its share, padding; FSDP1 and ZeRO-3 cut through them, and hybrid sharding shares among fewer GPUs."
+        )
+
+    def _padded(self, one: Candidate) -> float:
+        ranks = one.layout.shard_ranks
+        held = [each for unit in units_of(self.job.shape, one.recipe, one.layout) for each in unit.held]
+        return sum(shards.shard_numel(each, ranks) for each in held) * ranks / sum(each.numel for each in held)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as numbers; bytes are bytes, seconds seconds."""
+        job, found = self.job, self.plan
+        recipe, choice = job.recipe, found.choice
+        changes = [] if choice and not choice.layout.offload else list(remedies.remedies(job, self._given()))
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": job.shape.name,
+            "parameters": capacity.model_numel(job.shape),
+            "method": recipe.method,
+            "precision": recipe.precision,
+            "sequence_length": recipe.length,
+            "gpu": job.gpu.name,
+            "gpu_memory_sold_gib": job.gpu.memory_gib,
+            "gpu_memory_usable_bytes": job.capacity_bytes,
+            "host_memory_bytes": job.host_bytes,
+            "gpus": job.ranks,
+            "gpus_per_machine": job.ranks_per_node,
+            "strategies": [self._row(one) for one in found.rows],
+            "choice": self._row(choice) if choice else None,
+            "ties": [self._row(one) for one in found.ties],
+            "runner_up": self._row(found.runner_up) if found.runner_up else None,
+            "reason": found.reason,
+            "longest_sequence": found.longest.chosen,
+            "longest_sequence_alone": found.longest.alone,
+            "config_command": self.command(),
+            "script_arguments": proposal.arguments(choice.recipe, choice.layout) if choice else {},
+            "changes": changes,
+        }
+
+    def _given(self) -> Layout | None:
+        if self.plan.choice:
+            return self.plan.choice.layout
+        return self.plan.rows[0].layout if self.config else None
+
+    def _row(self, one: Candidate) -> dict[str, Any]:
+        job, peak = self.job, one.prediction.peak
+        traffic = step_traffic(job.shape, one.recipe, one.layout)
+        host = capacity.host(job.shape, one.recipe, one.layout, job.ram_efficient)
+        return {
+            "strategy": name_of(one.layout),
+            "batch_per_gpu": one.recipe.rows,
+            "accumulation": one.recipe.accumulation,
+            "global_batch": one.recipe.rows * one.recipe.accumulation * job.ranks,
+            "checkpointing": one.recipe.checkpointing,
+            "fits": one.verdict,
+            "refused": one.refused,
+            "peak_bytes": peak.total,
+            "peak_phase": peak.phase,
+            "breakdown_bytes": {kind: size for kind, size in peak.live.items() if size},
+            "steady_bytes": one.prediction.steady,
+            "needed_bytes": one.device.needed,
+            "reserved_bytes": one.device.reserved,
+            "device_bytes": one.device.used,
+            "host_loading_bytes": host.loading,
+            "host_offload_bytes": host.offload,
+            "host_gathering_bytes": host.gathering,
+            "checkpoint_bytes": host.checkpoint,
+            "export_bytes": host.export,
+            "phases": {moment.phase: moment.total for moment in one.prediction.moments},
+            "sent_bytes": {
+                "intra-node": traffic.intra_bytes,
+                "inter-node": traffic.inter_bytes,
+                "pcie": traffic.pcie_bytes,
+            },
+            "step_seconds": one.step.step_seconds,
+            "step_seconds_range": one.step.range_seconds,
+            "tokens_per_s_per_gpu": one.tokens_per_s,
+            "mfu": one.step.mfu,
+            "bound": one.step.bound,
+            "assumptions": (*job.notes, *one.step.assumptions),
+        }
+
+
+def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tuple[str, ...]:
+    """What of a model's training isn't as its name or the flags let expect, in sentences."""
+    notes = []
+    if shape.eager_only:
+        notes.append(
+            f"{shape.name}: transformers has no sdpa for it and runs eager attention; so does this plan, whatever "
+            "is asked for."
+        )
+    if shape.model_type == "gpt_oss":
+        notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")
+    if quant_method:
+        refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
+        notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
+    if recipe.checkpointing == "selective":
+        notes.append("Selective checkpointing is no flag of Trainer's: the script has to apply it itself.")
+    if recipe.method == "qlora" and any(one.kind == "experts" for block in shape.blocks for one in block.parameters):
+        notes.append(
+            "bitsandbytes quantises linear layers alone: the experts are no linear layers and stay in 16 bits."
+        )
+    return tuple(notes)
+
+
+def _way(one: Candidate) -> str:
+    return f"{rows_in(one.recipe)}, {checkpointing_in(one.recipe)}, {one.device.allocated / GIB:.1f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
+def _short(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 10 else f"{amount:,.1f}"

@@ -1,0 +1,116 @@
+"""What the plan says of one strategy before a YAML is written: what to switch on so that it fits, and whether it does.
+
+Pure. It needs no torch for the models of the catalogue, and milliseconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from accel_fsdp.config import Method, Precision
+from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.prediction import trace_store
+from accel_fsdp.prediction.capacity import GIB
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction.search import Candidate, Job, evaluate
+
+LENGTH = 2048
+"""Tokens per row that a YAML is judged at, which says none; fewer where the model has fewer positions."""
+Known = tuple[ModelShape, Mapping[str, Tapes]]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The lightest way of one strategy that fits, or the smallest one where none does."""
+
+    chosen: Candidate
+    capacity_gib: float
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether to checkpoint activations."""
+        return self.chosen.recipe.recomputes
+
+    @property
+    def offload(self) -> bool:
+        """Whether to offload to the host's memory."""
+        return self.chosen.layout.offload
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with the margin, as `accel-fsdp plan --config` judges it."""
+        return self.chosen.fits
+
+    @property
+    def verdict(self) -> Literal["yes", "tight", "no"]:
+        """As in the table of `accel-fsdp plan`."""
+        return self.chosen.device.verdict
+
+    @property
+    def needed_gib(self) -> float:
+        """What one GPU must have: the peak of a step, and what CUDA and NCCL hold."""
+        return self.chosen.device.needed / GIB
+
+    @property
+    def words(self) -> str:
+        """Such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
+        recipe = self.chosen.recipe
+        return (
+            f"needs {self.needed_gib:.1f} of {self.capacity_gib:.1f} GiB with {recipe.rows} x {recipe.length:,} tokens "
+            "per GPU"
+        )
+
+
+def make_job(
+    model: str,
+    machine: MachineFacts,
+    layout: Layout,
+    method: Method = "full",
+    precision: Precision = "bf16",
+    known: Known | None = None,
+) -> Job | None:
+    """One row per GPU of `LENGTH` tokens, at most; None where model or GPU aren't known.
+
+    `known` is the shape and the tapes of a model outside of the catalogue (`tracing.read_shape`), which take seconds.
+    """
+    found = known or trace_store.find(model)
+    if found is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
+        return None
+    shape, tapes = found
+    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    dtype: Literal["float32", "bfloat16"] = "float32" if method == "full" else "bfloat16"
+    recipe = Recipe(method, precision, dtype, length=min(LENGTH, shape.positions or LENGTH))
+    return Job(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node)
+
+
+def advise(
+    model: str,
+    machine: MachineFacts,
+    layout: Layout,
+    method: Method = "full",
+    precision: Precision = "bf16",
+    known: Known | None = None,
+) -> Advice | None:
+    """What to switch on for `layout`, whose own offload is not looked at; None as `make_job`.
+
+    Tried in this order: nothing, checkpointing, offload with checkpointing.
+    """
+    job = make_job(model, machine, layout, method, precision, known)
+    if job is None:
+        return None
+    full = replace(job.recipe, checkpointing="full")
+    tried = [(job.recipe, False), (full, False), *([(full, True)] if can_offload(layout) else [])]
+    ways = [evaluate(job, one, replace(layout, offload=offload)) for one, offload in tried]
+    chosen = next((way for way in ways if way.fits), min(ways, key=lambda way: way.device.needed))
+    return Advice(chosen, job.gpu.usable_gib)
+
+
+def judge(job: Job, layout: Layout, checkpointing: bool) -> Advice:
+    """Whether the job fits in just this way."""
+    recipe = replace(job.recipe, checkpointing="full" if checkpointing else "none")
+    return Advice(evaluate(job, recipe, layout), job.gpu.usable_gib)
+
+
+def can_offload(layout: Layout) -> bool:
+    """Whether Accelerate can offload what this layout shards."""
+    return layout.engine in ("fsdp1", "fsdp2", "zero")

@@ -1,0 +1,120 @@
+"""From allocated bytes to what a device, a host and a disk need: ranges where the public figures are ranges. Pure."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, idle_units, units_of
+from accel_fsdp.prediction.memory import shards as states
+
+GIB = 1 << 30
+CONTEXT_BYTES = round(0.9 * GIB)
+"""CUDA context with kernels loaded: 0.47 (lazy) to 0.92 GiB, A100, torch 2.1 (stas00, ml-engineering)."""
+COMMUNICATOR_BYTES = round(1.5 * GIB)
+"""NCCL's buffers and channels after the first collective: 1 to 2 GiB (stas00: 0.55 -> 2.00 GiB after a barrier)."""
+RESERVED: dict[str, tuple[float, float]] = {
+    "single": (1.02, 1.15),
+    "ddp": (1.02, 1.20),
+    "fsdp1": (1.05, 1.50),
+    "fsdp2": (1.05, 1.37),
+    "zero": (1.05, 1.40),
+}
+"""Reserved over allocated: public pairs give 1.20 to 1.37 for FSDP2 and 1.12 to 1.36 for FSDP1 without
+`expandable_segments`, less with it (torchtitan, fms-acceleration, Answer.AI's fsdp_qlora, where FSDP1 reserves up to
+1.48 of what is predicted); the lower ends leave room for rounding alone."""
+MARGIN = 0.05
+"""What must stay free to call it a fit."""
+WORKSPACE_BYTES = 2 * 8_519_680
+"""cuBLAS's workspaces of the forward and the backward thread, which the allocator counts: 4096 KiB x 2 and 16 KiB x 8
+each (torch, `CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
+HOPPER_WORKSPACE_BYTES = 2 * 33_554_432
+"""The same on compute capability 9.0: 4096 KiB x 8."""
+
+Verdict = Literal["yes", "tight", "no"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank needs of its GPU: the allocator's reserved bytes and all that the driver counts, as ranges."""
+
+    allocated: int
+    reserved: tuple[int, int]
+    used: tuple[int, int]
+    verdict: Verdict
+    outside: int
+
+    @property
+    def needed(self) -> int:
+        """What must be there: the allocated bytes, and what CUDA and NCCL hold outside of the allocator."""
+        return self.allocated + self.outside
+
+
+def device(prediction: Prediction, layout: Layout, capacity_bytes: int) -> Device:
+    """Whether a rank fits: allocated + context + communicator + 5 % must.
+
+    Blocks that the allocator reserved and doesn't use are freed before it fails, so they don't count against a fit.
+    """
+    allocated = prediction.peak.total
+    outside = CONTEXT_BYTES + (COMMUNICATOR_BYTES if layout.ranks > 1 else 0)
+    low, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
+    most = max(capacity_bytes - outside, allocated)
+    reserved = (min(low, most), min(high, most))
+    needed = allocated + outside
+    verdict: Verdict = (
+        "no" if needed > capacity_bytes else "yes" if needed * (1 + MARGIN) <= capacity_bytes else "tight"
+    )
+    return Device(allocated, reserved, (reserved[0] + outside, reserved[1] + outside), verdict, outside)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes of one machine's memory at its fullest in each phase, and of its disk."""
+
+    loading: int
+    offload: int
+    gathering: int
+    checkpoint: int
+    export: int
+
+
+def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool = True) -> Host:
+    """Host memory and disk of the first machine.
+
+    Loading: the whole model on rank 0 where loading is RAM-efficient, on each of the machine's ranks where not.
+    Offload: pinned parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict.
+    A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
+    also the weights in the dtype of forward and backward. An adapter is exported as it was trained.
+    """
+    shards = layout.engine in ("fsdp1", "fsdp2")
+    copies = 1 if shards and ram_efficient else layout.ranks_per_node
+    units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
+    master = states.master_bytes(recipe, layout)
+
+    def total(layout: Layout) -> tuple[int, int, int]:
+        sizes = [
+            (
+                states.shard_bytes(unit, layout),
+                states.optimizer_bytes(unit, recipe, layout),
+                states.trained_bytes(unit, layout, master, shard=True),
+            )
+            for unit in units
+        ]
+        held, optimizer, trained = (sum(column) for column in zip(*sizes, strict=True))
+        return held, optimizer, trained
+
+    alone = replace(layout, ranks=1, ranks_per_node=1)
+    held, optimizer, trained = total(alone)
+    weights = trained if recipe.method != "full" else held
+    weights += trained * states.compute_bytes(recipe) // master if layout.engine == "zero" else 0
+    return Host(
+        loading=model_numel(shape) * states.DTYPE_BYTES[recipe.dtype] * copies,
+        offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
+        gathering=held if shards else 0,
+        checkpoint=weights + optimizer,
+        export=trained if recipe.method != "full" else model_numel(shape) * states.compute_bytes(recipe),
+    )
+
+
+def model_numel(shape: ModelShape) -> int:
+    """All parameters of the model."""
+    inside = sum(len(block.layers) * sum(one.numel for one in block.parameters) for block in shape.blocks)
+    return inside + sum(one.numel for one in shape.outer)

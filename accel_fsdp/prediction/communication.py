@@ -1,0 +1,208 @@
+"""How many bytes one rank sends per optimizer step, by link. Pure.
+
+The volumes are those of the ZeRO paper (arXiv 1910.02054, section 7) with FSDP's dtypes and units: a ring over W ranks
+sends (W - 1) / W of what it gathers or reduces from each rank, an all-reduce is a reduce-scatter and an all-gather.
+
+A ring over several machines enters and leaves each machine once. NCCL runs one ring per network port and starts each on
+another GPU, so of a rank's bytes the share 1 / ranks_per_node crosses the network and the rest stays inside. Both flow
+at once: the slower of the two is the ring's bottleneck.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accel_fsdp.prediction.memory import (
+    DTYPE_BYTES,
+    NF4_BYTES,
+    Block,
+    Layout,
+    ModelShape,
+    Parameter,
+    Recipe,
+    compute_bytes,
+    master_bytes,
+    outer_parts,
+    reduce_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes one rank sends: to GPUs of its machine, to other machines, and between GPU and host, both ways."""
+
+    intra_bytes: float = 0
+    inter_bytes: float = 0
+    pcie_bytes: float = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.intra_bytes + other.intra_bytes,
+            self.inter_bytes + other.inter_bytes,
+            self.pcie_bytes + other.pcie_bytes,
+        )
+
+    def times(self, count: float) -> "Traffic":
+        """The same, `count` times over."""
+        return Traffic(self.intra_bytes * count, self.inter_bytes * count, self.pcie_bytes * count)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together: a block, or what `block` None has outside of them.
+
+    `kept` units stay gathered from forward to backward: one all-gather instead of two.
+    """
+
+    parameters: tuple[Parameter, ...]
+    kept: bool
+    block: Block | None = None
+
+    @property
+    def count(self) -> int:
+        """How often the model has it."""
+        return len(self.block.layers) if self.block else 1
+
+
+def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
+    """What is gathered together, in the order of the forward pass.
+
+    FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`);
+    accelerate 1.15 never reshards FSDP2's unit with the head.
+    """
+    kept = _keeps(layout)
+    run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    blocks = tuple(Unit(block.parameters, kept, block) for block in run)
+    first, last = outer_parts(shape, layout)
+    if last:
+        return Unit(first, kept), *blocks, Unit(last, True)
+    return Unit(first, layout.engine != "zero"), *blocks
+
+
+def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
+    """All that one rank sends in one optimizer step, over all its micro-batches."""
+    total = update(shape, recipe, layout)
+    for unit in units(shape, layout):
+        gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
+        reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
+        total += (gathers + reduces).times(unit.count)
+    return total
+
+
+def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
+    """One all-gather of one unit; with offload its shard comes from the host first, in the dtype that it rests in."""
+    if _replicates(layout) or (layout.shard_ranks == 1 and not layout.offload):
+        return Traffic()
+    volume = sum(count * width for count, width in gathered(unit, recipe))
+    down = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
+    host = Traffic(pcie_bytes=down / layout.shard_ranks * layout.offload)
+    return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
+
+
+def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
+    """One reduction of one unit's gradients: reduce-scatter where they are sharded, all-reduce over replicas."""
+    elements = trained_numel(unit, recipe)
+    volume = elements * sent_gradient_bytes(recipe, layout)
+    shard = volume / layout.shard_ranks
+    scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
+    replicas = layout.ranks // layout.shard_ranks
+    apart = 1 if layout.shard_ranks > 1 else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
+    width = compute_bytes(recipe) if layout.engine == "zero" else master_bytes(recipe, layout)
+    up = Traffic(pcie_bytes=elements * width / layout.shard_ranks * layout.offload)
+    return scattered + _ring(shard, replicas, apart).times(2) + up
+
+
+def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
+    """What follows the optimizer: ZeRO-1 and 2 gather the updated weights, which their ranks hold whole."""
+    if not _replicates(layout):
+        return Traffic()
+    volume = all_trained_numel(shape, recipe, layout) * compute_bytes(recipe)
+    down = Traffic(pcie_bytes=volume / layout.ranks * layout.offload)
+    return _ring(volume, layout.ranks, layout.ranks_per_node) + down
+
+
+def gathers_per_step(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+    """How often a unit is gathered: before forward and, unless kept, before backward of each micro-batch.
+
+    FSDP1 frees kept units only after a synchronised backward (`_should_free_in_backward`): once for all micro-batches.
+    """
+    if layout.engine == "fsdp1" and _keeps(layout) and not layout.sync_each_batch:
+        return 1
+    return recipe.accumulation * (1 if unit.kept else 2)
+
+
+def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
+    """How often gradients are reduced; ZeRO-2 and 3 can't wait for the last micro-batch."""
+    always = layout.engine == "zero" and layout.strategy >= 2
+    return recipe.accumulation if always or layout.sync_each_batch else 1
+
+
+def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
+    """Elements of a gathered unit with their bytes per element."""
+    for one in unit.parameters:
+        quantized = recipe.method == "qlora" and is_quantized(one, unit)
+        yield one.numel, NF4_BYTES if quantized else compute_bytes(recipe)
+    if recipe.method != "full":
+        yield trained_numel(unit, recipe), compute_bytes(recipe)
+
+
+def gathered_alone(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+    """How many adapter weights are units of their own: FSDP1's flat parameters can't mix frozen and trained ones.
+
+    (PEFT's `fsdp_auto_wrap_policy`.)
+    """
+    if recipe.method == "full" or layout.engine != "fsdp1" or layout.shard_ranks == 1:
+        return 0
+    return 2 * sum(unit.block is not None and one.is_adapted(recipe.lora_targets) for one in unit.parameters)
+
+
+def trained_numel(unit: Unit, recipe: Recipe) -> int:
+    """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
+    if recipe.method == "full":
+        return sum(one.numel for one in unit.parameters)
+    inside = unit.block is not None
+    adapted = (one for one in unit.parameters if inside and one.is_adapted(recipe.lora_targets))
+    return sum(recipe.lora_rank * sum(one.shape) for one in adapted)
+
+
+def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
+    """Elements of the whole model that have a gradient."""
+    return sum(unit.count * trained_numel(unit, recipe) for unit in units(shape, layout))
+
+
+def is_quantized(one: Parameter, unit: Unit) -> bool:
+    """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks."""
+    return unit.block is not None and one.kind == "linear"
+
+
+def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Bytes per element of a reduced gradient: DDP's are of the weights' dtype, FSDP's of the reduce dtype.
+
+    (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
+    """
+    return master_bytes(recipe, layout) if layout.engine in ("ddp", "single") else reduce_bytes(recipe)
+
+
+def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:
+    """Bytes per element that come from the host: FSDP casts on the GPU, ZeRO on the host, 4 bits stay packed."""
+    if layout.engine == "zero" or width == NF4_BYTES:
+        return width
+    return master_bytes(recipe, layout) if recipe.method == "full" else DTYPE_BYTES[recipe.dtype]
+
+
+def _replicates(layout: Layout) -> bool:
+    """Whether all ranks hold all weights although the optimizer is sharded."""
+    return layout.engine == "zero" and layout.strategy < 3
+
+
+def _keeps(layout: Layout) -> bool:
+    """Whether blocks stay gathered from forward to backward."""
+    return layout.engine in ("fsdp1", "fsdp2") and layout.strategy in (2, 5)
+
+
+def _ring(volume_bytes: float, ranks: int, ranks_per_node: int) -> Traffic:
+    """One rank's part of an all-gather or reduce-scatter of `volume_bytes`."""
+    sent = volume_bytes * (ranks - 1) / ranks
+    if ranks <= ranks_per_node:
+        return Traffic(intra_bytes=sent)
+    across = sent / ranks_per_node
+    return Traffic(sent - across, across)

@@ -1,0 +1,122 @@
+"""From an Accelerate YAML to what the planner predicts for, and from that to what can't be combined. Pure."""
+
+from dataclasses import replace
+
+from accel_fsdp.config import STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
+from accel_fsdp.errors import UsageError
+from accel_fsdp.prediction.memory import EngineKind, Layout, Recipe
+
+ENGINES: dict[EngineKind, Engine] = {
+    "fsdp1": Engine.FSDP1,
+    "fsdp2": Engine.FSDP2,
+    "ddp": Engine.DDP,
+    "zero": Engine.DEEPSPEED,
+    "single": Engine.NONE,
+}
+"""The planner's names of the engines."""
+KINDS = {engine: kind for kind, engine in ENGINES.items() if engine is not Engine.NONE}
+PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
+STAGES = (0, 1, 2, 3)
+OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
+
+
+def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
+    """The layout that a YAML asks for, and the recipe with what the YAML decides of it.
+
+    Raises:
+        UsageError: what it asks for can't be predicted, or it doesn't say how many processes there are.
+    """
+    ranks = job.number("num_processes")
+    if job.engine not in KINDS or not ranks:
+        raise UsageError(
+            f"{job.engine.value} with {ranks or 'an unknown number of'} processes can't be predicted",
+            why="a plan needs FSDP, DDP or DeepSpeed, and num_processes",
+            fix="leave out --config, or see what accel-fsdp check FILE says",
+        )
+    strategy, together = _strategy(job)
+    kind = KINDS[job.engine]
+    precision = str(job.top("mixed_precision"))
+    _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
+    changed = replace(
+        recipe,
+        precision=PRECISIONS[precision],
+        checkpointing="full" if job.is_fsdp and job.on("fsdp_activation_checkpointing") else recipe.checkpointing,
+    )
+    together, offload = together or job.ranks_here, _offloads(job)
+    if kind == "zero":
+        return zero(strategy, ranks, together, offload), changed
+    return Layout(kind, strategy, ranks, together, offload), changed
+
+
+def setup_of(layout: Layout, recipe: Recipe) -> Setup:
+    """A row of the planner's table as a job, with activation checkpointing where `recompute_by` puts it."""
+    engine = ENGINES[layout.engine]
+    return Setup(
+        engine,
+        recipe.method,
+        recipe.optimizer,
+        recompute_by(engine, recipe.method) if recipe.checkpointing != "none" else "none",
+        stage=layout.strategy if layout.engine == "zero" else None,
+        strategy=STRATEGIES.get(layout.strategy, "") if engine is Engine.FSDP1 else "",
+    )
+
+
+def zero(stage: int, ranks: int, ranks_per_node: int, offload: bool) -> Layout:
+    """DeepSpeed's layout; its stage 0 shards nothing, which is DDP."""
+    return Layout("zero", stage, ranks, ranks_per_node, offload) if stage else Layout("ddp", 1, ranks, ranks_per_node)
+
+
+def _strategy(job: JobConfig) -> tuple[int, int]:
+    """The strategy's number or the stage, and how many ranks a mesh puts together, 0 without one."""
+    if job.engine is Engine.FSDP1:
+        return next((number for number, name in STRATEGIES.items() if name == job.strategy), 1), 0
+    if job.engine is Engine.DEEPSPEED:
+        stage = job.section("deepspeed_config").get("zero_stage", 2)  # the launcher's default
+        _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
+        return int(stage), 0
+    if job.engine is Engine.DDP:
+        return 1, 0
+    number = 1 if job.on("fsdp_reshard_after_forward") else 2
+    together = _mesh(job)
+    return (number + 3, together) if together else (number, 0)
+
+
+def _mesh(job: JobConfig) -> int:
+    """How many ranks share a copy of the model where there are several copies, else 0."""
+    mesh = {key.removeprefix("parallelism_config_"): size for key, size in job.section("parallelism_config").items()}
+    for name in OTHER_SIZES:
+        _refuse(mesh.get(name, 1) != 1, f"{name}: {mesh.get(name)}", "only data-parallel meshes are known")
+    copies, shards = mesh.get("dp_replicate_size", 1), mesh.get("dp_shard_size", 1)
+    ranks = job.number("num_processes")
+    fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
+    _refuse(
+        bool(mesh) and not fits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that"
+    )
+    return shards if mesh and copies > 1 else 0
+
+
+def _offloads(job: JobConfig) -> bool:
+    if job.is_fsdp:
+        return job.on("fsdp_offload_params")
+    section = job.section("deepspeed_config")
+    places = {str(section.get(f"offload_{what}_device", "none")) for what in ("optimizer", "param")}
+    stage = section.get("zero_stage", 2)
+    _refuse("nvme" in places, "offload to nvme", "no run tells how fast it is")
+    mixed = stage == 3 and len(places) > 1
+    _refuse(mixed, "offload of parameters or optimizer alone in stage 3", "only both together are known")
+    return str(section.get("offload_optimizer_device")) == "cpu"
+
+
+def notes(job: JobConfig) -> tuple[str, ...]:
+    """What the prediction makes of a YAML that it doesn't follow to the letter, in sentences."""
+    policy = str(job.fsdp("fsdp_auto_wrap_policy")).upper()
+    if not job.is_fsdp or policy == "TRANSFORMER_BASED_WRAP":
+        return ()
+    return (f"The YAML's {policy} is predicted as one unit per layer.",)
+
+
+def _refuse(wrong: bool, what: str, why: str) -> None:
+    if wrong:
+        raise UsageError(
+            f"{what} can't be predicted", why=why, fix="leave out --config, or see what accel-fsdp check FILE says"
+        )

@@ -1,0 +1,77 @@
+"""DeepSpeed's ZeRO in the walk of `step.py`: what it holds, gathers and reduces around a unit. Pure."""
+
+from dataclasses import replace
+
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.engines import Engine
+from accel_fsdp.prediction.memory.recipe import Layout
+from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
+
+MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3
+
+
+class Zero(Engine):
+    """DeepSpeed's stages, `strategy` being the stage: an estimate after its own formulas, not an account of each block.
+
+    16-bit weights and gradients stand beside float32 masters (ZeRO paper, section 3). Buckets as accelerate fills in
+    "auto" (`deepspeed.py`, hidden² elements each): two to reduce, one to gather. In stage 3 the gathered weights stay
+    below `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
+    """
+
+    def begin(self) -> None:
+        """Weights, masters, optimizer state and buckets."""
+        stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
+        weights = sum(shards.gathered_bytes(unit, self._whole()) for unit in self.held)
+        if stage < 3:
+            self.meter.add(PARAMETERS, weights)
+        elif not self.layout.offload:
+            self.meter.add(PARAMETERS, weights // self.layout.ranks)
+        if not self.layout.offload:
+            share = self._trained_numel() // self.layout.ranks
+            self.meter.add(PARAMETERS, 4 * share if compute == 2 else 0)
+            alone = replace(self.layout, ranks=1, ranks_per_node=1)
+            whole = sum(shards.optimizer_bytes(unit, self.recipe, alone) for unit in self.held)
+            self.meter.add(OPTIMIZER, whole // self.layout.ranks)
+        hidden = self.units[0].held[0].shape[-1]  # of the embedding
+        self.meter.add(BUFFERS, 3 * hidden**2 * compute)
+
+    def adds(self, unit: int) -> bool:
+        """DeepSpeed's own hooks do."""
+        return False
+
+    def _whole(self) -> Layout:
+        return Layout("single", 1, 1, 1)
+
+    def _trained_numel(self) -> int:
+        return sum(one.numel for unit in self.held for one in unit.held if one.trained)
+
+    def before_forward(self, unit: int) -> None:
+        """Stage 3 gathers the unit and prefetches about as much."""
+        if self.layout.strategy == 3:
+            self._live(unit, 1)
+
+    def after_forward(self, unit: int) -> None:
+        """Stage 3 releases it."""
+        if self.layout.strategy == 3:
+            self._live(unit, -1)
+
+    def before_backward(self, unit: int) -> None:
+        """Stage 3 gathers it again."""
+        self.before_forward(unit)
+
+    def _live(self, unit: int, sign: int) -> None:
+        size = 2 * shards.gathered_bytes(self.units[unit], self._whole())
+        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * 2))
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """Stages 2 and 3 keep this rank's share of the gradients."""
+        self.after_forward(unit)
+        share = born // self.layout.ranks if self.layout.strategy >= 2 else born
+        kept = 0 if self.layout.offload and self.layout.strategy >= 2 else share
+        self.meter.add(GRADIENTS, -born if self.has_grads else kept - born)
+
+    def step(self) -> None:
+        """The gradients in float32, of this rank's share or of a sub-group of it."""
+        if not self.layout.offload:
+            share = self._trained_numel() // self.layout.ranks
+            self.meter.touch({GRADIENTS: 4 * min(share, SUB_GROUP_SIZE)})

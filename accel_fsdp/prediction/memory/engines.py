@@ -1,0 +1,344 @@
+"""What each engine gathers, frees and reduces around a unit, in the order in which the CPU issues it. Pure.
+
+That order is what the allocator's statistics see: a block that another stream still uses counts as freed. Read in
+torch 2.13 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.recipe import Layout, Recipe
+from accel_fsdp.prediction.memory.shards import Unit
+from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+
+
+@dataclass
+class Engine:
+    """Everything on every rank, nothing to gather: one GPU, and the base of the others.
+
+    `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
+    `head_unit` is the place of that one, 0 for the first. `idle` units are held and never run. `prefetches` says that
+    backward gathers the next unit early, `syncs` that this micro-batch's gradients are reduced.
+    """
+
+    meter: Meter
+    units: Sequence[Unit]
+    recipe: Recipe
+    layout: Layout
+    idle: Sequence[Unit] = ()
+    has_grads: bool = False
+    prefetches: bool = True
+    syncs: bool = True
+
+    def adds(self, unit: int) -> bool:
+        """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
+        return self.has_grads
+
+    @property
+    def held(self) -> Sequence[Unit]:
+        """All units, those that never run too."""
+        return (*self.units, *self.idle)
+
+    @property
+    def head_unit(self) -> int:
+        """The place of the unit that holds the head."""
+        return len(self.units) - 1 if self.units[-1].name == "head" else 0
+
+    def begin(self) -> None:
+        """What lives from step to step, once the optimizer has its state."""
+        if self.layout.offload:
+            return
+        self.meter.add(PARAMETERS, sum(self._at_rest(unit) for unit in self.held))
+        self.meter.add(OPTIMIZER, sum(shards.optimizer_bytes(unit, self.recipe, self.layout) for unit in self.held))
+
+    def _at_rest(self, unit: Unit) -> int:
+        return shards.shard_bytes(unit, self.layout) + shards.quantization_bytes(unit, self.layout)
+
+    def before_forward(self, unit: int) -> None:
+        """The unit's parameters are about to be used."""
+
+    def after_forward(self, unit: int) -> None:
+        """The unit's forward is done."""
+
+    def end_forward(self) -> None:
+        """The loss is there."""
+
+    def before_loss_backward(self) -> None:
+        """Backward begins, with the loss."""
+
+    def before_head_backward(self, unit: int) -> None:
+        """The logits' gradient is there; the head is in this unit."""
+        self.before_backward(unit)
+
+    def before_backward(self, unit: int) -> None:
+        """The gradient of the unit's output is there."""
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS, unless it `adds`."""
+
+    def end_backward(self) -> None:
+        """All gradients are there."""
+        self.has_grads = True
+
+    def kept_gradients(self) -> int:
+        """Gradients that outlive `zero_grad`."""
+        return 0
+
+    def last_gradients(self) -> int:
+        """The gradients of a whole step."""
+        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.held)
+
+    def step(self) -> None:
+        """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
+        if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
+            self.meter.touch({OPTIMIZER: sum(self._master(unit, shard=True) for unit in self.held)})
+
+    def _master(self, unit: Unit, shard: bool) -> int:
+        per_element = shards.master_bytes(self.recipe, self.layout)
+        return shards.trained_bytes(unit, self.layout, per_element, shard)
+
+
+class Ddp(Engine):
+    """Buckets of all gradients beside the gradients themselves: Accelerate leaves `gradient_as_bucket_view` off."""
+
+    def begin(self) -> None:
+        """As without, and the buckets."""
+        super().begin()
+        self.meter.add(BUFFERS, sum(self._master(unit, shard=False) for unit in self.held))
+
+
+@dataclass
+class Fsdp(Engine, ABC):
+    """What both versions share: when units are gathered and freed, one prefetched in backward.
+
+    `waiting` are the bytes of whole gradients by unit: Trainer accumulates under `no_sync`, where nothing is reduced.
+    """
+
+    gathered: set[int] = field(default_factory=set)
+    waiting: dict[int, int] = field(default_factory=dict)
+
+    def end_backward(self) -> None:
+        """Gradients that wait for the last micro-batch are whole, and no shards yet."""
+        self.has_grads = self.has_grads or self.syncs
+
+    def before_forward(self, unit: int) -> None:
+        """Gathers the unit."""
+        if unit not in self.gathered:
+            self._gather(unit)
+
+    def after_forward(self, unit: int) -> None:
+        """Frees it, where the strategy says so."""
+        if self._reshards(unit):
+            self._free(unit)
+
+    def _reshards(self, unit: int) -> bool:
+        """The unit of the head stays: it is the root under FSDP1, and Accelerate's tail unit under FSDP2."""
+        return self.layout.strategy in (1, 4) and unit != self.head_unit
+
+    def _size(self, unit: int) -> int:
+        return shards.gathered_bytes(self.units[unit], self.layout)
+
+    def _cast_and_gather(self, unit: int, gathered_bytes: int) -> None:
+        """The shard's cast copy lives until it is gathered."""
+        cast = shards.cast_bytes(self.units[unit], self.layout)
+        self.meter.add(GATHERED, cast)
+        self.meter.add(GATHERED, gathered_bytes)
+        self.meter.add(GATHERED, -cast)
+
+    @abstractmethod
+    def _gather(self, unit: int) -> None: ...
+
+    def _free(self, unit: int) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.meter.add(GATHERED, -self._size(unit))
+
+    def _reduced(self, unit: int) -> tuple[int, int]:
+        """The input of the unit's reduction, and its output."""
+        width = shards.reduce_bytes(self.recipe)
+        whole, shard = (shards.trained_bytes(self.units[unit], self.layout, width, each) for each in (False, True))
+        return whole, shard
+
+    def _keep(self, unit: int, reduced_bytes: int) -> None:
+        """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
+        new_bytes = self._master(self.units[unit], shard=True)
+        if new_bytes != reduced_bytes:
+            self.meter.add(GRADIENTS, new_bytes)
+            self.meter.add(GRADIENTS, -reduced_bytes)
+        if self.has_grads or self.layout.offload:
+            self.meter.add(GRADIENTS, -new_bytes)
+
+
+@dataclass
+class Fsdp2(Fsdp):
+    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives through the next copy.
+
+    (`wait_for_unshard` drops it before, but its own variable `prev_all_gather_state` holds it to its return.)
+    """
+
+    kept_output: int = 0
+    prefetched: int | None = None
+    reducing: int = 0
+
+    def _gather(self, unit: int) -> None:
+        self._all_gather(unit)
+        self.meter.add(GATHERED, self._size(unit))
+        self.meter.add(GATHERED, -self.kept_output)
+        self.gathered.add(unit)
+        self.kept_output = self._output(unit)
+
+    def _output(self, unit: int) -> int:
+        return self._size(unit) if self.layout.shard_ranks > 1 else 0
+
+    def _all_gather(self, unit: int) -> None:
+        self._cast_and_gather(unit, self._output(unit))
+
+    def adds(self, unit: int) -> bool:
+        """Gradients of the reduce dtype stay with their parameters (`to_accumulated_grad_if_needed`)."""
+        return unit in self.waiting and shards.reduce_bytes(self.recipe) == shards.compute_bytes(self.recipe)
+
+    def end_forward(self) -> None:
+        """The root's post-forward drops the last all-gather's output."""
+        self.meter.add(GATHERED, -self.kept_output)
+        self.kept_output = 0
+
+    def before_backward(self, unit: int) -> None:
+        """Makes sure of the unit, and prefetches the one before it."""
+        if unit not in self.gathered:
+            if self.prefetched != unit:
+                self._all_gather(unit)
+            self.meter.add(GATHERED, self._size(unit))
+            self.meter.add(GATHERED, -self._output(unit))
+            self.gathered.add(unit)
+            self.prefetched = None
+        self._prefetch(unit - 1)
+
+    def before_head_backward(self, unit: int) -> None:
+        """The unit of the head is the last in forward, so the last block is prefetched, also with tied embeddings."""
+        self._prefetch((unit or len(self.units)) - 1)
+
+    def _prefetch(self, unit: int) -> None:
+        if unit >= 0 and unit not in self.gathered and self.prefetched != unit:
+            self._all_gather(unit)
+            self.prefetched = unit
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """Frees the unit and reduces its gradients."""
+        self._free(unit)
+        self.meter.add(GRADIENTS, -self.reducing)
+        self.reducing = 0
+        if not born:
+            return
+        whole, shard = self._reduced(unit)
+        ready = self._accumulated(unit, born, whole)
+        if not self.syncs:
+            self.waiting[unit] = ready
+            return
+        self.meter.add(GRADIENTS, whole)
+        self.meter.add(GRADIENTS, -ready)
+        self.reducing = whole
+        self.meter.add(GRADIENTS, shard)
+        self._keep(unit, shard)
+
+    def _accumulated(self, unit: int, born: int, whole: int) -> int:
+        """The bytes of the unit's whole gradients; unless autograd adds them, they are cast and added here."""
+        adds, older = self.adds(unit), self.waiting.pop(unit, 0)
+        if older and not adds:
+            self.meter.add(GRADIENTS, -born)
+        elif not older and not self.syncs and whole > born:
+            self.meter.add(GRADIENTS, whole)
+            self.meter.add(GRADIENTS, -born)
+            return whole
+        return older or born
+
+    def end_backward(self) -> None:
+        """The last reduction's input goes."""
+        self.meter.add(GRADIENTS, -self.reducing)
+        self.reducing = 0
+        super().end_backward()
+
+
+@dataclass
+class Fsdp1(Fsdp):
+    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    offloaded: int = 0
+
+    def adds(self, unit: int) -> bool:
+        """The views' gradients wait for the flat parameter's."""
+        return False
+
+    def _keep(self, unit: int, reduced_bytes: int) -> None:
+        """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
+        if self.layout.offload:
+            new_bytes = self._master(self.units[unit], shard=True)
+            self.meter.add(GRADIENTS, new_bytes - reduced_bytes)
+            self.offloaded += new_bytes
+        else:
+            super()._keep(unit, reduced_bytes)
+
+    def end_backward(self) -> None:
+        """`prepare_gradient_for_optim` drops what has been copied."""
+        self.meter.add(GRADIENTS, -self.offloaded)
+        self.offloaded = 0
+        super().end_backward()
+
+    def kept_gradients(self) -> int:
+        """`zero_grad` clears the views only; the flat gradients go with the next forward.
+
+        (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
+        """
+        return self.last_gradients()
+
+    def _size(self, unit: int) -> int:
+        """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
+        whole = self.layout.shard_ranks == 1
+        return shards.cast_bytes(self.units[unit], self.layout) if whole else super()._size(unit)
+
+    def _reshards(self, unit: int) -> bool:
+        """NO_SHARD frees the copies of all units, the root's too (`post_reshard`)."""
+        return self.layout.strategy == 3 or super()._reshards(unit)
+
+    def _gather(self, unit: int) -> None:
+        if self.layout.shard_ranks == 1:
+            self.meter.add(GATHERED, self._size(unit))
+        else:
+            self._cast_and_gather(unit, self._size(unit))
+        self.gathered.add(unit)
+
+    def before_loss_backward(self) -> None:
+        """The root's hook, which is on the loss, prefetches the last block (`_pre_backward_hook`)."""
+        self.before_backward(len(self.units))
+
+    def before_head_backward(self, unit: int) -> None:
+        """The root has been made sure of with the loss."""
+
+    def before_backward(self, unit: int) -> None:
+        """Makes sure of the unit, and prefetches the one before it."""
+        for one in (unit, unit - 1) if self.prefetches else (unit,):
+            if 0 <= one < len(self.units) and one not in self.gathered:
+                self._gather(one)
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """Frees the unit and reduces its gradients."""
+        if born:
+            whole, shard = self._reduced(unit)
+            self.meter.add(GRADIENTS, whole)  # the backward of torch.split joins the views' gradients in a new tensor
+            self.meter.add(GRADIENTS, -born)
+            if unit in self.waiting:
+                self.meter.add(GRADIENTS, -self.waiting.pop(unit))
+            self._free_after(unit)
+            if not self.syncs:
+                self.waiting[unit] = whole
+                return
+            self.meter.add(GRADIENTS, shard)
+            self.meter.add(GRADIENTS, -whole)
+            self._keep(unit, shard)
+        self._free_after(unit)
+
+    def _free_after(self, unit: int) -> None:
+        """Without a reduction, what stays gathered after forward stays after backward (`_should_free_in_backward`)."""
+        if self.syncs or self.layout.strategy in (1, 3, 4):
+            self._free(unit)

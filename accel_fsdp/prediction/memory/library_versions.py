@@ -1,0 +1,80 @@
+"""What the libraries' versions change in the memory of a step. One row each, with its source. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from accel_fsdp.prediction.memory.recipe import Recipe
+
+TAPE_LOGIT_BYTES = (10, 12)
+"""Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
+
+
+@dataclass(frozen=True)
+class Quirks:
+    """`logit_bytes` at the highest point of the loss and of its backward.
+
+    `keeps_block_gradients`: FSDP1 over frozen layers with reentrant checkpointing holds the blocks' inputs with their
+    gradients to the end of backward: its hook (`_register_post_backward_reshard_only_hook`) refers to the detached
+    inputs, which are leaves there and so own a gradient.
+
+    `checkpoints_outside`: reentrant checkpointing runs around FSDP1's wrapper instead of inside of it. The wrapper's
+    forward then runs without gradients, so it leaves no hook for backward (`_register_pre_backward_hooks`), and a unit
+    without one is never prefetched.
+
+    `upcasts_logits`: the model's logits are float32. `repeats_heads`: attention saves keys and values of all heads
+    where the kernel could share them. `caches_keys`: checkpointing leaves the cache on.
+    """
+
+    logit_bytes: tuple[int, int] = TAPE_LOGIT_BYTES
+    keeps_block_gradients: bool = False
+    checkpoints_outside: bool = False
+    upcasts_logits: bool = False
+    repeats_heads: bool = False
+    caches_keys: bool = False
+
+
+PLAIN_LOSS = frozenset({"gpt_bigcode"})
+"""Model types whose own loss took the 16-bit logits as they were, before transformers 5 gave all of them one loss."""
+
+
+SHARING = frozenset({"llama", "gemma", "gemma2", "cohere", "olmo"})
+"""Model types that handed shared heads to flash attention as they were before transformers 4.48."""
+
+
+def quirks_of(versions: Mapping[str, str], model_type: str, recipe: Recipe) -> Quirks:
+    """The quirks of these versions; what isn't given counts as today's.
+
+    transformers: upcasting copies the logits and shifting copies them again in 4.45 (12 bytes), where 4.48 also keeps
+    the first ones in a frame (14): token slopes of PowerLM and Mistral in fms-acceleration's public runs. The retained
+    gradients: exactly (L - 2) hidden states per token in all their frozen FSDP1 runs with torch 2.4.1, none without
+    FSDP or when everything is trained. Since 4.53 layers checkpoint in their own `__call__` (modeling_layers.py);
+    before, the constant term of all frozen and large FSDP1 runs lacks exactly one block, and so it does in those that
+    name no version but torch 2.4.1. Each model had its own attention until 4.48, in which `repeat_kv` came before the
+    kernel, but for some models' flash attention. gpt_bigcode returned its cache with checkpointing on, where others
+    turned it off (modeling_gpt_bigcode.py, `presents`).
+    """
+    transformers, torch = (Version(versions.get(name, "99")) for name in ("transformers", "torch"))
+    old = transformers < Version("4.53") if "transformers" in versions else torch < Version("2.5")
+    early = transformers < Version("4.48")
+    return Quirks(
+        logit_bytes=_logit_bytes(transformers, model_type, recipe),
+        keeps_block_gradients=torch < Version("2.5"),
+        checkpoints_outside=old,
+        upcasts_logits=transformers < Version("4.46") and model_type not in PLAIN_LOSS,
+        repeats_heads=early and not (recipe.attention == "flash" and model_type in SHARING),
+        caches_keys=transformers < Version("5") and model_type in PLAIN_LOSS,
+    )
+
+
+def _logit_bytes(transformers: Version, model_type: str, recipe: Recipe) -> tuple[int, int]:
+    """At the highest point of the loss and of its backward."""
+    if model_type in PLAIN_LOSS and transformers < Version("5"):
+        # logits, shifted copy and log-softmax; autocast makes two of the last, in float32
+        return (6, 6) if recipe.precision == "no" else (12, 12)
+    if recipe.kernels == "foak":  # no log-softmax, and the gradient takes the place of the logits that it is for
+        return (8, 8) if transformers < Version("4.46") else (10, 8) if transformers < Version("5") else (6, 6)
+    if transformers < Version("5"):
+        return (12, 12) if transformers < Version("4.46") else (14, 12)
+    return TAPE_LOGIT_BYTES

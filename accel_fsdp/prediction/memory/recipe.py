@@ -1,0 +1,151 @@
+"""What a prediction is made of: a model's shape, a recipe to train it by, and a layout of the ranks."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_fsdp.config import Method, Precision
+
+OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
+EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
+Checkpointing = Literal["none", "full", "reentrant", "selective"]
+LoraTargets = Literal["all", "attention"]
+Attention = Literal["sdpa", "eager", "flash"]
+Wide = Literal["none", "norms", "rest"]
+Kernels = Literal["none", "liger", "foak"]
+Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
+ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
+"""Linear layers of attention, by the names that models give them."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter by its full shape. `kind` decides what 4 bits quantise, and LoRA adapts: linear layers."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def is_adapted(self, targets: LoraTargets) -> bool:
+        """Whether LoRA adapts it inside of a block: every linear layer, or those of attention alone."""
+        return self.kind == "linear" and (
+            targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer class that repeats: `parameters` of one instance, and where its instances stand among all layers.
+
+    Two blocks may have one class where layers alternate, such as sliding and full attention, or dense and experts.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory and time depend on. `outer` are the parameters outside of the blocks: embeddings, last norm, head.
+
+    A tied head has no parameter of its own. `buffers_bytes` are stored or computed buffers, on every rank. `experts`
+    and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
+    window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
+    places of the blocks that images go through, whose activations aren't known. `eager_only`: transformers has no other
+    attention for the model.
+    """
+
+    name: str
+    model_type: str
+    hidden: int
+    vocab: int
+    heads: int
+    head_dim: int
+    blocks: tuple[Block, ...]
+    outer: tuple[Parameter, ...]
+    tied: bool
+    buffers_bytes: int = 0
+    experts: int = 0
+    experts_used: int = 0
+    window: int = 0
+    positions: int = 0
+    untraced: tuple[int, ...] = ()
+    eager_only: bool = False
+
+    @property
+    def layers(self) -> int:
+        """How many blocks the model is made of."""
+        return sum(len(block.layers) for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one rank trains: everything besides model and machine that decides memory and time.
+
+    `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
+    that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
+    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind, "selective" keeps attention's output and every
+    second product, as torchtitan does. `chunked_loss` never holds all logits at once.
+    Trainer drops them before backward, another script may have `keeps_logits`, and one that `zeroes_late` clears the
+    last step's gradients only between forward and backward, as Lightning's Trainer does. `reduce` is the dtype in which
+    FSDP reduces gradients, which Accelerate makes that of mixed precision.
+
+    `lora_dtype` "base" is PEFT without `autocast_adapter_dtype`. `wide` is what is float32 beside 4-bit weights on one
+    GPU: norms with TRL, everything with PEFT's `prepare_model_for_kbit_training` alone. `attention` "flash" is
+    flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the "fused ops and kernels"
+    plugin of fms-acceleration, foak.
+    """
+
+    method: Method = "full"
+    precision: Precision = "bf16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    rows: int = 1
+    length: int = 2048
+    accumulation: int = 1
+    optimizer: OptimizerName = "adamw_torch_fused"
+    checkpointing: Checkpointing = "none"
+    chunked_loss: bool = False
+    keeps_logits: bool = False
+    zeroes_late: bool = False
+    reduce: Literal["compute", "float32"] = "compute"
+    lora_rank: int = 16
+    lora_targets: LoraTargets = "all"
+    lora_dropout: bool = False
+    lora_dtype: Literal["float32", "base"] = "float32"
+    wide: Wide = "none"
+    attention: Attention = "sdpa"
+    kernels: Kernels = "none"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes whole blocks again."""
+        return self.checkpointing in ("full", "reentrant")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share the model. `engine` and `strategy` as in `STRATEGIES`, or the ZeRO stage for "zero".
+
+    FSDP2 has strategies 1, 2, 4 and 5. `sync_each_batch` reduces gradients after each micro-batch.
+    """
+
+    engine: EngineKind
+    strategy: int
+    ranks: int
+    ranks_per_node: int
+    offload: bool = False
+    sync_each_batch: bool = False
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many ranks share one copy of the parameters: all, or those of one machine with hybrid sharding."""
+        if self.engine in ("ddp", "single") or (self.engine == "fsdp1" and self.strategy == 3):
+            return 1
+        hybrid = self.engine != "zero" and self.strategy in (4, 5)
+        return self.ranks_per_node if hybrid else self.ranks

@@ -1,0 +1,120 @@
+"""What blocks and head allocate for one recipe: their tapes at its batch, and what libraries add to them. Pure."""
+
+from dataclasses import dataclass
+
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.library_versions import TAPE_LOGIT_BYTES, Quirks
+from accel_fsdp.prediction.memory.recipe import Block, Layout, ModelShape, Recipe
+from accel_fsdp.prediction.memory.shards import Unit
+from accel_fsdp.prediction.memory.traces import At, Replay, Tapes, replay
+
+
+@dataclass(frozen=True)
+class Played:
+    """`more_logits` is what the loss and its backward take beyond the head's tape.
+
+    `until_loss` is what the forward of each block leaves until the model's forward is over, whatever checkpointing
+    does.
+    """
+
+    blocks: tuple[Replay, ...]
+    embedding: Replay
+    head: Replay
+    more_logits: tuple[int, int]
+    until_loss: tuple[int, ...]
+
+
+def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> Played:
+    """Plays a model's tapes."""
+    at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+    window = 0 if recipe.attention == "flash" else shape.window
+    blocks = []
+    for index, block in enumerate(shape.blocks):
+        tape = tapes.block(index, recipe.length, window)
+        shared = tape is tapes.blocks[index]  # a mask excludes the kernels that share heads
+        repeated = _repeated_bytes(shape, block, recipe) if quirks.repeats_heads and shared else 0
+        blocks.append(_with_saved(replay(tape.of(recipe.rows), at), repeated))
+    head = tapes.chunked_head if recipe.chunked_loss else tapes.head
+    fused = recipe.kernels == "liger" or (recipe.kernels == "foak" and recipe.chunked_loss)
+    return Played(
+        tuple(blocks),
+        replay(tapes.embedding.of(recipe.rows), at),
+        fused_head(shape, recipe) if fused else replay(head.of(recipe.rows), at),
+        (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe, quirks),
+        tuple(
+            _cast_bytes(unit, recipe, layout) + (_cached_bytes(block, recipe) if quirks.caches_keys else 0)
+            for unit, block in zip(shards.block_units(shape, recipe, layout), shape.blocks, strict=True)
+        ),
+    )
+
+
+def _more_logits(shape: ModelShape, recipe: Recipe, quirks: Quirks) -> tuple[int, int]:
+    """The logits that the caller keeps are the model's, or float32 where Accelerate or the model has made them so."""
+    logits = shape.vocab * recipe.rows * recipe.length
+    loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
+    wide = quirks.upcasts_logits or recipe.precision != "no"
+    backward += (4 if wide else shards.compute_bytes(recipe)) if recipe.keeps_logits else 0
+    return loss * logits, backward * logits
+
+
+def _repeated_bytes(shape: ModelShape, block: Block, recipe: Recipe) -> int:
+    """Keys and values of all heads instead of those that are."""
+    keys = next((one.shape[0] for one in block.parameters if one.name.endswith("k_proj.weight")), 0)
+    more = shape.heads * shape.head_dim - keys if keys else 0
+    return 2 * more * shards.compute_bytes(recipe) * recipe.rows * recipe.length
+
+
+def _with_saved(played: Replay, more: int) -> Replay:
+    """With more saved by attention, after which a block is at its highest in forward, and before it in backward."""
+    return played._replace(forward_peak=played.forward_peak + more, forward_end=played.forward_end + more)
+
+
+def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+    """Autocast's 16-bit copies of trained float32 weights.
+
+    It keeps them to its end, which is that of the model's forward (autocast_mode.cpp, `cached_cast`); a tape has them
+    already where nothing is computed again. Sharded weights are no leaves, so they are not kept, and foak's kernels
+    cast for themselves.
+    """
+    casts = recipe.precision != "no" and shards.master_bytes(recipe, layout) == 4
+    whole = layout.engine in ("single", "ddp") and recipe.recomputes
+    if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
+        return 0
+    return 2 * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)
+
+
+def _cached_bytes(block: Block, recipe: Recipe) -> int:
+    """The cache of a block's keys and values, a view of what its projection put out.
+
+    Float32 with 4-bit weights under autocast: layer norm returns that, and `Linear4bit` what it was given.
+    """
+    width = 4 if recipe.method == "qlora" and recipe.precision != "no" else shards.compute_bytes(recipe)
+    columns = next((one.shape[0] for one in block.parameters if one.name.endswith("c_attn.weight")), 0)
+    return columns * width * recipe.rows * recipe.length
+
+
+def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
+    """Liger's head and loss in one: logits of a part of the tokens at a time, all gradients made in forward.
+
+    (`fused_linear_cross_entropy.py`: so many parts that one's logits are about as large as the hidden states; they
+    become their gradient in place. foak's older copy upcasts them and casts the gradient back.)
+    """
+    tokens, width = recipe.rows * recipe.length, shards.compute_bytes(recipe)
+    parts = -(-shape.vocab // shape.hidden)
+    chunk = 1 << (-(-tokens // parts) - 1).bit_length()
+    logits = min(chunk, tokens) * shape.vocab * (width + (4 if recipe.kernels == "foak" else 0))
+    hidden = tokens * shape.hidden * width
+    weight = shape.vocab * shape.hidden * width if recipe.method == "full" else 0
+    end = hidden + weight
+    return Replay(
+        forward_peak=hidden + end + logits + weight,
+        forward_end=end,
+        output=0,
+        backward_peak=end,
+        backward_born=0,
+        born=weight,
+        keeps_input=True,
+        early_peak=end,
+        late_peak=end,
+        adding_peak=end,
+    )

@@ -1,0 +1,233 @@
+"""What each rank holds between steps: shards of parameters, gradients and optimizer state, to the byte. Pure.
+
+Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to the ranks
+(`_flat_param.py`, `_init_flat_param_and_metadata`), FSDP2 cuts each parameter along dimension 0
+(`_fsdp_param.py`, `padded_sharded_param_size`).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Parameter, Recipe
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PRECISION_BYTES = {"bf16": 2, "fp16": 2}
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""A 4-bit weight with its share of absmax in 8 bits per block of 64, and theirs in float32 per 256 blocks (QLoRA)."""
+ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
+EIGHT_BIT_FROM = 4096  # bitsandbytes keeps the state of smaller tensors in float32
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter as a rank holds it. `stored` and `compute` are bytes per element at rest and in use.
+
+    `stored` of a 4-bit weight counts the packed weight alone: FSDP1 leaves the quantisation state on every rank.
+    """
+
+    shape: tuple[int, ...]
+    stored: float
+    compute: int
+    trained: bool
+    quantized: bool = False
+    adapter: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements the whole parameter has."""
+        return math.prod(self.shape)
+
+
+CACHED = 256  # equal layers share one unit, which is compared by identity: each size is summed once per walk
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy)."""
+
+    name: str
+    held: tuple[Held, ...]
+
+
+def compute_bytes(recipe: Recipe) -> int:
+    """Bytes per element in forward and backward."""
+    return PRECISION_BYTES.get(recipe.precision, DTYPE_BYTES[recipe.dtype])
+
+
+def reduce_bytes(recipe: Recipe) -> int:
+    """Bytes per element of a gradient that FSDP reduces."""
+    return 4 if recipe.reduce == "float32" else compute_bytes(recipe)
+
+
+def master_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Bytes per element of a trained weight: FSDP with mixed precision keeps it in float32 (accelerate >= 1.13)."""
+    if recipe.method != "full":
+        return 4 if recipe.lora_dtype == "float32" else DTYPE_BYTES[recipe.dtype]
+    if layout.engine == "zero" or (recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")):
+        return 4
+    return DTYPE_BYTES[recipe.dtype]
+
+
+def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """The parameters outside of the blocks: those of the first unit, and those of a last one, if there is one.
+
+    accelerate 1.15 (`fsdp2_prepare_model`) gives FSDP2 a unit for an untied input embedding and one for the last norm
+    and the head. FSDP1, and FSDP2 with tied embeddings, have all of them in one, which comes first.
+    """
+    if layout.engine != "fsdp2" or shape.tied:
+        return shape.outer, ()
+    embedding = tuple(one for one in shape.outer if one.kind == "embedding")
+    return embedding, tuple(one for one in shape.outer if one.kind != "embedding")
+
+
+def block_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
+    """One unit per distinct block, in the order of `shape.blocks`."""
+    return tuple(Unit(block.name, tuple(held(block.parameters, recipe, layout, inside=True))) for block in shape.blocks)
+
+
+def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
+    """The parameters as the recipe trains them; with LoRA each linear layer inside a block brings its A and B."""
+    full = recipe.method == "full"
+    compute = compute_bytes(recipe)
+    for one in parameters:
+        quantized = recipe.method == "qlora" and inside and one.kind == "linear"
+        stored = 0.5 if quantized else master_bytes(recipe, layout) if full else DTYPE_BYTES[recipe.dtype]
+        if _is_widened(one, recipe, layout) and not quantized:
+            stored = 4
+        yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
+        if not full and inside and one.is_adapted(recipe.lora_targets):
+            rows, columns = one.shape
+            wide = master_bytes(recipe, layout)
+            yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
+            yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
+
+
+def _is_widened(one: Parameter, recipe: Recipe, layout: Layout) -> bool:
+    whole = recipe.method == "qlora" and layout.engine in ("single", "ddp")
+    return whole and (recipe.wide == "rest" or (recipe.wide == "norms" and one.kind == "norm"))
+
+
+def shard_numel(one: Held, ranks: int) -> int:
+    """The elements of FSDP2's shard of one parameter on rank 0, padding included."""
+    rows = one.shape[0] if one.shape else 1
+    return -(-rows // ranks) * (one.numel // max(rows, 1))
+
+
+def flat_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
+    """The elements of FSDP1's shard of one flat parameter, padding included; NO_SHARD is padded to the ranks too."""
+    pieces = layout.ranks if layout.shard_ranks == 1 else layout.shard_ranks
+    end = _places(parameters)[-1][1] if parameters else 0
+    return -(-end // pieces) * pieces // layout.shard_ranks
+
+
+def first_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
+    """The elements of parameters in rank 0's shard, without padding: optimizers see views of them."""
+    end = flat_numel(parameters, layout)
+    return sum(max(min(stop, end) - start, 0) for start, stop in _places(parameters))
+
+
+def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
+    """Where each parameter begins and ends in the flat one."""
+    places, total = [], 0
+    for one in parameters:
+        step = max(ALIGNMENT_BYTES // one.compute, 1)
+        total = -(-total // step) * step
+        places.append((total, total + one.numel))
+        total += one.numel
+    return places
+
+
+@lru_cache(CACHED)
+def shard_bytes(unit: Unit, layout: Layout) -> int:
+    """The bytes of one unit's parameters at rest on rank 0."""
+    if layout.engine == "fsdp1":
+        return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.held)))
+    return round(sum(shard_numel(one, layout.shard_ranks) * one.stored for one in unit.held))
+
+
+def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held], float]) -> float:
+    """The shard of one flat parameter; packed weights lie in it as fewer elements of the 16-bit dtype."""
+    widths = {width(one) for one in group}
+    if len(widths) > 1:
+        return sum(one.numel * width(one) for one in group) / layout.shard_ranks
+    return flat_numel(group, layout) * widths.pop() if group else 0
+
+
+def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
+    """What FSDP1 flattens together: the base, and each adapter weight alone (PEFT's wrap policy)."""
+    base = tuple(one for one in held if not one.adapter)
+    return [base, *((one,) for one in held if one.adapter)]
+
+
+@lru_cache(CACHED)
+def quantization_bytes(unit: Unit, layout: Layout) -> int:
+    """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
+    whole = sum(one.numel for one in unit.held if one.quantized) * (NF4_BYTES - 0.5)
+    return round(whole if layout.engine == "fsdp1" else whole / layout.shard_ranks)
+
+
+@lru_cache(CACHED)
+def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+    """The optimizer state of one unit's trained shards."""
+    trained = [one for one in unit.held if one.trained]
+    ranks = layout.shard_ranks
+    if recipe.optimizer == "sgd":
+        return 0
+    if recipe.optimizer.startswith("adamw_torch"):
+        return 2 * _optimized_numel(unit, layout) * master_bytes(recipe, layout)
+    if recipe.optimizer == "adamw_8bit":
+        sizes = [shard_numel(one, ranks) for one in trained]
+        return sum(2 * size * (1 if size >= EIGHT_BIT_FROM else 4) for size in sizes)
+    return sum(_adafactor_numel(one, ranks) * 4 for one in trained)
+
+
+def _optimized_numel(unit: Unit, layout: Layout) -> int:
+    ranks = layout.shard_ranks
+    if layout.engine == "fsdp1":
+        groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
+        return sum(first_numel(group, layout) for group in groups)
+    return sum(shard_numel(one, ranks) for one in unit.held if one.trained)
+
+
+def _adafactor_numel(one: Held, ranks: int) -> int:
+    """Row and column sums of a matrix, a full second moment of a vector (transformers' Adafactor)."""
+    rows = -(-one.shape[0] // ranks) if one.shape else 1
+    return rows + math.prod(one.shape[1:]) if len(one.shape) > 1 else rows
+
+
+@lru_cache(CACHED)
+def gathered_bytes(unit: Unit, layout: Layout) -> int:
+    """The unit unsharded, in the dtype of forward and backward, padding included."""
+    ranks = layout.shard_ranks
+    if layout.engine == "fsdp1":
+        groups = _flat_groups(unit.held)
+        return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * ranks
+    return round(sum(shard_numel(one, ranks) * ranks * _used_bytes(one) for one in unit.held))
+
+
+@lru_cache(CACHED)
+def cast_bytes(unit: Unit, layout: Layout) -> int:
+    """The shard's copy in the dtype of forward and backward, where that is not the stored one."""
+    same = all(one.stored == _used_bytes(one) for one in unit.held)
+    return 0 if same else gathered_bytes(unit, layout) // layout.shard_ranks
+
+
+@lru_cache(CACHED)
+def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -> int:
+    """The trained parameters' elements, whole or as the shard, padding included, times `per_element`."""
+    ranks = layout.shard_ranks
+    times = 1 if shard else ranks
+    if layout.engine == "fsdp1":
+        groups = [g for g in _flat_groups(unit.held) if g and any(one.trained for one in g)]
+        return round(sum(flat_numel(g, layout) for g in groups) * times * per_element)
+    return round(sum(shard_numel(one, ranks) for one in unit.held if one.trained) * times * per_element)
+
+
+def _stored_bytes(one: Held) -> float:
+    return one.stored
+
+
+def _used_bytes(one: Held) -> float:
+    return 0.5 if one.quantized else one.compute

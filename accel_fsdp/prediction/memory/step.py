@@ -1,0 +1,268 @@
+"""Predicts the memory of one rank over one training step, event by event. Pure: no torch, a millisecond per layout.
+
+The walk is the same for all engines: embedding, blocks, head and loss, back again, optimizer. What an engine gathers,
+frees and reduces around each unit is in `engines.py`; what a block allocates is on its tape. All bytes are those that
+`torch.cuda.max_memory_allocated` counts, on the rank with the largest shards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.deepspeed import Zero
+from accel_fsdp.prediction.memory.engines import Ddp, Engine, Fsdp1, Fsdp2
+from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_of
+from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
+from accel_fsdp.prediction.memory.replay import play
+from accel_fsdp.prediction.memory.shards import Unit
+from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
+from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_of
+
+ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
+ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One rank's memory over the second step, when the optimizer's state exists. All sizes are bytes.
+
+    `moments` are the highest points of the phases in order, `steady` what lives between steps.
+    """
+
+    moments: tuple[Moment, ...]
+    steady: int
+
+    @property
+    def peak(self) -> Moment:
+        """The highest point of all."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def predict(
+    shape: ModelShape,
+    tapes: Tapes,
+    recipe: Recipe,
+    layout: Layout,
+    workspace_bytes: int = 0,
+    quirks: Quirks | None = None,
+) -> Prediction:
+    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator.
+
+    Without `quirks`, the libraries are today's.
+    """
+    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
+    steady = walk.step(shape.buffers_bytes, workspace_bytes)
+    return Prediction(tuple(walk.meter.moments), steady)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step in the order of events: of each unit its highest point, then what it leaves; the most of each kind."""
+
+    samples: tuple[Moment, ...]
+    most: Mapping[str, int]
+
+
+def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
+    """The step that `predict` walks through, unit by unit."""
+    trace = Trace()
+    today = quirks_of({}, shape.model_type, recipe)
+    _Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
+    trace.mark()
+    return Timeline(tuple(trace.samples), trace.most)
+
+
+@dataclass
+class _Walk:
+    """One micro-batch, unit by unit. `order` names the block of each layer.
+
+    `summed` is the second gradient of a tied embedding: autograd adds it to the head's, which waited for it, in a new
+    tensor (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`).
+    """
+
+    meter: Meter
+    engine: Engine
+    recipe: Recipe
+    order: list[int]
+    blocks: tuple[Replay, ...]
+    embedding: Replay
+    head: Replay
+    head_unit: int
+    more_logits: tuple[int, int]
+    until_loss: tuple[int, ...]
+    retained: int
+    summed: int
+
+    @staticmethod
+    def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
+        order = block_order(shape)
+        units = units_of(shape, recipe, layout)
+        engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
+        engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
+        played = play(shape, tapes, recipe, layout, quirks)
+        retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
+        retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
+        tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
+        return _Walk(
+            *(meter, engine, recipe, order, played.blocks, played.embedding, played.head, engine.head_unit),
+            more_logits=played.more_logits,
+            until_loss=played.until_loss,
+            retained=played.blocks[-1].output if retains else 0,
+            summed=min(tables) if shape.tied else 0,
+        )
+
+    def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
+        """The whole step; returns what lives between steps."""
+        self.meter.enter("between steps")
+        self.meter.add(BUFFERS, buffers_bytes)
+        self.meter.add(WORKSPACE, workspace_bytes)
+        self.engine.begin()
+        steady = self.meter.total + self.engine.kept_gradients()
+        late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
+        self.meter.add(GRADIENTS, late)
+        last = self.recipe.accumulation
+        for number in sorted({1, min(2, last), last}):  # those between are like the second
+            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
+            self.micro_batch(f" of micro-batch {number}" if last > 1 else "", late if number == 1 else 0)
+        self.meter.enter("optimizer step")
+        self.engine.step()
+        return steady
+
+    def micro_batch(self, name: str, late: int) -> None:
+        """Forward and backward; `late` bytes of gradients are cleared between them."""
+        tokens = self.recipe.rows * self.recipe.length
+        self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
+        self.meter.enter(f"forward{name}")
+        self._forward()
+        self.meter.enter(f"loss{name}")
+        self._loss(late)
+        self.meter.enter(f"backward{name}")
+        self._backward()
+        self.meter.add(ACTIVATIONS, -3 * ID_BYTES * tokens)
+
+    def _forward(self) -> None:
+        self.engine.before_forward(0)
+        self._rise(self.embedding.forward_peak)
+        self.meter.add(ACTIVATIONS, self.embedding.forward_end)
+        self.engine.after_forward(0)
+        self.meter.mark()
+        for unit, block in enumerate(self.order, start=1):
+            played = self.blocks[block]
+            self.engine.before_forward(unit)
+            self._rise(played.forward_peak)
+            self.meter.add(ACTIVATIONS, self._kept(played) + self.until_loss[block])
+            if not self._holds_input(played):
+                self.meter.add(ACTIVATIONS, -self._output_before(unit))
+            self.engine.after_forward(unit)
+            self.meter.mark()
+
+    def _rise(self, peak: int) -> None:
+        self.meter.touch({ACTIVATIONS: peak})
+
+    def _kept(self, played: Replay) -> int:
+        """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
+        return played.output if self.recipe.recomputes else played.forward_end
+
+    def _holds_input(self, played: Replay) -> bool:
+        """Whether a block's input lives until its backward: for its own sake, or to compute it again."""
+        return played.keeps_input or self.recipe.recomputes
+
+    def _output_before(self, unit: int) -> int:
+        return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
+
+    def _loss(self, late: int) -> None:
+        self.engine.before_forward(self.head_unit)
+        self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
+        self.meter.add(LOSS, self.head.forward_end)
+        self.engine.after_forward(self.head_unit)
+        self.engine.end_forward()
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order))
+        self.meter.mark()
+        self.meter.add(GRADIENTS, -late)
+        self.engine.before_loss_backward()
+        hidden = self.blocks[self.order[-1]].output
+        if not self.head.keeps_input:
+            self.meter.add(ACTIVATIONS, -hidden)
+        if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's from its first chunk on
+            self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
+        self.engine.before_head_backward(self.head_unit)
+        if self.recipe.chunked_loss:
+            self._play_back(self.head, LOSS, self.head_unit)
+        else:
+            self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
+        # hidden states that it keeps go when their gradient comes, of the same size
+        gradient = 0 if self.head.keeps_input else hidden
+        # a tied one's gradient waits for the embedding's, which is the same parameter's
+        born = self.head.born if self.summed else self._born(self.head, self.head_unit)
+        self.meter.change({GRADIENTS: born, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
+        if self.head_unit:
+            self.engine.after_backward(self.head_unit, self.head.born)
+
+    def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
+        """Its highest point. The tape begins by releasing the output, not counted any more by then: `released`.
+
+        (It went with the block after it; reentrant checkpointing's copy of it stays to the end.)
+        """
+        if self.engine.adds(unit):
+            self.meter.touch({kind: released + played.adding_peak})
+        else:
+            rise = released + played.backward_peak - played.backward_born
+            self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
+
+    def _born(self, played: Replay, unit: int) -> int:
+        """The gradients that a backward leaves."""
+        return 0 if self.engine.adds(unit) else played.born
+
+    def _backward(self) -> None:
+        """Frees what each block saved, and its input: its output went with the block after it."""
+        for unit in range(len(self.order), 0, -1):
+            played = self.blocks[self.order[unit - 1]]
+            held = self._output_before(unit) if self._holds_input(played) else 0
+            self.engine.before_backward(unit)
+            saved = played.forward_end - played.output
+            if self.recipe.recomputes:
+                self._rise(played.forward_peak)
+                saved += played.output if self.recipe.checkpointing == "reentrant" else 0
+                self.meter.add(ACTIVATIONS, saved)
+            self._play_back(played, ACTIVATIONS, unit, played.output)
+            grown = -held if not self.retained else self.retained if unit > 2 else 0
+            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: grown - saved})
+            self.engine.after_backward(unit, played.born)
+            self.meter.mark()
+        self.engine.before_backward(0)
+        self._play_back(self.embedding, ACTIVATIONS, 0, self.embedding.output)
+        self.meter.change({GRADIENTS: self._born(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end})
+        born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
+        self.meter.touch({GRADIENTS: self.summed})
+        self.meter.add(GRADIENTS, -self.summed)  # with `adds` it is the head's, of the same size
+        self.engine.after_backward(0, born)
+        if self.retained:  # the inputs of all blocks, and the gradients of all but two
+            self.meter.add(ACTIVATIONS, -self.retained * (2 * len(self.order) - 2))
+        self.engine.end_backward()
+
+
+def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
+    """The gradient of the embedding's table, in the dtype that the embedding is used in."""
+    width = 2 if Variant.of(variant_of(recipe, layout.engine)).weights == "bf16" else 4
+    return shape.vocab * shape.hidden * width
+
+
+def block_order(shape: ModelShape) -> list[int]:
+    """The index of each layer's block, in forward order, without the layers that no text goes through."""
+    traced = ((index, block) for index, block in enumerate(shape.blocks) if index not in shape.untraced)
+    places = {layer: index for index, block in traced for layer in block.layers}
+    return [places[layer] for layer in sorted(places)]
+
+
+def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
+    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap."""
+    blocks = shards.block_units(shape, recipe, layout)
+    inner = [blocks[index] for index in block_order(shape)]
+    first, last = (tuple(shards.held(part, recipe, layout, inside=False)) for part in shards.outer_parts(shape, layout))
+    return [Unit("embedding", first), *inner, Unit("head", last)] if last else [Unit("root", first), *inner]
+
+
+def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
+    """The units of layers that no text goes through: held like the others, and not run by rows of text."""
+    blocks = shards.block_units(shape, recipe, layout)
+    return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]

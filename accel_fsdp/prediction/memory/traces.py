@@ -1,0 +1,260 @@
+"""What one block, or the head with its loss, allocates and frees in forward and backward, for any batch. Pure.
+
+A tape is recorded once by `recorder.py`, unsharded, and replayed here for any micro-batch, sequence length and LoRA
+rank: every size on it is a polynomial in them. So a peak is exact although it is only piecewise linear in the tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from accel_fsdp.config import LOW_DTYPES, Method
+from accel_fsdp.prediction.memory.recipe import Kernels, LoraTargets, Recipe, Wide
+
+ROUND_BYTES = 512
+"""What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
+
+
+class At(NamedTuple):
+    """Where a tape is replayed: rows of the micro-batch, sequence length, LoRA rank (0 without LoRA)."""
+
+    rows: int
+    length: int
+    rank: int = 0
+
+
+class Size(NamedTuple):
+    """Bytes as a polynomial in rows, length and rank; `tokens` is what each of rows · length tokens takes."""
+
+    fixed: float = 0
+    tokens: float = 0
+    length: float = 0
+    rows_length2: float = 0
+    length2: float = 0
+    rank: float = 0
+    rank_tokens: float = 0
+    rows: float = 0
+
+    def exact(self, at: At) -> float:
+        """The bytes for one batch."""
+        tokens = at.rows * at.length
+        return (
+            self.fixed
+            + self.tokens * tokens
+            + self.length * at.length
+            + self.rows_length2 * tokens * at.length
+            + self.length2 * at.length**2
+            + self.rank * at.rank
+            + self.rank_tokens * at.rank * tokens
+            + self.rows * at.rows
+        )
+
+    def at(self, at: At) -> int:
+        """The bytes for one batch, as the allocator rounds them."""
+        return -(-round(self.exact(at)) // ROUND_BYTES) * ROUND_BYTES
+
+
+class Event(NamedTuple):
+    """One allocation (`sign` 1) or release (-1)."""
+
+    sign: int
+    size: Size
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The events of one module's forward and backward, its input and the gradient of its output held by the caller.
+
+    `forward` ends with the output and everything saved for backward alive. `backward` ends with all of that freed and
+    the gradient of the input alive; its parameters' gradients are `grads`, in events of their own, so that their place
+    among the others is known: an event with sign 0 marks where the gradient of that many bytes is born.
+
+    Autograd frees the gradient of the output or reuses it before the end of `backward`. Then `backward` has a release
+    of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
+    `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
+    `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it is no other.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    output: Size
+    keeps_input: bool = True
+    alone: "Tape | None" = None
+
+    def of(self, rows: int) -> "Tape":
+        """The tape for as many rows."""
+        return self.alone if rows == 1 and self.alone is not None else self
+
+    @property
+    def saved(self) -> tuple[Event, ...]:
+        """The allocations and releases that add up to what is saved for backward, without the output."""
+        return (*self.forward, Event(-1, self.output))
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """A model in one variant: a tape for each block of its `ModelShape`, and for what is before and after the blocks.
+
+    `embedding` goes from the token ids to the first block's input and the last's attention mask and rotary tables,
+    which live as long as its output. `head` goes from the last block's output to the loss, `chunked_head` never holds
+    the logits of more than `CHUNK_TOKENS` tokens. `masked` are the blocks where sliding attention needs a mask, None
+    where it never does.
+    """
+
+    blocks: tuple[Tape, ...]
+    masked: tuple[Tape | None, ...]
+    embedding: Tape
+    head: Tape
+    chunked_head: Tape
+
+    def block(self, index: int, length: int, window: int) -> Tape:
+        """The tape of a block for sequences of `length`: transformers masks a sliding window from its length on.
+
+        Flash attention takes the window as a number, so it never needs a mask: for it `window` is 0.
+        """
+        masked = self.masked[index]
+        return self.blocks[index] if masked is None or not window or length < window else masked
+
+
+CHUNK_TOKENS = 256
+"""Tokens whose logits a chunked loss holds at once: the default of TRL's `chunked_nll`."""
+
+
+class Variant(NamedTuple):
+    """What decides a tape besides the model: how weights and adapters are held when a block computes.
+
+    "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
+    casts them at each use.
+    """
+
+    weights: Literal["bf16", "fp32"] = "bf16"
+    autocast: bool = True
+    method: Method = "full"
+    adapters: Literal["bf16", "fp32"] = "bf16"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    targets: LoraTargets = "all"
+    dropout: bool = False
+    kernels: Kernels = "none"
+    wide: Wide = "none"
+    selective: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels."""
+        wide = "32" if self.method != "full" and self.adapters != self.weights else ""
+        wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
+        wide += "" if self.wide == "none" else f"+{self.wide}32"
+        ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
+        return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
+
+    @staticmethod
+    def of(name: str) -> "Variant":
+        """The variant of a name."""
+        return next(variant for variant in VARIANTS if variant.name == name)
+
+
+def _every_variant() -> list[Variant]:
+    variants: list[Variant] = []
+    for attention in ("sdpa", "eager"):
+        for weights, autocast in (("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)):
+            for method in ("full", "lora", "qlora"):
+                held = {weights, "fp32"} if method != "full" else {weights}
+                variants += [
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, wide, selective)  # type: ignore[arg-type]
+                    for kernels in ("none", "liger", "foak")
+                    for selective in (False, True)
+                    for wide in (("none", "norms", "rest") if method == "qlora" else ("none",))
+                    for adapters in sorted(held)
+                    for targets in (("all", "attention") if method != "full" else ("all",))
+                    for dropout in ((False, True) if method != "full" else (False,))
+                ]
+    return variants
+
+
+VARIANTS = tuple(_every_variant())
+
+SHIPPED = (
+    *("bf16-amp-full-sdpa", "bf16-full-sdpa", "fp32-amp-full-sdpa", "fp32-full-sdpa"),
+    *("bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-lora-sdpa", "bf16-lora32-sdpa", "fp32-amp-lora-sdpa"),
+    *("bf16-amp-qlora-sdpa", "bf16-amp-qlora32-sdpa", "bf16-qlora-sdpa", "bf16-qlora32-sdpa", "fp32-amp-qlora-sdpa"),
+)
+"""The variants that are bundled for the models of the catalogue."""
+
+
+def variant_of(recipe: Recipe, engine: str) -> str:
+    """The name of the variant that a recipe runs under an engine, as `Layout.engine` names them.
+
+    FSDP's mixed precision hands 16-bit copies of all parameters to the block, DeepSpeed keeps such copies; Accelerate
+    runs both precisions under autocast, except DeepSpeed's (accelerator.py, `native_amp`). DDP and one GPU compute
+    from the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`). Flash attention saves
+    what the kernel saves that `sdpa` takes without a mask.
+    """
+    mixed = recipe.precision != "no"
+    sharded = engine in ("fsdp1", "fsdp2", "zero")
+    low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
+    kept_wide = not sharded or (engine != "zero" and not mixed)  # under FSDP1 adapters are flat parameters of their own
+    kept_wide = kept_wide and recipe.lora_dtype == "float32"
+    return Variant(
+        weights="bf16" if low else "fp32",
+        autocast=mixed and engine != "zero",
+        method=recipe.method,
+        adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
+        attention="eager" if recipe.attention == "eager" else "sdpa",
+        targets="all" if recipe.method == "full" else recipe.lora_targets,
+        dropout=recipe.method != "full" and recipe.lora_dropout,
+        kernels=recipe.kernels,
+        selective=recipe.checkpointing == "selective",
+        wide=recipe.wide if recipe.method == "qlora" and not sharded else "none",
+    ).name
+
+
+def levels(events: tuple[Event, ...], at: At) -> list[int]:
+    """The bytes alive after each event, counted from the start of the segment."""
+    alive, seen = 0, []
+    for event in events:
+        alive += event.sign * event.size.at(at)
+        seen.append(alive)
+    return seen
+
+
+class Replay(NamedTuple):
+    """One tape at one batch, in bytes above what was there before the segment; gradients of parameters apart.
+
+    `forward_end` holds the output and all that is saved. `backward_peak` counts the gradients born by then,
+    `backward_born` is their share; `born` are all of them. `early_peak` is the highest point of backward before the
+    first gradient of a parameter is born, which is where a head's own backward follows the loss's; without any, all.
+    `adding_peak` is that of backward where each gradient is added to an older one at once.
+    """
+
+    forward_peak: int
+    forward_end: int
+    output: int
+    backward_peak: int
+    backward_born: int
+    born: int
+    keeps_input: bool
+    early_peak: int = 0
+    late_peak: int = 0
+    late_born: int = 0
+    adding_peak: int = 0
+
+
+def replay(tape: Tape, at: At) -> Replay:
+    """Plays a tape once, so that a model of any depth costs no more than one block."""
+    forward = levels(tape.forward, at)
+    alive = born = adding = 0
+    early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
+    for event in tape.backward:
+        size = event.size.at(at)
+        alive += event.sign * size
+        born += 0 if event.sign else size
+        adding = max(adding, alive if event.sign else alive + size)
+        if born:
+            late = max(late, (alive + born, born), key=lambda point: point[0])
+        else:
+            early = max(early, (alive, 0), key=lambda point: point[0])
+    peak, born_at_peak = max(early, late, key=lambda point: point[0])
+    end = forward[-1] if forward else 0
+    return Replay(
+        *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
+        *(early[0], *late, adding),
+    )

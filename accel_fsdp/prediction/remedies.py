@@ -1,0 +1,116 @@
+"""What would make a plan fit that doesn't: the smallest changes, each tried alone. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from accel_fsdp.config import Method
+from accel_fsdp.prediction.capacity import GIB
+from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.prediction.search import (
+    Job,
+    evaluate,
+    has_room,
+    host_bytes,
+    layouts,
+    longest_sequence,
+    name_of,
+    offloads,
+)
+
+MOST_DOUBLINGS = 10
+SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
+"""The methods that hold less."""
+
+
+def remedies(job: Job, given: Layout | None) -> Iterator[str]:
+    """The changes that would make it fit, each alone with one sequence per GPU and full checkpointing.
+
+    They are changes of the `given` layout where that helps, else of the one that shards all. Offload comes last, unless
+    it is given, and says what it takes of the host.
+    """
+    smallest = replace(job.recipe, checkpointing="full", rows=1)
+    used = "1 sequence per GPU and activation checkpointing"
+    if given and smallest != job.recipe and not given.offload and _fits(job, smallest, given):
+        yield used
+        return
+    yield from _other_optimizer(job, smallest, given)
+    layout = sharded(job, smallest, job.ranks)
+    if layout is None:
+        return
+    if given and given != layout:
+        used = f"{name_of(layout)}, {used}"
+    if _fits(job, smallest, layout):
+        yield used
+    elif length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
+        yield f"--seq-len {length}, with {used}"
+    yield from _other_methods(job, smallest, given)
+    yield from _more_gpus(job, smallest, given)
+    if layout.engine in ("fsdp1", "fsdp2") and not (given and given.offload):
+        yield from _offload(job, smallest, replace(layout, offload=True), used)
+
+
+def _other_methods(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+    for method in SMALLER[job.recipe.method]:
+        recipe = replace(smallest, method=method, dtype="bfloat16")
+        layout = sharded(job, recipe, job.ranks)
+        if layout and _fits(job, recipe, layout):
+            size = evaluate(job, recipe, layout).device.allocated / GIB
+            yield f"--method {method}, with {_how(job, recipe, layout, given)}: {size:.1f} GiB"
+
+
+def _other_optimizer(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+    """Trainer's own optimizer, where another was asked for: that may work with fewer layouts, or hold more."""
+    if smallest.optimizer == Recipe.optimizer:
+        return
+    recipe = replace(smallest, optimizer=Recipe.optimizer)
+    layout = sharded(job, recipe, job.ranks)
+    for tried in offloads(layout) if layout else ():
+        if _fits(job, recipe, tried) and not (tried.offload and host_bytes(job, recipe, tried) > job.host_bytes):
+            yield f"--optimizer {recipe.optimizer}, with {_how(job, recipe, tried, given)}"
+            return
+
+
+def _more_gpus(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+    """The GPUs that are enough; where no number is, with a method that holds less; where none is, what each holds."""
+    least: tuple[float, str] | None = None
+    for method in (job.recipe.method, *SMALLER[job.recipe.method]):
+        other = method != job.recipe.method
+        recipe = replace(smallest, method=method, dtype="bfloat16") if other else smallest
+        flag = f"--method {method}" if other else ""
+        for layout in (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
+            if layout is None:
+                continue
+            if _fits(job, recipe, layout):
+                yield f"{layout.ranks} GPUs{f' and {flag}' if other else ''}, with {_how(job, recipe, layout, given)}"
+                return
+            size = evaluate(job, recipe, layout).device.allocated / GIB
+            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if other else ''}"))
+    if least:
+        yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {least[0]:.1f} GiB"
+
+
+def _offload(job: Job, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:
+    if not _fits(job, smallest, layout):
+        return
+    needs, has = host_bytes(job, smallest, layout) / GIB, job.host_bytes / GIB
+    slow = f"CPU offload, with {used}: several times slower, and {needs:,.0f} GiB of memory on each machine"
+    yield slow if needs <= has else f"{slow}, where {has:,.0f} GiB {'are' if job.host_gib else 'are usual'}"
+
+
+def _how(job: Job, recipe: Recipe, layout: Layout, given: Layout | None) -> str:
+    checkpointing = "activation checkpointing" + ("" if recipe.method == "full" else " in the script")
+    named = f"{name_of(layout)}, " if given != layout and layout.engine != "single" else ""
+    return f"{named}1 sequence per GPU and {checkpointing}"
+
+
+def sharded(job: Job, recipe: Recipe, ranks: int) -> Layout | None:
+    """The first layout that works and shards everything over so many GPUs; on one there is nothing to share."""
+    together = job.ranks_per_node if ranks > job.ranks_per_node else ranks
+    full = {("fsdp2", 1), ("fsdp1", 1), ("zero", 3), ("single", 1)}
+    found = (one for one in layouts(ranks, together) if (one.engine, one.strategy) in full)
+    ordered = sorted(found, key=lambda one: ("fsdp2", "fsdp1", "zero", "single").index(one.engine))
+    return next((one for one in ordered if not job.refuses(recipe, one)), None)
+
+
+def _fits(job: Job, recipe: Recipe, layout: Layout) -> bool:
+    return not job.refuses(recipe, layout) and has_room(job, recipe, layout)

@@ -1,0 +1,74 @@
+"""What would make a run smaller, and how much of a rank's memory each change frees. Pure."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, predict, variant_of
+
+Try = tuple[str, Recipe, Layout]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One change in the words of the flag or key to type, and the bytes it takes off the highest point."""
+
+    change: str
+    freed_bytes: int
+
+
+def peak_bytes(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout) -> int:
+    """The highest point of a step as `step.predict` has it."""
+    return predict(shape, tapes[variant_of(recipe, layout.engine)], recipe, layout).peak.total
+
+
+def savings(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout) -> list[Saving]:
+    """All single changes that free memory, each tried alone, the largest first."""
+    now = peak_bytes(shape, tapes, recipe, layout)
+    tried = (
+        Saving(change, now - peak_bytes(shape, tapes, smaller, shared))
+        for change, smaller, shared in _tries(recipe, layout)
+    )
+    return sorted((one for one in tried if one.freed_bytes > 0), key=lambda one: -one.freed_bytes)
+
+
+def _tries(recipe: Recipe, layout: Layout) -> Iterator[Try]:
+    yield from _recipes(recipe, layout)
+    if layout.engine in ("fsdp1", "fsdp2"):
+        if layout.strategy != 1:
+            yield f"{_full_shard(layout)} in the YAML", recipe, replace(layout, strategy=1)
+        if not layout.offload:
+            slower = "fsdp_offload_params: true in the YAML, several times slower"
+            yield slower, recipe, replace(layout, offload=True)
+    elif layout.engine == "zero" and layout.strategy < 3:
+        yield "zero_stage: 3 in the YAML", recipe, replace(layout, strategy=3)
+    elif layout.engine == "ddp":
+        sharded = replace(layout, engine="fsdp2", strategy=1)
+        yield "sharding instead of DDP: accel-fsdp migrate FILE --to fsdp2", recipe, sharded
+
+
+def _recipes(recipe: Recipe, layout: Layout) -> Iterator[Try]:
+    if recipe.rows > 1:  # in halves, so that the global batch can stay as it is
+        rows, steps = -(-recipe.rows // 2), recipe.accumulation * 2
+        flags = f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {steps}"
+        yield flags, replace(recipe, rows=rows, accumulation=steps), layout
+    if recipe.length > 1:
+        half = recipe.length // 2
+        yield f"--max_length {half}", replace(recipe, length=half), layout
+    if recipe.checkpointing == "none":
+        in_yaml = layout.engine in ("fsdp1", "fsdp2") and recipe.method == "full"  # PEFT loses adapters under it
+        word = "fsdp_activation_checkpointing: true in the YAML" if in_yaml else "--gradient_checkpointing true"
+        yield word, replace(recipe, checkpointing="full"), layout
+    if recipe.precision == "no" and recipe.dtype == "float32":
+        yield "mixed_precision: bf16 in the YAML", replace(recipe, precision="bf16"), layout
+    if recipe.method == "full":
+        yield "--use_peft, which trains an adapter only", replace(recipe, method="lora", dtype="bfloat16"), layout
+    if not recipe.chunked_loss and recipe.kernels == "none":
+        word = "--use_liger_kernel true, with pip install liger-kernel"
+        yield word, replace(recipe, chunked_loss=True), layout
+
+
+def _full_shard(layout: Layout) -> str:
+    """Strategy 1 under each version; a mesh of FSDP2's hybrid sharding is what keeps it from sharding over all."""
+    if layout.engine == "fsdp1":
+        return "fsdp_sharding_strategy: FULL_SHARD"
+    return "no parallelism_config" if layout.strategy in (4, 5) else "fsdp_reshard_after_forward: true"

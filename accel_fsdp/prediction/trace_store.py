@@ -1,0 +1,172 @@
+"""Shapes and tapes on disk: bundled for the models of the catalogue, cached for others. Pure; needs no torch to read.
+
+A file holds each size and each tape once, since variants share most of them. An event is one number: three times the
+place of its size among `sizes`, plus 0 for a release, 1 for a gradient, 2 for an allocation.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from accel_fsdp.atomic_files import write_text
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import catalogue
+from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, Size, Tape, Tapes
+
+RECORDING = 2
+"""Raised whenever recording a model again would give other tapes, so that older files are not used."""
+FOLDER = "recorded"
+Record: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
+
+
+def find(name: str) -> Record | None:
+    """The bundled shape and tapes by variant, of a model as `catalogue.canonical` knows it, or None."""
+    known = catalogue.canonical(name)
+    if known is None:
+        return None
+    shape, tapes = _bundled(first_alike(known))
+    return replace(shape, name=known, positions=catalogue.entries()[known]["positions"]), tapes
+
+
+@cache
+def _bundled(name: str) -> Record:
+    return from_text(files("accel_fsdp.prediction").joinpath(FOLDER, file_name(name)).read_text(encoding="utf-8"))
+
+
+def first_alike(name: str) -> str:
+    """The first model of the catalogue that has the same configuration; its file serves all of them."""
+    entries = catalogue.entries()
+    return next(other for other in entries if entries[other]["config"] == entries[name]["config"])
+
+
+def file_name(name: str) -> str:
+    """The name of the file of a hub id."""
+    return name.replace("/", "--") + ".json"
+
+
+def key_of(config: Mapping[str, Any], variants: tuple[str, ...]) -> str:
+    """What a file depends on, as a hash: the model's configuration, the variants, and the libraries' versions."""
+    libraries = {name: version(name).split("+")[0] for name in ("torch", "transformers", "peft")}
+    content = json.dumps([RECORDING, libraries, variants, config], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """Where the records of models outside of the catalogue are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "accel-fsdp"
+
+
+def cached(key: str) -> Record | None:
+    """What was kept under a key; None without it, and also if its file can't be read."""
+    try:
+        text = (cache_folder() / f"{key}.json").read_text(encoding="utf-8")
+        return from_text(text) if key_in(text) == key else None
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
+def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
+    """Keeps a record under a key. A cache that can't be written to costs time only."""
+    try:
+        write_text(cache_folder() / f"{key}.json", to_text(key, shape, tapes))
+    except UserError:
+        return
+
+
+def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], Record]) -> tuple[ModelShape, Tapes]:
+    """The shape and tapes of a config's model in one variant, from the cache or else recorded and kept there."""
+    key = key_of(config, (variant,))
+    found = cached(key)
+    if found is None:
+        found = record()
+        keep(key, *found)
+    return found[0], found[1][variant]
+
+
+def key_in(text: str) -> str:
+    """The key that a file was written under."""
+    return str(json.loads(text)["key"])
+
+
+def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
+    """The file that `from_text` reads."""
+    sizes: dict[Size, int] = {}
+    places: dict[Tape, int] = {}
+    lines: list[Any] = []
+
+    def place(tape: Tape | None) -> int:
+        if tape is None:
+            return -1
+        if tape not in places:
+            alone = place(tape.alone)
+            sides = [
+                [3 * sizes.setdefault(event.size, len(sizes)) + event.sign + 1 for event in side]
+                for side in (tape.forward, tape.backward)
+            ]
+            places[tape] = len(lines)
+            lines.append([*sides, sizes.setdefault(tape.output, len(sizes)), int(tape.keeps_input), alone])
+        return places[tape]
+
+    variants = {
+        name: [
+            [place(tape) for tape in each.blocks],
+            [place(tape) for tape in each.masked],
+            *(place(tape) for tape in (each.embedding, each.head, each.chunked_head)),
+        ]
+        for name, each in tapes.items()
+    }
+    content = {
+        "key": key,
+        "shape": asdict(shape),
+        "sizes": [_short(size) for size in sizes],
+        "tapes": lines,
+        "variants": variants,
+    }
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _short(size: Size) -> list[float]:
+    numbers = list(size)
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
+def from_text(text: str) -> Record:
+    """The shape and tapes of a file."""
+    content = json.loads(text)
+    events = [Event(sign, Size(*size)) for size in content["sizes"] for sign in (-1, 0, 1)]
+    tapes: list[Tape] = []
+    for forward, backward, output, keeps, alone in content["tapes"]:
+        out, back = (tuple(events[code] for code in side) for side in (forward, backward))
+        tapes.append(Tape(out, back, events[3 * output].size, bool(keeps), None if alone < 0 else tapes[alone]))
+    found = {
+        name: Tapes(
+            blocks=tuple(tapes[place] for place in blocks),
+            masked=tuple(None if place < 0 else tapes[place] for place in masked),
+            embedding=tapes[embedding],
+            head=tapes[head],
+            chunked_head=tapes[chunked],
+        )
+        for name, (blocks, masked, embedding, head, chunked) in content["variants"].items()
+    }
+    return _shape(content["shape"]), found
+
+
+def _shape(content: dict[str, Any]) -> ModelShape:
+    blocks = tuple(
+        Block(block["name"], tuple(block["layers"]), _parameters(block["parameters"])) for block in content["blocks"]
+    )
+    given = {"outer": _parameters(content["outer"]), "untraced": tuple(content.get("untraced", ()))}
+    return ModelShape(**{**content, **given, "blocks": blocks})
+
+
+def _parameters(content: list[dict[str, Any]]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(each["name"], tuple(each["shape"]), each["kind"]) for each in content)

@@ -1,0 +1,72 @@
+"""The shape and tapes of a model by name: bundled, else kept from before, else recorded now from its config."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import console
+from accel_fsdp.models import catalogue, config_json
+from accel_fsdp.prediction import trace_store
+from accel_fsdp.prediction.memory import VARIANTS, ModelShape, Recipe, Tapes
+
+
+@dataclass(frozen=True)
+class Recorded(Mapping[str, Tapes]):
+    """The tapes of a model, each variant that isn't bundled recorded when it is asked for, and then kept."""
+
+    name: str
+    config: Mapping[str, Any]
+    kept: dict[str, Tapes]
+
+    def __getitem__(self, variant: str) -> Tapes:
+        if variant not in self.kept:
+            self.kept[variant] = _record(self.name, self.config, variant)[1]
+        return self.kept[variant]
+
+    def __iter__(self) -> Iterator[str]:
+        return (variant.name for variant in VARIANTS)
+
+    def __len__(self) -> int:
+        return len(VARIANTS)
+
+
+def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
+    """The shape and tapes: bundled, else from the cache, else recorded from the model's config.
+
+    Raises:
+        UserError: there is no such model, or no language model can be built from its config.
+    """
+    folder = Path(name)
+    if not folder.exists() and (found := trace_store.find(name)):
+        known = found[0].name
+        return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
+    if folder.is_dir():
+        config = config_json.settings_in(folder)
+    else:
+        from accel_fsdp.models import read_config
+
+        config = read_config(name).to_dict()
+    first = f"{'bf16' if recipe.precision != 'no' else 'fp32'}-full-sdpa"
+    shape, tapes = _record(name, config, first)
+    return shape, Recorded(name, config, {first: tapes})
+
+
+def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
+    def anew() -> trace_store.Record:
+        with console.waiting(f"Tracing {name} ({variant})"):
+            from accel_fsdp.models import read_config
+            from accel_fsdp.prediction.tracing.fit import record_model
+
+            known = name in catalogue.entries() and not Path(name).exists()
+            with config_json.believed(name):
+                return record_model(name, _configured(config) if known else read_config(name), (variant,))
+
+    shape, tapes = trace_store.remembered(config, variant, anew)
+    return replace(shape, name=name), tapes
+
+
+def _configured(settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**settings)

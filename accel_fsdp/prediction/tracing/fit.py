@@ -1,0 +1,213 @@
+"""Fits tapes to recorded runs: every size as a polynomial, exactly."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import first_line
+from accel_fsdp.prediction import Record, trace_store
+from accel_fsdp.prediction.memory import SHIPPED, At, Event, ModelShape, Size, Tape, Tapes, Variant
+from accel_fsdp.prediction.tracing.recorder import Raw, Recorder
+
+STEP = 64
+"""Lengths are multiples of this: attention kernels round some small tensors up to 32."""
+LENGTHS, CHUNKED_LENGTHS = (64, 128, 192, 256), (1024, 1152, 1280, 1536)
+RANKS = (8, 24, 40)
+ALONE = ("fixed", "tokens", "rows_length2")
+SEVERAL = (*ALONE, "length", "length2", "rows")
+RANKED = ("rank", "rank_tokens")
+SILENT = Tape((), (), Size())
+"""Of a block that no text goes through."""
+
+
+def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
+    """The shape of a config's model and its tapes in one variant, from the cache if they were recorded before.
+
+    Raises:
+        UserError: as `record_model`.
+    """
+    shape, tapes = trace_store.remembered(config.to_dict(), variant, lambda: record_model(name, config, (variant,)))
+    return replace(shape, name=name), tapes
+
+
+def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> Record:
+    """The shape of a config's model and its tapes in some variants, recorded anew.
+
+    Raises:
+        UserError: no model that is known can be built from the config, or what its layers allocate is no polynomial of
+            the batch.
+    """
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{name} ({config.model_type}) has an encoder and a decoder",
+            why="a plan is about one stack of layers",
+            fix="choose a decoder-only model; accel-fsdp config makes a YAML for this one without a plan",
+        )
+    tapes: dict[str, Tapes] = {}
+    alike: dict[Variant, Tapes] = {}
+    for variant in variants:
+        recorder = Recorder(name, config, Variant.of(variant))
+        frozen = recorder.variant.method != "full"  # adapters are in the blocks only
+        outside = recorder.variant._replace(method="lora" if frozen else "full", adapters="fp32")
+        try:
+            with _unlogged():
+                tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",
+                why="its memory depends on more than rows, length and LoRA rank, or its code can't run without data",
+                fix="plan for a model of the same shape; accel-fsdp plan --model llama-3.1-8b shows what is known",
+            ) from error
+    return recorder.shape, tapes
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps torch from logging the traceback of what a fake tensor can't do, which is reported in a line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
+    """All tapes of one variant; `alike` has those of what is outside of the blocks, if they were recorded before."""
+    window, untraced = recorder.shape.window, recorder.shape.untraced
+    blocks = range(len(recorder.shape.blocks))
+    late = [block not in untraced and _takes_mask_late(recorder, block, window) for block in blocks]
+    return Tapes(
+        blocks=tuple(SILENT if block in untraced else record_block(recorder, block) for block in blocks),
+        masked=tuple(record_block(recorder, block, window) if late[block] else None for block in blocks),
+        embedding=alike.embedding if alike else fit(recorder.embedding, LENGTHS, False),
+        head=alike.head if alike else record_head(recorder, chunked=False),
+        chunked_head=alike.chunked_head if alike else record_head(recorder, chunked=True),
+    )
+
+
+def record_block(recorder: Recorder, block: int, beyond: int = 0) -> Tape:
+    """The tape of one kind of block, for sequences from `beyond` on if that is given."""
+    window = recorder.shape.window
+    start = -(-beyond // STEP) * STEP
+    step = STEP if beyond or not 0 < window <= 4 * STEP else window // 5
+    lengths = tuple(start + step * number for number in range(1, 5))
+    return fit(lambda at: recorder.block(block, at), lengths, recorder.variant.method != "full")
+
+
+def record_head(recorder: Recorder, chunked: bool) -> Tape:
+    """The tape of what follows the blocks; a model for rows of less than two chunks has no chunked loss."""
+    chunked = chunked and not 0 < recorder.shape.positions < CHUNKED_LENGTHS[0]
+    lengths = CHUNKED_LENGTHS if chunked else LENGTHS
+    return fit(lambda at: recorder.head(at, chunked), lengths, False)
+
+
+def _takes_mask_late(recorder: Recorder, block: int, window: int) -> bool:
+    """Whether a block gets a mask for long sequences only."""
+    if not window:
+        return False
+    rank = RANKS[0] if recorder.variant.method != "full" else 0
+    before, after = (recorder.masked(block, At(1, length, rank)) for length in (window // 2, window + STEP))
+    return after and not before
+
+
+def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tape:
+    """Runs at some batches, solves for the polynomials, and checks them at a batch of other rows, length and rank.
+
+    Raises:
+        RuntimeError: with the operation whose size is no such polynomial, or where the runs differ.
+    """
+    ranks = RANKS if ranked else (0, 0, 0)
+    known = cache(run)
+    try:  # most sizes depend on the tokens only; a batch of other rows proves it
+        several = _fit(known, (2, 2, 4), lengths, ranks, ALONE)
+    except RuntimeError:
+        several = _fit(known, (2, 3, 4), lengths, ranks, SEVERAL)
+    at = At(1, lengths[3], ranks[2])
+    if _replays(several, known(at), at):
+        return several
+    return replace(several, alone=_fit(known, (1, 1, 1), lengths, ranks, ALONE))
+
+
+def _replays(tape: Tape, raw: Raw, at: At) -> bool:
+    """Whether a tape is what was recorded at one batch."""
+    sides = [[(event.sign, event.size.exact(at)) for event in side] for side in (tape.forward, tape.backward)]
+    return sides == [raw.forward, raw.backward] and tape.keeps_input == raw.keeps_input
+
+
+def _fit(
+    run: Callable[[At], Raw],
+    rows: tuple[int, ...],
+    lengths: tuple[int, ...],
+    ranks: tuple[int, ...],
+    terms: tuple[str, ...],
+) -> Tape:
+    firsts = dict.fromkeys(rows[:2])
+    points = [At(each, length, ranks[0]) for each in firsts for length in lengths[:3]]
+    if ranks[0]:
+        points += [At(rows[0], length, ranks[1]) for length in lengths[:2]]
+        terms = (*terms, *RANKED)
+    check = At(rows[2], lengths[3], ranks[2])
+    raws = [run(at) for at in (*points, check)]
+    for at, raw in zip((*points, check), raws, strict=True):
+        _check_same(raws[0], raw, at)
+    sizes: dict[tuple[int, ...], Size] = {}
+
+    def size(values: tuple[int, ...], by: str) -> Size:
+        if values not in sizes:
+            sizes[values] = _solved(tuple(points), terms, values[:-1])
+            if sizes[values].exact(check) != values[-1]:
+                raise RuntimeError(f"{by}: {values[-1]} bytes at {check}, not {sizes[values].exact(check)}")
+        return sizes[values]
+
+    columns = zip(*([*raw.forward, *raw.backward] for raw in raws), strict=True)
+    events = [
+        Event(column[0][0], size(tuple(each for _, each in column), by))
+        for column, by in zip(columns, raws[0].names, strict=True)
+    ]
+    split = len(raws[0].forward)
+    output = size(tuple(raw.output for raw in raws), "the output")
+    return Tape(tuple(events[:split]), tuple(events[split:]), output, raws[0].keeps_input)
+
+
+def _check_same(first: Raw, other: Raw, at: At) -> None:
+    """Whether two runs have the same operations in the same order."""
+    ours, theirs = ([sign for sign, _ in (*raw.forward, *raw.backward)] for raw in (first, other))
+    if first.names == other.names and ours == theirs and first.keeps_input == other.keeps_input:
+        return
+    pairs = zip(first.names, other.names, strict=False)
+    number = next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(ours), len(theirs)) - 1)
+    raise RuntimeError(f"runs differ at {at}: event {number} is {other.names[number]}, not {first.names[number]}")
+
+
+def _solved(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:
+    inverse = _inverse(points, terms)
+    found = {
+        term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)
+    }
+    return Size(**{term: int(each) if each.denominator == 1 else float(each) for term, each in found.items()})
+
+
+@cache
+def _inverse(points: tuple[At, ...], terms: tuple[str, ...]) -> list[list[Fraction]]:
+    """The inverse of the matrix of each term at each point, by elimination."""
+    count = len(points)
+    rows = [
+        [Fraction(round(Size(**{term: 1}).exact(at))) for term in terms] + [Fraction(n == m) for m in range(count)]
+        for n, at in enumerate(points)
+    ]
+    for column in range(count):
+        pivot = next(n for n in range(column, count) if rows[n][column])
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        rows[column] = [value / rows[column][column] for value in rows[column]]
+        for n in range(count):
+            if n != column and rows[n][column]:
+                factor = rows[n][column]
+                rows[n] = [a - factor * b for a, b in zip(rows[n], rows[column], strict=True)]
+    return [row[count:] for row in rows]

@@ -1,0 +1,112 @@
+"""Gives a block on the meta device the adapters and 4-bit weights of a variant."""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners import lora
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from accel_fsdp.prediction.memory import ATTENTION_LINEAR, Variant
+
+QUANT_BLOCK = 64
+"""Weights that share one scale in bitsandbytes' nf4."""
+_NAME = "default"
+
+
+def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
+    """Puts PEFT's LoRA layers around the variant's linear layers; all of them are packed into 4 bits with QLoRA.
+
+    Experts whose weights are one 3-D tensor are no linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
+    """
+    dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
+    for path, module in list(layer.named_modules()):
+        if _is_linear(module):
+            parent, _, own = path.rpartition(".")
+            adapted = variant.targets == "all" or own in ATTENTION_LINEAR
+            new = _wrapped(module, variant, rank) if adapted else _frozen(module, variant)
+            layer.get_submodule(parent)._modules[own] = new
+    layer.requires_grad_(False)
+    for module in layer.modules():
+        if isinstance(module, LoraLayer):
+            for adapters in (module.lora_A, module.lora_B):
+                adapters.to(dtype).requires_grad_(True)
+
+
+def widen(model: nn.Module, variant: Variant) -> None:
+    """Makes float32 what TRL or PEFT alone make so before 4-bit training on one GPU: norms, or all that isn't packed.
+
+    (PEFT's `prepare_model_for_kbit_training`; TRL's `peft_module_casting_to_bf16` takes back all but the norms.)
+    """
+    for path, module in model.named_modules():
+        if variant.wide == "rest" or (variant.wide == "norms" and ("norm" in path or isinstance(module, nn.LayerNorm))):
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=parameter.requires_grad)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _settings(rank: int, transposed: bool, variant: Variant) -> Any:
+    dropout = 0.1 if variant.dropout else 0.0  # how much doesn't matter
+    return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, fan_in_fan_out=transposed)
+
+
+def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
+    transposed = not isinstance(module, nn.Linear)
+    if variant.method == "qlora":
+        packed = FourBitLinear(module)
+        wrapped: nn.Module = lora.Linear4bit(
+            packed, _NAME, config=_settings(rank, False, variant), r=rank, lora_alpha=rank
+        )
+        return wrapped
+    wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed, variant), r=rank, lora_alpha=rank)
+    return wrapped
+
+
+def _frozen(module: Any, variant: Variant) -> nn.Module:
+    return FourBitLinear(module) if variant.method == "qlora" else module
+
+
+class _FourBit(torch.autograd.Function):
+    """bitsandbytes' `MatMul4Bit` from 1537 tokens on (fewer go through a kernel that unpacks nothing in forward)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        """A linear layer whose weight exists only meanwhile; neither it nor the input is saved."""
+        ctx.shape = shape
+        return F.linear(x, unpacked(shape, x), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The input's gradient through a weight unpacked anew."""
+        return torch.matmul(grads[0], unpacked(ctx.shape, grads[0])), None, None
+
+
+def unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
+    """A 4-bit weight in 16 bits; its float32 scales exist while it is made (bitsandbytes, `dequantize_4bit`)."""
+    scales = like.new_empty(shape[0] * shape[1] // QUANT_BLOCK, dtype=torch.float32)
+    weight = like.new_empty(shape)
+    del scales
+    return weight
+
+
+class FourBitLinear(nn.Linear):
+    """Takes the memory of bitsandbytes' `Linear4bit` with bf16 compute, without packed weights."""
+
+    def __init__(self, like: nn.Linear | Conv1D) -> None:
+        transposed = isinstance(like, Conv1D)  # transformers makes them linear when it quantises
+        inputs, outputs = like.weight.shape if transposed else reversed(like.weight.shape)
+        super().__init__(inputs, outputs, bias=False, device=like.weight.device)
+        self.bias = like.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Linear4bit.forward`: casts to the compute dtype and back."""
+        given = x.dtype
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        out: Tensor = _FourBit.apply(x.to(torch.bfloat16), (self.out_features, self.in_features), bias)  # type: ignore[no-untyped-call]
+        return out.to(given)

@@ -1,0 +1,155 @@
+"""Reads a `ModelShape` from a Transformers config: the model is built on the meta device, without weights."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import wrap_classes
+from accel_fsdp.prediction.memory import Block, Kind, ModelShape, Parameter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SLIDING = ("sliding_attention", "chunked_attention")
+
+
+def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
+    """The shape of a built model."""
+    text = config.get_text_config()
+    layers = dict(blocks_of(model))
+    traced = set(text_layers(model))
+    groups: dict[Any, list[int]] = {}
+    for index, (path, layer) in enumerate(layers.items()):
+        groups.setdefault((*_looks(layer), path.rsplit(".", 1)[0]), []).append(index)
+    modules = list(layers.values())
+    heads = int(_first(text, "num_attention_heads", "n_head"))
+    return ModelShape(
+        name=name,
+        model_type=str(config.model_type),
+        hidden=int(_first(text, "hidden_size", "n_embd")),
+        vocab=int(text.vocab_size),
+        heads=heads,
+        head_dim=int(_first(text, "head_dim") or _first(text, "hidden_size", "n_embd") // heads),
+        blocks=tuple(
+            Block(type(modules[own[0]]).__name__, tuple(own), _parameters(modules[own[0]])) for own in groups.values()
+        ),
+        outer=_outer(model, layers),
+        tied=_tied(model),
+        buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        experts=int(_first(text, "num_local_experts", "num_experts", "n_routed_experts")),
+        experts_used=int(_first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
+        window=_window(text, modules),
+        positions=int(_first(text, "max_position_embeddings", "n_positions")),
+        untraced=tuple(place for place, group in enumerate(groups.values()) if not traced.intersection(group)),
+        eager_only=not getattr(model, "_supports_sdpa", True),
+    )
+
+
+def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
+    """The layers that FSDP makes units of, by path, in the order in which they are declared.
+
+    Raises:
+        UserError: no layer repeats.
+    """
+    names = {layer.name for layer in wrap_classes(model)}
+    inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
+    paths = {path for path, _ in inner}
+    # a class such as an embedding table, which some models name too, stands in no list of layers
+    found = [(path, m) for path, m in inner if path.rsplit(".", 1)[-1].isdecimal() and not _nested(path, paths)]
+    if not found:
+        raise UserError(
+            f"no repeated layer found in {type(model).__name__}",
+            why="memory is counted per layer",
+            fix="choose a model made of transformer layers",
+        )
+    return found
+
+
+def text_layers(model: Any) -> list[int]:
+    """The places, among all blocks, of those that text goes through: a model for images has layers for these too."""
+    paths = [path for path, _ in blocks_of(model)]
+    if len({path.rsplit(".", 1)[0] for path in paths}) == 1:
+        return list(range(len(paths)))
+    decoder = model.get_decoder()
+    start = next(f"{path}." for path, module in model.named_modules() if module is decoder)
+    return [place for place, path in enumerate(paths) if path.startswith(start)]
+
+
+def _nested(path: str, paths: set[str]) -> bool:
+    parts = path.split(".")
+    return any(".".join(parts[:n]) in paths for n in range(1, len(parts)))
+
+
+def _looks(layer: "nn.Module") -> tuple[Any, ...]:
+    """What two layers share when they have one tape: class, parameters and the kind of attention."""
+    attention = tuple(
+        str(value)
+        for module in layer.modules()
+        for key in ("attention_type", "is_sliding", "sliding_window", "layer_type", "use_rope", "no_rope_layer")
+        if (value := vars(module).get(key)) is not None
+    )
+    return (
+        *(type(module).__name__ for module in layer.modules()),
+        tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
+        attention,
+    )
+
+
+def _parameters(layer: "nn.Module", prefix: str = "") -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(
+            f"{prefix}{path}.{name}".lstrip("."), tuple(p.shape), _kind(f".{prefix}{path}.", module, name, p.dim())
+        )
+        for path, module in layer.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+    )
+
+
+def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> Kind:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if dimensions == 3 or (".experts." in path and dimensions > 1 and "bias" not in name):
+        return "experts"
+    if isinstance(module, nn.Linear | Conv1D) and name == "weight":
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "norm" if "norm" in type(module).__name__.lower() else "other"
+
+
+def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
+    """The parameters outside of the blocks; tied ones count once, under their first name."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    found, seen = [], set()
+    inside = tuple(f"{path}." for path in layers)
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(inside):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            kind = "head" if module is output and name == "weight" else _kind(f".{path}.", module, name, p.dim())
+            found.append(Parameter(f"{path}.{name}", tuple(p.shape), kind))
+    return tuple(found)
+
+
+def _tied(model: Any) -> bool:
+    output, given = model.get_output_embeddings(), model.get_input_embeddings()
+    return output is not None and given is not None and output.weight is given.weight
+
+
+def _window(text: Any, layers: list["nn.Module"]) -> int:
+    """The sliding window if any layer has one; some configs name a window that no layer uses."""
+    window = _first(text, "sliding_window", "attention_chunk_size")
+    types = getattr(text, "layer_types", None)
+    if types is not None:
+        return int(window) if any(kind in SLIDING for kind in types) else 0
+    used = any(vars(module).get("sliding_window") for layer in layers for module in layer.modules())
+    return int(window) if used or text.model_type in ("mistral", "mixtral", "phi3") else 0
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of these settings that the config has, 0 if none."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)

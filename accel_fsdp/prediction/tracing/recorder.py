@@ -1,0 +1,409 @@
+"""Records tapes: runs one block, or what is before or after the blocks, on fake tensors and fits its sizes exactly.
+
+No memory and no GPU are needed; `cuda_emulation.py` says what is done to see what CUDA would do. Rows have no padding,
+so full attention needs no mask, as transformers skips it then. Mixtures of experts run transformers' own default, which
+has static shapes (`grouped_mm`, integrations/moe.py).
+"""
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel_fsdp.models import build
+from accel_fsdp.prediction.memory import CHUNK_TOKENS, At, ModelShape, Variant
+from accel_fsdp.prediction.tracing.cuda_emulation import (
+    Begin,
+    CudaRules,
+    End,
+    Happening,
+    Watch,
+    in_order_of_birth,
+    selectively,
+    summed_in_place,
+)
+from accel_fsdp.prediction.tracing.model_shape import blocks_of, shape_of, text_layers
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STEP = 16
+"""Lengths are multiples of this: CUDA's efficient attention copies masks whose rows are not."""
+RANKS = (8, 24, 40)
+
+
+class Raw(NamedTuple):
+    """One run: its events by sign and bytes, forward and backward, and the operation that each one's storage is from.
+
+    What a `Tape` says about them holds here too.
+    """
+
+    forward: list[tuple[int, int]]
+    backward: list[tuple[int, int]]
+    names: list[str]
+    output: int
+    keeps_input: bool
+
+
+class _Reached(BaseException):
+    """The first block was reached; nothing on the way may catch it."""
+
+
+class _Stage(nn.Module):
+    """Stands in for a block: hands on what it was called with."""
+
+    def __init__(self, layer: nn.Module, seen: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        known = vars(self).keys()
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float) and k not in known}
+        self.__dict__.update(plain)  # models ask a layer for its kind of attention
+        self._seen = seen
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls back with its arguments; the answer takes the place of the block's result."""
+        return self._seen(args, kwargs)
+
+
+class Recorder:
+    """A model on fake tensors in one variant, with one block of each kind."""
+
+    def __init__(self, name: str, config: Any, variant: Variant) -> None:
+        self.variant = variant
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        settings = copy.deepcopy(config)
+        settings.use_cache = False
+        settings.get_text_config().pad_token_id = 0  # classifiers look for the last token before the padding
+        with _quiet():
+            model = _built(name, settings, variant)
+            self.shape: ModelShape = shape_of(name, settings, model)
+            layers, places = blocks_of(model), text_layers(model)
+            self._firsts = [block.layers[0] - places[0] for block in self.shape.blocks]  # negative or beyond: untraced
+            self._text = [first for n, first in enumerate(self._firsts) if n not in self.shape.untraced]
+            self._metas = [layers[place][1] for place in places[: max(self._text) + 1]]
+            parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
+            del layers
+            self._lists = model.get_submodule(parent)._modules
+            self._lists[self._list] = nn.ModuleList()
+            _changed(model, variant)
+            with self._mode:
+                self.model = model.to_empty(device="cpu").train()
+                if variant.method != "full":
+                    model.requires_grad_(False)
+        self._layers: dict[tuple[int, int], nn.Module] = {}
+        self._width: dict[int, int] = {}
+        self._dtype: dict[int, torch.dtype] = {}
+
+    def _layer(self, index: int, rank: int) -> nn.Module:
+        """A block with its adapters of one rank."""
+        if (index, rank) not in self._layers:
+            layer = copy.deepcopy(self._metas[index])
+            _adapt(layer, self.variant, rank)
+            with self._mode, _quiet():
+                self._layers[index, rank] = layer.to_empty(device="cpu").train()
+        return self._layers[index, rank]
+
+    def _stages(self, count: int, seen: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Puts stages in the place of the blocks."""
+
+        def one(index: int) -> _Stage:
+            return _Stage(self._metas[index], lambda args, kwargs: seen(index, args, kwargs))
+
+        self._lists[self._list] = nn.ModuleList([one(index) for index in range(count)])
+
+    def _as_block(self, index: int, hidden: Tensor) -> Any:
+        """The hidden states as a block returns them: some return a tuple."""
+        width = self._width.get(index, 0)
+        return (hidden, *([None] * (width - 1))) if width else hidden
+
+    def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
+        """What the model calls the first block of each kind with, by its index: input, other arguments.
+
+        The input is as the block before it leaves it, whose dtype need not be the embedding's.
+        """
+        found = {}
+        layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
+
+        def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden, rest, named = _split(args, kwargs)
+            if index in layers:
+                result = layers[index](hidden, *rest, **named)
+                self._width[index] = len(result) if isinstance(result, tuple) else 0
+                self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
+            hidden = hidden.to(self._dtype.get(index, hidden.dtype))
+            found[index] = (hidden, rest, named)
+            return self._as_block(index, hidden)
+
+        self._stages(max(self._text) + 1, seen)
+        with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
+            self._forward(self._ids(at))
+        return found
+
+    def block(self, block: int, at: At, kernels: bool = True) -> Raw:
+        """Runs one kind of block forward and backward."""
+        index = self._firsts[block]
+        layer = self._layer(index, at.rank)
+        hidden, args, kwargs = self.calls(at)[index]
+
+        def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
+            watch.start()
+            if self.variant.selective:
+                return selectively(layer, given(), *args, **kwargs)
+            return layer(given(), *args, **kwargs)
+
+        return self._run(call, hidden, layer, kernels)
+
+    def masked(self, block: int, at: At) -> bool:
+        """Whether the model hands a mask to a kind of block at this length."""
+        _, args, kwargs = self.calls(at)[self._firsts[block]]
+        masks = [kwargs.get("attention_mask"), *(a for a in args if isinstance(a, Tensor) and a.dim() == 4)]
+        return any(isinstance(mask, Tensor) for mask in masks)
+
+    def embedding(self, at: At) -> Raw:
+        """Runs from the token ids to the first block."""
+        held: list[Any] = []
+        ids = self._ids(at)
+
+        def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            held.extend(_split(args, kwargs))
+            raise _Reached
+
+        def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
+            self._stages(1, seen)
+            watch.start()
+            try:
+                self._forward(ids)
+            except _Reached as reached:
+                reached.__traceback__ = None  # its frames hold the model's temporaries
+            result = tuple(held)
+            held.clear()
+            return result
+
+        return self._run(call, None, self.model)
+
+    def head(self, at: At, chunked: bool) -> Raw:
+        """Runs from the last block's output to the loss as Trainer asks for it, the outputs dropped before backward."""
+        hidden = self.calls(at)[self._text[0]][0]
+        ids = self._ids(at)
+        options = self._labels(at, ids)
+
+        def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
+            def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                watch.start()
+                return self._as_block(0, given())
+
+            self._stages(1, seen)
+            if chunked and (vocabulary := self.model.get_output_embeddings()) is not None:
+                return _chunked_loss(self._forward(ids, inner=True).last_hidden_state, vocabulary)
+            output = self._forward(ids, **options)
+            if self.variant.autocast:
+                # Accelerate's `convert_outputs_to_fp32` wraps the forward wherever it runs under autocast
+                output.logits.float()
+            return output.loss
+
+        return self._run(call, hidden, self.model)
+
+    def _labels(self, at: At, ids: Tensor) -> dict[str, Any]:
+        """What Trainer gives the model besides its input: a label per token, or per row to a classifier."""
+        with self._mode:
+            if type(self.model).__name__.endswith("ForSequenceClassification"):
+                return {"labels": torch.zeros(at.rows, dtype=torch.long)}
+            return {"labels": ids, "num_items_in_batch": torch.ones((), dtype=torch.long)}
+
+    def _forward(self, ids: Tensor, *, inner: bool = False, **options: Any) -> Any:
+        """Runs the model around its stages, or all but its head.
+
+        The empty cache keeps transformers from looking for packed rows in the positions, whose values don't exist here
+        (masking_utils.py, find_packed_sequence_indices): it would take all rows for packed, and mask them.
+        """
+        from transformers import DynamicCache
+
+        model = self.model.base_model if inner else self.model
+        return model(input_ids=ids, past_key_values=DynamicCache(), use_cache=False, **options)
+
+    def _ids(self, at: At) -> Tensor:
+        with self._mode:
+            return torch.zeros(at.rows, at.length, dtype=torch.long)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """What forward runs in."""
+        with ExitStack() as stack:
+            if self.variant.kernels != "none":
+                from accel_fsdp.prediction.tracing.fused_kernels import rotary_in_place
+
+                stack.enter_context(rotary_in_place(self._metas))
+            yield stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.variant.autocast))
+
+    def _run(
+        self,
+        call: Callable[[Watch, Callable[[], Tensor]], Any],
+        like: Tensor | None,
+        module: nn.Module,
+        kernels: bool = True,
+    ) -> Raw:
+        """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
+        with self._mode:
+            return record_run(call, like, module, kernels, self._around, at_once=self.variant.selective)
+
+
+def record_run(
+    call: Callable[[Watch, Callable[[], Tensor]], Any],
+    like: Tensor | None,
+    module: nn.Module,
+    kernels: bool = True,
+    around: Callable[[], Any] = nullcontext,
+    at_once: bool = False,
+) -> Raw:
+    """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
+
+    `at_once` sorts what is released in a row."""
+    watch = Watch(kernels)
+    caught: list[Tensor] = []
+    module.zero_grad()
+    with CudaRules(), _uncollected(), _quiet():
+        switch = torch.ones((), requires_grad=True)
+
+        def given() -> Tensor:
+            made: Tensor = Begin.apply(switch, watch, like, caught)  # type: ignore[no-untyped-call]
+            return made
+
+        with watch:
+            with around():
+                result = call(watch, given)
+            out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+            del result
+            output, split = out.untyped_storage().nbytes(), len(watch.events)
+            loss = out
+            if out.dim() and out.requires_grad:
+                loss = End.apply(out, watch)  # type: ignore[no-untyped-call]
+            del out
+            if loss.requires_grad:
+                loss.backward()
+            del loss, rest
+            watch.stop()
+            backward, same = summed_in_place(watch.events[split:])
+            grads = {watch.key_of(p.grad) for p in module.parameters() if p.grad is not None}
+            alive = [watch.key_of(grad) for grad in caught]
+            module.zero_grad()
+    sort = in_order_of_birth if at_once else list
+    return _settled(
+        sort(watch.events[:split]),
+        sort(backward),
+        {same.get(key, key) for key in grads},
+        [same.get(key, key) for key in alive],
+        output,
+    )
+
+
+def _settled(
+    forward: list[Happening], backward: list[Happening], grads: set[int], alive: list[int], output: int
+) -> Raw:
+    """Brings the events into the form of a `Tape`, and checks that nothing else is left over.
+
+    Raises:
+        RuntimeError: a storage outlives backward.
+    """
+    held = {e.key: e for e in (*forward, *backward) if e.sign == 0}
+    freed = {e.key for e in forward if e.sign < 0}
+    sides: list[list[tuple[int, int]]] = []
+    names: list[str] = []
+    for events in (forward, backward):
+        shown = [e for e in events if e.sign]
+        again = [held[e.key] for e in shown if e.key in held]
+        if events is backward:
+            again += [held[key] for key in alive if key in held and held[key] not in again]
+        lasting = {e.key for e in shown if e.sign > 0} & grads
+        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in shown] + [(1, e.size) for e in again])
+        names += [e.by for e in (*shown, *again)]
+    left = {e.key: e.by for e in (*forward, *backward) if e.sign > 0 and e.key not in grads}
+    for event in (*forward, *backward):
+        if event.sign < 0:
+            left.pop(event.key, None)
+    stray = [by for key, by in left.items() if key not in alive]
+    if stray:
+        raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
+    given = [e.key for e in forward if e.sign == 0]
+    return Raw(sides[0], sides[1], names, output, keeps_input=not freed.intersection(given) if given else False)
+
+
+def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
+    """A loss whose logits exist for `CHUNK_TOKENS` tokens at a time and are made again in backward, as TRL's.
+
+    Two chunks run: more of them take no more at once, apart from the hidden states' gradient, which is whole here.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    del hidden
+    first, second, _ = torch.split(flat, [CHUNK_TOKENS, CHUNK_TOKENS, flat.shape[0] - 2 * CHUNK_TOKENS])
+
+    def part(piece: Tensor) -> Tensor:
+        logits = head(piece).float()
+        return nn.functional.cross_entropy(logits, logits.new_zeros(CHUNK_TOKENS, dtype=torch.long), reduction="sum")
+
+    one, two = (checkpoint(part, piece, use_reentrant=False) for piece in (first, second))
+    total: Tensor = one + two
+    return total
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states and the other arguments of a call of a block, without the cache."""
+    from transformers import Cache
+
+    rest: dict[str, Any] = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
+    hidden: Tensor = args[0] if args else rest.pop("hidden_states")
+    return hidden, tuple(None if isinstance(value, Cache) else value for value in args[1:]), rest
+
+
+def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
+    with _quiet(), torch.device("meta"):
+        if variant.method != "full":
+            from accel_fsdp.prediction.tracing.lora_layers import (
+                adapt,  # PEFT and bitsandbytes take two seconds to import
+            )
+
+            adapt(layer, variant, rank)
+        _changed(layer, variant)
+
+
+def _changed(module: nn.Module, variant: Variant) -> None:
+    """Puts float32 norms and fused kernels into a model or a layer, where the variant has them."""
+    if variant.wide != "none":
+        from accel_fsdp.prediction.tracing.lora_layers import widen
+
+        widen(module, variant)
+    if variant.kernels != "none":
+        from accel_fsdp.prediction.tracing.fused_kernels import fuse
+
+        fuse(module, variant)
+
+
+def _built(name: str, config: Any, variant: Variant) -> Any:
+    dtype = DTYPES[variant.weights]
+    try:
+        return build(name, copy.deepcopy(config), dtype=dtype, attn_implementation=variant.attention)
+    except (ValueError, ImportError):  # the class has no such attention: its own choice is what training gets
+        return build(name, config, dtype=dtype)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps the garbage collector from freeing storages at times that depend on its mood."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,196 @@
+"""Pages and schema made from the tables: `python -m accel_fsdp.reference_docs` writes them, a test compares."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import atomic_files, linter
+from accel_fsdp.config import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind, full_name, short_name
+from accel_fsdp.linter import PAINS, UNSEEN
+from accel_fsdp.linter.rules import SECTIONS
+from accel_fsdp.models import CAUSAL, catalogue, model_facts
+from accel_fsdp.prediction import trace_store
+from accel_fsdp.prediction.memory import SHIPPED
+from accel_fsdp.wizard import MODEL, PRESETS, interview, to_yaml
+
+ROOT = Path(__file__).parent.parent
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema() -> dict[str, Any]:
+    """A JSON schema of an Accelerate YAML for editors: keys, choices and help of the field table.
+
+    Stricter than Accelerate, which accepts any key inside a section and drops it.
+    """
+    sections = {
+        name: {"type": "object", "properties": _properties(name), "additionalProperties": False} for name in SECTIONS
+    }
+    top = {key: {**value, **sections.get(key, {})} for key, value in _properties("").items()}
+    return {
+        "$schema": SCHEMA_DIALECT,
+        "title": "Accelerate config (DDP, FSDP1, FSDP2, DeepSpeed, TPU)",
+        "type": "object",
+        "properties": top,
+        "required": ["distributed_type"],
+        "additionalProperties": False,
+    }
+
+
+def _properties(section: str) -> dict[str, Any]:
+    fields = [field for field in FIELDS if field.section == section]
+    named = {field.key: _property(field) for field in fields}
+    short = {short_name(section, key) for key in named}  # Accelerate adds the prefix where it is missing
+    return named | {key: named[full_name(section, key)] for key in sorted(short)}
+
+
+def _property(field: Field) -> dict[str, Any]:
+    types: dict[Kind, dict[str, Any]] = {
+        Kind.BOOL: {"anyOf": [{"type": ["boolean", "string"]}, {"enum": [0, 1]}]},
+        Kind.INT: {"type": "integer"},
+        Kind.SECTION: {"type": "object"},
+        Kind.NAMES: {"type": "string", "pattern": r"^\S+$"},
+    }
+    shape = types.get(field.kind, {})
+    if field.choices:
+        choices = [*field.choices, *NUMBERED.get(field.key, ())]
+        shape = {"enum": [*choices, *(int(choice) for choice in choices if choice.isdecimal())]}
+        if field.key not in EXACT:
+            words = "|".join(map(_any_case, field.choices))
+            shape = {"anyOf": [shape, {"type": "string", "pattern": f"^({words})$"}]}
+    return {"description": f"{field.help} Read by {readers(field)}.", **shape}
+
+
+def _any_case(word: str) -> str:
+    """A pattern for a word in whatever case; JSON schemas know no flag for that."""
+    return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else letter for letter in word)
+
+
+def readers(field: Field) -> str:
+    """The engines that read a key, in words."""
+    if field.engines == frozenset(Engine):
+        return "every engine"
+    return ", ".join(engine.value for engine in Engine if engine in field.engines) or "nothing"
+
+
+def rules_page() -> str:
+    """The manual of all rules, in Markdown."""
+    lines = [
+        "# Rules of `accel-fsdp check`",
+        "",
+        "Made by `python -m accel_fsdp.reference_docs` from the rules' docstrings.",
+        "",
+    ]
+    for one in linter.all_rules():
+        fixed = f", fixed in {one.fixed_in}" if one.fixed_in else ""
+        lines += [f"## {one.code}", "", f"*{one.severity}{fixed}*", "", one.explanation, ""]
+    return "\n".join(lines)
+
+
+def keys_page() -> str:
+    """The manual of all keys, in Markdown."""
+    lines = [
+        "# Keys of an Accelerate YAML",
+        "",
+        "Made by `python -m accel_fsdp.reference_docs` from the table in `schema.py`.",
+        "",
+    ]
+    for section in dict.fromkeys(section for section, _ in BY_NAME):
+        lines += [f"## {section or 'Top level'}", "", "| key | takes | if absent | read by | what it does |"]
+        lines += ["|---|---|---|---|---|"]
+        for field in (field for field in FIELDS if field.section == section):
+            takes = ", ".join(field.choices) or field.kind.value
+            default = "-" if field.default is None else str(field.default)
+            lines.append(f"| `{field.key}` | {takes} | {default} | {readers(field)} | {field.help} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The facts of one catalogue entry, built anew from its configuration."""
+    from transformers import AutoConfig
+
+    facts = model_facts(name, AutoConfig.for_model(**settings))
+    return {
+        "model_type": facts.model_type,
+        "parameters": facts.parameters,
+        "wrap_classes": [asdict(layer) for layer in facts.wrap_classes],
+        "classes": sorted(facts.classes),
+        "largest_layer_parameters": facts.largest_layer_parameters,
+        "persistent_buffers": facts.persistent_buffers,
+        **({"auto_class": facts.auto_class} if facts.auto_class != CAUSAL else {}),
+    }
+
+
+def catalogue_text() -> str:
+    """The bundled catalogue with its facts renewed."""
+    models = {
+        name: entry | {"facts": catalogue_facts(name, entry["config"])} for name, entry in catalogue.entries().items()
+    }
+    return json.dumps(models, indent=1) + "\n"
+
+
+def recorded_texts() -> Iterator[tuple[str, str]]:
+    """The bundled tapes by path, one file for all models of one configuration; recorded only where that has changed."""
+    from transformers import AutoConfig
+
+    from accel_fsdp.prediction.tracing import fit
+
+    for name, entry in catalogue.entries().items():
+        if trace_store.first_alike(name) != name:
+            continue
+        path = f"accel_fsdp/prediction/{trace_store.FOLDER}/{trace_store.file_name(name)}"
+        key = trace_store.key_of(entry["config"], SHIPPED)
+        text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        if not text or trace_store.key_in(text) != key:
+            text = trace_store.to_text(key, *fit.record_model(name, AutoConfig.for_model(**entry["config"])))
+        yield path, text
+
+
+def shipped() -> dict[str, str]:
+    """The ready-made YAMLs by file name, one per preset."""
+    talks = {name: interview.Interview({}, {"model": MODEL, **given}) for name, given in PRESETS.items()}
+    return {f"{name}.yaml": to_yaml.to_text(interview.answers(talk)) for name, talk in talks.items()}
+
+
+def covered() -> dict[str, list[str]]:
+    """The codes of the rules that see each row of `PAINS`."""
+    return {pain: [one.code for one in linter.all_rules() if pain in one.pains] for pain in PAINS}
+
+
+def coverage_page() -> str:
+    """Which rules see which pain, and what stays unseen, in Markdown."""
+    seen = covered()
+    lines = [
+        "# What goes wrong, and which rule sees it",
+        "",
+        "Made by `python -m accel_fsdp.reference_docs` from `known_issues.py` and the rules. "
+        f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args`, "
+        "`--checkpoint`, `--script` or `--here`; [rules.md](rules.md) says which.",
+        "",
+        "| id | what goes wrong | rules | what no rule sees |",
+        "|---|---|---|---|",
+    ]
+    for pain, what in PAINS.items():
+        links = ", ".join(f"[{code}](rules.md#{code.lower()})" for code in seen[pain])
+        lines.append(f"| {pain} | {what} | {links or '-'} | {UNSEEN.get(pain, '')} |")
+    return "\n".join([*lines, ""])
+
+
+def pages() -> dict[str, str]:
+    """Every generated file by its path in the repository."""
+    return {
+        "accelerate_configs/schema.json": json.dumps(schema(), indent=2) + "\n",
+        "docs/rules.md": rules_page(),
+        "docs/keys.md": keys_page(),
+        **{f"accelerate_configs/{name}": text for name, text in shipped().items()},
+        "docs/coverage.md": coverage_page(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in {**pages(), "accel_fsdp/models/catalogue.json": catalogue_text()}.items():
+        atomic_files.write_text(ROOT / name, text)
+    for name, text in recorded_texts():
+        atomic_files.write_text(ROOT / name, text)

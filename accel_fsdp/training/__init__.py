@@ -1,0 +1,5 @@
+"""What `train/sft.py` is made of: flags, model, a Trainer whose checkpoints survive, resume, reports."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,309 @@
+"""The flags of `train/sft.py`, under the names that Trainer and TRL users type already."""
+
+import os
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from accel_fsdp import cpu
+from accel_fsdp.config import yaml_file
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.launch import launcher
+from accel_fsdp.models import inspect_model
+from accel_fsdp.training import flag_hints, flag_values
+from accel_fsdp.training.data import DataArguments
+
+SEE_HELP = "see all arguments: python train/sft.py --help"
+
+
+@dataclass
+class ModelArguments:
+    """Which model, and what of it is trained."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub id or local folder."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Run the Python code that comes with the model. Read it first: it can do whatever you can."},
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata={
+            "help": "Dtype of the loaded weights. auto: float32 for full training (the master weights), the "
+            "checkpoint's own for the frozen base of --use_peft. The compute precision is the YAML's mixed_precision."
+        },
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    resize_vocab: bool = field(
+        default=False,
+        metadata={"help": "Add embedding rows where the tokenizer has more tokens than the model; never shrinks."},
+    )
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the base model stays frozen."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapter: alpha / r."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
+    use_dora: bool = field(
+        default=False, metadata={"help": "DoRA: the adapter also learns each output's magnitude. Needs --use_peft."}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "QLoRA: quantise the frozen base to 4 bits (bitsandbytes). Needs --use_peft."}
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = field(default="nf4", metadata={"help": "4-bit data type."})
+    bnb_4bit_quant_storage: Literal["bfloat16", "float16", "float32", "uint8"] = field(
+        default="bfloat16",
+        metadata={
+            "help": "Dtype that the 4-bit weights are packed in: FSDP shards floating ones only, and casts those "
+            "that differ from mixed_precision."
+        },
+    )
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
+    )
+    lora_modules_to_save: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Modules trained in full beside the adapter, such as lm_head. One process or DDP."},
+    )
+    use_rslora: bool = field(
+        default=False, metadata={"help": "Scale the adapter by alpha / sqrt(r) instead of alpha / r. Needs --use_peft."}
+    )
+    eos_token: str | None = field(
+        default=None, metadata={"help": "Token that ends a text, where the tokenizer has another or none."}
+    )
+    pad_token: str | None = field(
+        default=None, metadata={"help": "Token that fills short rows, where the tokenizer has none of its own."}
+    )
+
+
+@dataclass
+class SftArguments(TrainingArguments):  # type: ignore[misc]
+    """Everything of `TrainingArguments`. On a machine without accelerator, gloo on CPU is set up first."""
+
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "The Accelerate YAML, under torchrun (the number of processes is torchrun's) and on TPU. "
+            "Under accelerate launch it is --config_file instead."
+        },
+    )
+
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations without a better held-out loss, and export the best model; needs "
+            "--eval_strategy and the same --save_strategy."
+        },
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although model, data, their order or the schedule differ from the checkpoint's. Each "
+            "change is said; run.json and the card keep what was trained with what."
+        },
+    )
+    logging_steps: float = field(
+        default=0,
+        metadata={
+            "help": "Steps from one line of the log to the next; a share of all steps below 1. 0: every 10 steps, in "
+            "shorter runs a tenth of them. The first and the last step always have one."
+        },
+    )
+    ignore_nan_inf: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out the update of a step whose loss or gradient norm is NaN or infinite, and go on. Without "
+            "it, training stops there: later steps would be NaN too."
+        },
+    )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},
+    )
+
+    def __post_init__(self) -> None:
+        self.logs_often = self.logging_steps == 0
+        self.logging_steps = self.logging_steps or 1  # Trainer takes no 0
+        if self.early_stopping_patience is not None:
+            self._check_early_stopping(self.early_stopping_patience)
+            self.load_best_model_at_end = True
+        trackers: Any = self.report_to  # type: ignore[has-type]
+        if isinstance(trackers, str):  # one word on the command line, although Trainer takes a list
+            self.report_to = trackers.split(",")
+        if cpu.deepspeed_requested():  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
+            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            self.bf16, self.fp16 = precision == "bf16", precision == "fp16"
+        if self.fsdp:  # type: ignore[has-type]
+            raise UsageError(
+                "--fsdp is set besides the YAML",
+                why="Trainer would then ignore most of the YAML's FSDP settings, silently",
+                fix="leave out --fsdp and --fsdp_config; the YAML decides",
+            )
+        if self.accelerate_config is not None and (settings := xla_settings(Path(self.accelerate_config))):
+            self.fsdp = True
+            self.fsdp_config = settings
+        if cpu.enable():
+            self.use_cpu = True
+            cpu.init_process_group(self.ddp_timeout)
+        super().__post_init__()
+
+    def _check_early_stopping(self, patience: int) -> None:
+        if patience < 1:
+            raise UsageError(
+                f"--early_stopping_patience {patience}", why="it would stop at once", fix="--early_stopping_patience 3"
+            )
+        if self.eval_strategy == "no":
+            raise UsageError(
+                "--early_stopping_patience without evaluation",
+                why="there is no held-out loss that could stop getting better",
+                fix="--eval_strategy steps --save_strategy steps",
+            )
+
+
+def xla_settings(path: Path) -> dict[str, Any]:
+    """What `TrainingArguments.fsdp_config` needs of a TPU YAML; empty for every other engine.
+
+    Accelerate's launcher takes these keys and hands them to nobody (1.15).
+
+    Raises:
+        UserError: the file can't be read.
+    """
+    content = yaml_file.load(path)
+    if content.get("distributed_type") != "XLA":
+        return {}
+    section = content.get("fsdp_config") or {}
+    settings = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
+    if isinstance(names := settings.get("transformer_layer_cls_to_wrap"), str):
+        settings["transformer_layer_cls_to_wrap"] = names.split(",")
+    return settings
+
+
+def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
+    """Parses the command line of `train/sft.py`.
+
+    Raises:
+        UsageError: an unknown flag, a missing one, or a bad value.
+    """
+    parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
+    _require_launcher()
+    known = {option for action in parser._actions for option in action.option_strings}
+    for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
+        if flag not in known:
+            name = flag.removeprefix("--").replace("-", "_")
+            hint = flag_hints.TRL.get(name)
+            guess = "" if hint else did_you_mean(flag, known)
+            raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
+    try:
+        model, data, training = parser.parse_args_into_dataclasses()
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        ImportError,
+        RuntimeError,
+        OSError,
+    ) as error:
+        raise UsageError(
+            inspect_model.first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP
+        ) from error
+    if data.max_length < 2:
+        raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
+    if data.streaming and training.max_steps < 1:
+        raise UsageError(
+            "--streaming without --max_steps", why="a stream doesn't say how long it is", fix="--max_steps N"
+        )
+    _check_adapter(model)
+    if model.resize_vocab and model.use_peft:
+        raise UsageError(
+            "--resize_vocab with --use_peft",
+            why="under an adapter the embedding is frozen, so the new rows would stay as they begin",
+            fix="full training; or train the rows first and adapt the model that comes out",
+        )
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise UsageError(
+            "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
+        )
+    if data.streaming:  # a rank that hands out batches to the others needs them of one length
+        training.accelerator_config.dispatch_batches = False
+    _check_trackers(training.report_to)
+    flag_values.check(model, data, training)
+    return model, data, training
+
+
+def _check_adapter(model: ModelArguments) -> None:
+    """Refuses flags about an adapter where none is trained: the whole model would be, and nobody asked for that."""
+    if model.load_in_4bit and not model.use_peft:
+        raise UsageError(
+            "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
+        )
+    plain = ModelArguments(model.model_name_or_path)
+    for name in (one.name for one in fields(model) if getattr(model, one.name) != getattr(plain, one.name)):
+        if name.startswith(("lora_", "use_dora", "use_rslora")) and not model.use_peft:
+            raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
+        if name.startswith("bnb_4bit_") and not model.load_in_4bit:
+            raise UsageError(
+                f"--{name} without --load_in_4bit", why="it is about 4-bit weights", fix="--use_peft --load_in_4bit"
+            )
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Refuses a tracker that Trainer doesn't know, or that isn't installed, before anything is loaded."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UsageError(
+                f"--report_to {name} is no tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
+                why="nothing would be reported",
+                fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
+            )
+        if name not in {*get_available_reporting_integrations(), "flyte"}:  # which is no part of that list
+            raise UserError(
+                f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
+            )
+
+
+class _Parser(HfArgumentParser):  # type: ignore[misc]
+    def error(self, message: str) -> NoReturn:
+        """argparse would print 150 flags before the one line that matters."""
+        raise UsageError(message, why="the job can't start with these arguments", fix=SEE_HELP)
+
+
+def _require_launcher() -> None:
+    """Makes sure that an Accelerate YAML decides: the launcher's, or under torchrun that of `--accelerate_config`.
+
+    Raises:
+        UserError: there is no YAML, two decide, or nothing started this process as one rank of a job.
+    """
+    file = _word_after("--accelerate_config")
+    if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):
+        return  # the TPU launcher sets no variable; Trainer reads these settings itself
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and file is not None:
+        raise UsageError(
+            "--accelerate_config under accelerate launch",
+            why="the launcher has its own --config_file, and only one of them can decide",
+            fix="leave it out, or start with torchrun",
+        )
+    if file is not None and cpu.is_distributed_launch():
+        os.environ.update(launcher.rank_environment(Path(file), Path(sys.argv[0])))
+    elif not launched:
+        raise UserError(
+            "not started by accelerate launch or torchrun",
+            why="no FSDP setting is read without them, and the model would train unsharded",
+            fix="accelerate launch --config_file FILE.yaml train/sft.py ..., or torchrun --standalone "
+            "--nproc-per-node N train/sft.py --accelerate_config FILE.yaml ... (accel-fsdp config makes FILE.yaml)",
+        )
+
+
+def _word_after(flag: str) -> str | None:
+    """The value of a flag that is needed before the command line can be parsed."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if word == flag or word.startswith(f"{flag}="):
+            return word.partition("=")[2] or following
+    return None

@@ -1,0 +1,9 @@
+from . import batching as batching
+from . import chat_template as chat_template
+from . import load as load
+from . import packing as packing
+from . import tokenizing as tokenizing
+from .batching import Collator as Collator
+from .data_arguments import DataArguments as DataArguments
+from .encoding import IGNORED as IGNORED
+from .packing import Packed as Packed

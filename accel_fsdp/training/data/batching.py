@@ -1,0 +1,148 @@
+"""Rows to the batches that a model is given, and the proof that packed documents don't see one another.
+
+The documents of a packed row are told apart by their position ids, which begin at 0 with each: transformers builds the
+attention mask of eager, sdpa and flex attention from them where a batch brings no `attention_mask`, and
+FlashAttention's boundaries where the batch is one long row.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.training.data import packing
+from accel_fsdp.training.data.encoding import IGNORED
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+"""How much of a prediction may be rounding: the dtype's own 8 times over. A dense model moves by nothing at all, mixed
+experts are computed in groups that depend on the other tokens."""
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes a batch of rows: padded on the right, or `flat`, all in one row, which FlashAttention needs if packed.
+
+    `may_lack_labels` is for rows that are not trained on: then a batch without any label just counts nothing.
+    """
+
+    pad_token_id: int
+    packed: bool = False
+    flat: bool = False
+    may_lack_labels: bool = False
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, "Tensor"]:
+        """Returns `input_ids`, `labels`, and `attention_mask` or, packed, `position_ids`; int64, [rows, longest].
+
+        Raises:
+            UserError: no token of the batch is trained; its loss would be 0/0.
+        """
+        parts = {name: [np.asarray(row[name]) for row in rows] for name in ("input_ids", "labels")}
+        if not self.may_lack_labels and not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
+            raise _nothing_trained()
+        if self.packed:
+            parts["position_ids"] = [np.asarray(row["position_ids"]) for row in rows]
+        else:
+            parts["attention_mask"] = [np.ones_like(ids) for ids in parts["input_ids"]]
+        if self.flat:
+            return {name: _tensor(np.concatenate(lines)[None]) for name, lines in parts.items()}
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0, "position_ids": None}
+        return {name: _tensor(_padded(lines, fills[name])) for name, lines in parts.items()}
+
+
+def _padded(lines: Sequence["np.ndarray[Any, Any]"], fill: int | None) -> "np.ndarray[Any, Any]":
+    """Lines of one length. Without `fill` padding is counted from 0: a document of its own, which nobody sees."""
+    table = np.empty((len(lines), max(map(len, lines))), np.int64)
+    for row, line in zip(table, lines, strict=True):
+        row[: len(line)] = line
+        row[len(line) :] = np.arange(len(row) - len(line)) if fill is None else fill
+    return table
+
+
+def _tensor(table: "np.ndarray[Any, Any]") -> "Tensor":
+    return torch.from_numpy(table.astype(np.int64, copy=False))
+
+
+def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: bool) -> Collator:
+    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it."""
+    from transformers.utils.generic import is_flash_attention_requested
+
+    pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    return Collator(pad, packed, flat=packed and is_flash_attention_requested(model.config))
+
+
+def check_length(model: "nn.Module", longest: int) -> None:
+    """Stops before a document is longer than the positions that the model was made for.
+
+    Raises:
+        UserError: it is; some models would stop in the middle of the run, others learn positions they never saw.
+    """
+    config: Any = model.config
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and longest > limit:
+        raise UserError(
+            f"a row has {longest:,} tokens, and the model {limit:,} positions",
+            why="what it learns there is wrong, if it doesn't stop with an index error",
+            fix=f"--max_length {limit}",
+        )
+
+
+class IsolationCheck(TrainerCallback):  # type: ignore[misc]
+    """Stops packed training of a model whose documents see one another, before the first step.
+
+    Recurrent and convolutional layers carry a state along the row, and some models make their mask without position
+    ids. So it is tried: two forward passes of six tokens, of the model as it will train, on all ranks.
+    """
+
+    def __init__(self, collate: Collator) -> None:
+        self.collate = collate
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Changes the end of one document and looks at the predictions for the next.
+
+        Raises:
+            UserError: they moved.
+        """
+        model = kwargs["model"]
+        training = model.training
+        model.eval()
+        before, after = (self._predictions(model, args, last) for last in (6, 7))
+        model.train(training)
+        if (after - before).abs().max() > ROUNDING[_computed_in(model)] * before.abs().max():
+            raise UserError(
+                f"--packing doesn't work with {type(model).__name__} and its attention",
+                why="a document's predictions depend on the document before it in the row",
+                fix="leave out --packing; --train_sampling_strategy group_by_length saves padding too",
+            )
+
+    def _predictions(self, model: "nn.Module", args: TrainingArguments, last: int) -> "Tensor":
+        """Those for the second document, next to where they meet: [3, vocabulary]."""
+        documents = [np.asarray([2, 3, last]), np.asarray([3, 4, 5])]
+        batch = self.collate([packing.joined(documents, documents)])
+        with torch.no_grad():
+            logits: Tensor = model(**{name: part.to(args.device) for name, part in batch.items()}).logits
+        return logits[0, 3:].float()
+
+
+def _computed_in(model: "nn.Module") -> torch.dtype:
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    stored = next(part.dtype for part in model.parameters() if part.is_floating_point())
+    return mixed.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), stored)
+
+
+def _nothing_trained() -> UserError:
+    return UserError(
+        "a batch has no token to train on",
+        why="its loss is 0/0, and its gradient would be nothing or not a number",
+        fix="give rows with labels, or a larger --max_length",
+    )

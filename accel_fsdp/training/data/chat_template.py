@@ -1,0 +1,265 @@
+"""Conversations to text through the tokenizer's chat template, and where in it the assistant speaks.
+
+A template with `{% generation %}` says so itself. For the others the marks around an assistant's turn are read off a
+trial conversation, and every turn that is found is held against the row's own text: what can't be proven is refused.
+"""
+
+import re
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import read_tokenizer
+from accel_fsdp.training.data.columns import BadRow, Chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRIAL_SECONDS = 20.0
+"""For one conversation of two turns, which takes a thousandth of it."""
+QUESTION, ANSWER = "Xquestionx", "Xanswerx"
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+END_OF_THOUGHT = "</think>"
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands around an assistant's text.
+
+    `opening` comes first, then possibly one of `added`, which the template writes itself in some turns (an empty
+    thought), and one of `endings` last: an end token with the white space before it. Longest first.
+    """
+
+    opening: str
+    added: tuple[str, ...]
+    endings: tuple[str, ...]
+
+
+def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Stops where conversations meet a tokenizer that can't write them.
+
+    Raises:
+        UserError: there is no chat template, or it doesn't come to an end.
+    """
+    if tokenizer.chat_template is not None:
+        _check_ends(tokenizer)
+    else:
+        raise UserError(
+            "the tokenizer has no chat template, but the data set has messages",
+            why="nobody can know how this model wants its turns marked",
+            fix="use the instruct version of the model, --chat_template_path with its tokenizer or a Jinja file, or a "
+            "data set with a text column",
+        )
+
+
+def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Writes a trial conversation in bounded time: a template is a program, and may loop for years.
+
+    What it raises is left to the rows, which may be what it expects. Elsewhere than in the main thread of a POSIX
+    system there is no alarm, and no bound.
+
+    Raises:
+        UserError: it takes longer than `TRIAL_SECONDS`.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)
+    try:
+        asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+        tokenizer.apply_chat_template(asked, tokenize=False)
+    except TimeoutError as error:
+        raise UserError(
+            f"the chat template takes more than {TRIAL_SECONDS:.0f} seconds for a question and its answer",
+            why="a template is a program, and this one may never come to an end",
+            fix="read it, in chat_template.jinja or tokenizer_config.json; --chat_template_path gives another one",
+        ) from error
+    except Exception:  # templates raise what they like
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> None:
+    """Gives the tokenizer the chat template of a Jinja file, or of another model; without a source it keeps its own.
+
+    Raises:
+        UserError: there is none.
+    """
+    if source is None:
+        return
+    if Path(source).is_file():
+        tokenizer.chat_template = Path(source).read_text(encoding="utf-8")
+        return
+    try:
+        found = read_tokenizer(source).chat_template
+    except UserError as error:
+        raise _no_template(source, error.what) from error
+    if found is None:
+        raise _no_template(source, "its tokenizer has none")
+    tokenizer.chat_template = found
+
+
+def _no_template(source: str, cause: str) -> UserError:
+    return UserError(
+        f"no chat template from {source}: {cause}",
+        why="--chat_template_path names it",
+        fix="give a Jinja file, or a model whose tokenizer has a chat template",
+    )
+
+
+def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
+    """The marks of the tokenizer's template; None where `{% generation %}` makes them needless.
+
+    Two questions are asked, because templates write the last answer and those before it differently.
+
+    Raises:
+        UserError: the template doesn't mark the assistant's turns in a way that can be told from a trial.
+    """
+    if GENERATION.search(tokenizer.get_chat_template()):
+        return None
+    asked = [{"role": "user", "content": QUESTION}]
+    twice = [*asked, {"role": "assistant", "content": ANSWER}] * 2
+    parts = re.split(f"{QUESTION}|{ANSWER}", _render(tokenizer, twice))
+    opening, endings, before = "", [""], parts[1::2]
+    if len(parts) == 5:
+        bare = _render(tokenizer, asked).partition(QUESTION)[2]
+        prompted = _render(tokenizer, asked, add_generation_prompt=True).partition(QUESTION)[2]
+        opening = _opening(prompted.removeprefix(bare), before)
+        endings = [_ending(tokenizer, after) for after in parts[2::2]]
+    if not opening or not all(endings):
+        raise UserError(
+            "the chat template doesn't mark where the assistant's text "
+            + ("begins" if not opening else "ends with a special token"),
+            why="--assistant_only_loss couldn't prove which tokens are the assistant's",
+            fix="leave out --assistant_only_loss, or give a template with {% generation %} by --chat_template_path",
+        )
+    added = {text.rpartition(opening)[2] for text in before} - {""}
+    return Marks(opening, _longest_first(added), _longest_first(set(endings)))
+
+
+def _longest_first(texts: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+
+def _opening(prompt: str, before: list[str]) -> str:
+    """The generation prompt as far as all turns have it; without one, what stands between question and answer."""
+    lengths = range(len(prompt), 0, -1)
+    shared = next((prompt[:length] for length in lengths if all(prompt[:length] in text for text in before)), "")
+    return shared or (before[0] if len(set(before)) == 1 else "")
+
+
+def _ending(tokenizer: "PreTrainedTokenizerBase", after: str) -> str:
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    white = after[: len(after) - len(after.lstrip())]
+    following = [token for token in tokens if after[len(white) :].startswith(token)]
+    return white + max(following, key=len) if following else ""
+
+
+def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **options: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # templates raise what they like
+        raise UserError(
+            f"the chat template fails on a question with its answer: {error}",
+            why="no conversation can be written with it",
+            fix="--chat_template_path with another one",
+        ) from error
+
+
+def written(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], marks: Marks | None, masked: bool
+) -> list[tuple[str, list[Span]] | BadRow]:
+    """Writes conversations with the template; with `masked` also where in the text each assistant turn is.
+
+    A span goes from the first letter that the assistant says to the end of its end token.
+    """
+    try:
+        texts, generated = _written(tokenizer, chats, masked and marks is None)
+    except Exception as error:  # templates raise what they like
+        if len(chats) == 1:
+            return [BadRow(f"the chat template refuses it: {error}")]
+        return [one for chat in chats for one in written(tokenizer, [chat], marks, masked)]
+    found: list[tuple[str, list[Span]] | BadRow] = []
+    for chat, text, spans in zip(chats, texts, generated, strict=True):
+        try:
+            found.append((text, _spans(chat, text, spans, marks) if masked else []))
+        except BadRow as bad:
+            found.append(bad)
+    return found
+
+
+def _written(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], generation: bool
+) -> tuple[list[str], list[list[Span]]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        [chat.messages for chat in chats],
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=generation,
+        **tokenizer.special_tokens_map,
+    )
+    return texts, spans if generation else [[] for _ in texts]
+
+
+def _spans(chat: Chat, text: str, generated: list[Span], marks: Marks | None) -> list[Span]:
+    spoken = [turn for turn in chat.messages if turn["role"] == "assistant"]
+    spans = generated if marks is None else _between(text, marks)
+    if marks is not None and len(spans) != len(spoken):
+        raise BadRow(f"{len(spoken)} assistant turns, but the written text shows {len(spans)}: a text holds the marks")
+    found = [_said(text[start:end], marks) for start, end in spans]
+    places = _places(spoken, found, exact=marks is not None)
+    first = 0 if chat.answers is None else len(spoken) - chat.answers
+    return spans if first == 0 else spans[places[first] :] if first < len(places) else []
+
+
+def _between(text: str, marks: Marks) -> list[Span]:
+    """From each opening to the first end token after it."""
+    spans: list[Span] = []
+    start = text.find(marks.opening)
+    while start >= 0:
+        start += len(marks.opening)
+        start += next((len(added) for added in marks.added if text.startswith(added, start)), 0)
+        ends = [place + len(ending) for ending in marks.endings if (place := text.find(ending, start)) >= 0]
+        if not ends:
+            raise BadRow("an assistant turn has no end token")
+        spans.append((start, min(ends)))
+        start = text.find(marks.opening, min(ends))
+    return spans
+
+
+def _said(found: str, marks: Marks | None) -> str:
+    ending = next((ending for ending in marks.endings if found.endswith(ending)), "") if marks else ""
+    return found.removesuffix(ending).strip()
+
+
+def _places(spoken: list[dict[str, Any]], found: list[str], exact: bool) -> list[int]:
+    """The span of each assistant turn, in their order. It holds the turn's text, or with `exact` is just that text.
+
+    Templates rearrange thoughts, so of a turn that thinks only what follows the thought is looked for.
+
+    Raises:
+        BadRow: a turn's text isn't where the template says that it speaks.
+    """
+    places: list[int] = []
+    for turn in spoken:
+        _, thinks, after = str(turn["content"]).rpartition(END_OF_THOUGHT)
+        answer, whole = after.strip(), exact and not thinks and "reasoning_content" not in turn
+        rest = range(places[-1] + 1 if places else 0, len(found))
+        place = next((n for n in rest if (answer == found[n] if whole else answer in found[n])), None)
+        if place is None:
+            raise BadRow("what the template writes for an assistant turn isn't the turn's text")
+        places.append(place)
+    return places

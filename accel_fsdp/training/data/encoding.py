@@ -1,0 +1,218 @@
+"""Examples to token ids and labels, batch by batch, in whatever process `datasets.map` runs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from accel_fsdp.training.data import chat_template
+from accel_fsdp.training.data.columns import BadRow, Chat, Empty, Example, Pair, Reader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+"""The label of a token that is not trained on, as PyTorch's cross entropy and Trainer know it."""
+
+Truncation = Literal["keep_start", "keep_end", "drop"]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row: its ids, and the ranges of them that are trained on (None: all)."""
+
+    ids: list[int]
+    trained: list[chat_template.Span] | None = None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What `datasets.map` calls: columns of a batch to `input_ids`, `labels` and what the summary counts.
+
+    A row that can't be used gets its reason in `problem` instead of an exception, which would not survive the way out
+    of a worker process and would name the row that failed first, not the first one.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    reader: Reader
+    max_length: int
+    truncation: Truncation
+    masked: bool
+    completion_only: bool
+    marks: chat_template.Marks | None
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Encodes the rows of a batch."""
+        return _columns([self._finished(one) for one in self.encode(batch_rows(batch))])
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | BadRow]:
+        """Encodes rows in their order, before anything is cut; the tokenizer is called once for all of them."""
+        read = [_read(self.reader, row) for row in rows]
+        kind = next((type(one) for one in read if not isinstance(one, BadRow)), BadRow)
+        read = [
+            one if isinstance(one, kind | BadRow) else BadRow("it is of another kind than rows near it") for one in read
+        ]
+        good = [one for one in read if not isinstance(one, BadRow)]
+        encoded = iter(self._examples(good))
+        return [one if isinstance(one, BadRow) else next(encoded) for one in read]
+
+    def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:
+        """All of one kind."""
+        if examples and isinstance(examples[0], Chat):
+            return self._chats([one for one in examples if isinstance(one, Chat)])
+        if examples and isinstance(examples[0], Pair):
+            return self._pairs([one for one in examples if isinstance(one, Pair)])
+        return [Encoded(self._ended(ids)) for ids in self._ids([str(one) for one in examples])]
+
+    def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
+        if self.tokenizer.is_fast:
+            return [one.ids for one in self._encodings(texts, special)]
+        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        return found
+
+    def _encodings(self, texts: list[str], special: bool) -> list[Any]:
+        """Asks the Rust tokenizer itself: the columns that transformers makes of its answer cost as much again."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        found: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
+        return found
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    def _pairs(self, pairs: list[Pair]) -> list[Encoded | BadRow]:
+        """Prompt and completion tokenised apart, as at inference: no token can be half prompt, half answer."""
+        eos = self.tokenizer.eos_token_id
+        prompts = self._ids([pair.prompt for pair in pairs])
+        completions = self._ids([pair.completion for pair in pairs], special=False)
+        found: list[Encoded | BadRow] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            before = prompt[:-1] if eos is not None and prompt[-1:] == [eos] else prompt
+            ids = [*before, *self._ended(completion)]
+            found.append(Encoded(ids, [(len(before), len(ids))] if self.completion_only else None))
+        return found
+
+    def _chats(self, rows: list[Chat]) -> list[Encoded | BadRow]:
+        if not self.completion_only:
+            rows = [replace(row, answers=None) for row in rows]
+        written = chat_template.written(self.tokenizer, rows, self.marks, self.masked)
+        texts = [one[0] for one in written if not isinstance(one, BadRow)]
+        if not self.masked:
+            ids = iter(self._ids(texts, special=False))
+            return [one if isinstance(one, BadRow) else Encoded(next(ids)) for one in written]
+        encodings = iter(self._encodings(texts, special=False))
+        found = [one if isinstance(one, BadRow) else _masked(next(encodings), *one) for one in written]
+        return self._proven(found, written)
+
+    def _proven(
+        self, found: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.Span]] | BadRow]
+    ) -> list[Encoded | BadRow]:
+        """Decodes every trained range and holds it against the text that it stands for."""
+        claims = [
+            (row, one.ids[first:last], text[0][start:end])
+            for row, (one, text) in enumerate(zip(found, written, strict=True))
+            if not isinstance(one, BadRow) and not isinstance(text, BadRow)
+            for (first, last), (start, end) in zip(one.trained or [], text[1], strict=True)
+        ]
+        decoded = self._decoded([ids for _, ids, _ in claims])
+        proven = list(found)
+        for (row, _, text), shown in zip(claims, decoded, strict=True):
+            if shown.strip() != text.strip() and shown.strip() != self._normal(text):
+                proven[row] = BadRow(f"the tokens of an assistant turn decode to {shown!r}, not to {text!r}")
+        return proven
+
+    def _decoded(self, ids: list[list[int]]) -> list[str]:
+        if not ids:  # of which transformers 5.23 makes one text
+            return []
+        texts: list[str] = self.tokenizer.batch_decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return texts
+
+    def _normal(self, text: str) -> str:
+        """The text as the tokenizer writes it: some normalise letters or drop a leading space."""
+        return self._decoded(self._ids([text], special=False))[0].strip()
+
+    def _finished(self, one: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
+        """Ids and labels within the length limit, the length before that, and what is wrong with the row."""
+        if isinstance(one, BadRow):
+            return _NONE, _NONE, 0, "" if isinstance(one, Empty) else str(one)
+        ids = np.asarray(one.ids, np.int32)
+        labels = ids
+        if one.trained is not None:
+            labels = np.full_like(ids, IGNORED)
+            for first, last in one.trained:
+                labels[first:last] = ids[first:last]
+        if len(ids) <= self.max_length:
+            return ids, labels, len(ids), ""
+        kept = {"keep_start": slice(self.max_length), "keep_end": slice(-self.max_length, None), "drop": slice(0)}
+        part = kept[self.truncation]
+        return ids[part], labels[part], len(ids), ""
+
+
+def batch_rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The rows of a batch that `datasets.map` gives by columns."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+_NONE = np.empty(0, np.int32)
+
+
+def _read(reader: Reader, row: Mapping[str, Any]) -> Example | BadRow:
+    try:
+        return reader(row)
+    except BadRow as bad:
+        return bad
+
+
+def _columns(rows: list[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]]) -> dict[str, list[Any]]:
+    """The first token of a row is never predicted, so it counts as not trained."""
+    return {
+        "input_ids": [ids for ids, _, _, _ in rows],
+        "labels": [labels for _, labels, _, _ in rows],
+        "length": [length for _, _, length, _ in rows],
+        "trained": [int(np.count_nonzero(labels[1:] != IGNORED)) for _, labels, _, _ in rows],
+        "problem": [problem for _, _, _, problem in rows],
+    }
+
+
+def _masked(encoding: Any, text: str, spans: list[chat_template.Span]) -> Encoded | BadRow:
+    try:
+        return Encoded(encoding.ids, [_tokens(encoding, text, span) for span in spans])
+    except BadRow as bad:
+        return bad
+
+
+def _tokens(encoding: Any, text: str, span: chat_template.Span) -> chat_template.Span:
+    """The tokens of `text[start:end]`.
+
+    A token that reaches in from before the span is taken for it when only white space lies outside, and left out when
+    only white space lies inside.
+
+    Raises:
+        BadRow: a token holds letters of both.
+    """
+    start, end = span
+    first = _token_at(encoding, range(start, end))
+    last = _token_at(encoding, range(end - 1, start - 1, -1))
+    if first is None or last is None:
+        raise BadRow("an assistant turn has no token of its own")
+    while (after := encoding.token_to_chars(last + 1)) is not None and after[0] < end:  # one letter of several tokens
+        last += 1
+    begins, stops = encoding.token_to_chars(first)
+    if text[begins:start].strip():
+        raise BadRow(f"one token holds {text[begins:start]!r} and the assistant's first letters")
+    if begins < start and not text[start:stops].strip():
+        first += 1
+    if rest := text[end : encoding.token_to_chars(last)[1]].strip():
+        raise BadRow(f"one token holds the assistant's last letters and {rest!r}")
+    return first, last + 1
+
+
+def _token_at(encoding: Any, places: range) -> int | None:
+    """The token of the first of these letters that has one; some tokenizers give white space none."""
+    tokens = (encoding.char_to_token(place) for place in places)
+    return next((token for token in tokens if token is not None), None)

@@ -1,0 +1,202 @@
+"""Values of flags that can't be meant, refused before anything is read: ranges, optimizers, schedules, combinations.
+
+Trainer checks few of its flags, and those late: a batch size of 0, an optimizer whose package isn't installed or that
+FSDP2 can't run came to light in a traceback, after data and model were loaded.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.utils import is_liger_kernel_available
+
+from accel_fsdp import cpu
+from accel_fsdp.config import Engine, Setup, combinations
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.exporter import hub
+from accel_fsdp.models import first_line
+
+UNSHARDED = ("lora_modules_to_save",)
+LARGEST_SEED = 2**32 - 1
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be: from `least` on (or above it, where `open` says so) to below `under`, and finite."""
+
+    least: float = 0
+    under: float = math.inf
+    open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (value > self.least if self.open else value >= self.least) and value < self.under
+
+    def __str__(self) -> str:
+        start = f"more than {self.least:g}" if self.open else f"{self.least:g} or more"
+        return start + ("" if self.under == math.inf else f" and less than {self.under:g}")
+
+
+COUNT, SIZE, SHARE, ABOVE = Range(1), Range(), Range(under=1), Range(open=True)
+RANGES = {
+    **dict.fromkeys(
+        (
+            *(
+                "per_device_train_batch_size",
+                "per_device_eval_batch_size",
+                "gradient_accumulation_steps",
+                "ddp_timeout",
+            ),
+            *("eval_accumulation_steps", "torch_empty_cache_steps", "dataloader_prefetch_factor", "lora_r"),
+            *("streaming_buffer", "dataset_num_proc", "save_total_limit"),
+        ),
+        COUNT,
+    ),
+    **dict.fromkeys(("warmup_steps", "dataloader_num_workers", "eval_delay", "learning_rate", "weight_decay"), SIZE),
+    **dict.fromkeys(("max_grad_norm", "neftune_noise_alpha"), SIZE),
+    **dict.fromkeys(("label_smoothing_factor", "lora_dropout", "adam_beta1", "adam_beta2"), SHARE),
+    **dict.fromkeys(
+        ("adam_epsilon", "logging_steps", "eval_steps", "save_steps", "num_train_epochs", "lora_alpha"), ABOVE
+    ),
+    **dict.fromkeys(("seed", "data_seed"), Range(under=LARGEST_SEED + 1)),
+}
+
+
+def check(model: Any, data: Any, training: TrainingArguments) -> None:
+    """Looks at all three groups of arguments.
+
+    Raises:
+        UserError: a number is out of its range, a package is missing, or the parts of the job can't be combined.
+    """
+    for group in (model, data, training):
+        for name, allowed in RANGES.items():
+            value = getattr(group, name, None)
+            decides = name != "num_train_epochs" or training.max_steps < 1
+            if isinstance(value, (int, float)) and value not in allowed and decides:
+                raise UsageError(f"--{name} {value}", why=f"it has to be {allowed}", fix=f"--{name} with such a number")
+    if training.max_steps < 1 and training.max_steps != -1:
+        raise UsageError(
+            f"--max_steps {training.max_steps}", why="it has to be 1 or more", fix="leave it out to train epochs"
+        )
+    if training.dataloader_persistent_workers and not training.dataloader_num_workers:
+        raise UsageError(
+            "--dataloader_persistent_workers without workers",
+            why="there are none to keep",
+            fix="--dataloader_num_workers N",
+        )
+    if training.use_liger_kernel and not is_liger_kernel_available():
+        raise UserError(
+            "--use_liger_kernel, and the package isn't installed",
+            why="there is no kernel to use",
+            fix="pip install liger-kernel, or leave it out",
+        )
+    if training.push_to_hub and os.environ.get("RANK", "0") == "0":
+        hub.check_login(training.hub_token)
+    mode = training.torch_compile_mode
+    if mode is not None and mode not in COMPILE_MODES:
+        raise UsageError(
+            f"--torch_compile_mode {mode}.{did_you_mean(mode, COMPILE_MODES)}",
+            why="torch.compile has no such mode",
+            fix="one of " + ", ".join(COMPILE_MODES),
+        )
+    _check_unsharded(model)
+    _check_combination(model, training)
+    _check_optimizer(training)
+
+
+def engine() -> Engine:
+    """What the launcher's variables set up."""
+    if cpu.deepspeed_requested():
+        return Engine.DEEPSPEED
+    if cpu.fsdp_requested():
+        return Engine.FSDP2 if os.environ.get("FSDP_VERSION") == "2" else Engine.FSDP1
+    return Engine.DDP if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Engine.NONE
+
+
+def _check_unsharded(model: Any) -> None:
+    """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone.
+
+    Raises:
+        UserError: the weights are sharded.
+    """
+    where = engine()
+    for name in UNSHARDED if where not in (Engine.NONE, Engine.DDP) else ():
+        if getattr(model, name, None):
+            raise UserError(
+                f"--{name} under {where.value}",
+                why="it hasn't been shown to train, save and resume there, and a run with it may hang",
+                fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
+            )
+
+
+def _check_combination(model: Any, training: TrainingArguments) -> None:
+    on = [name for name in ("use_dora", "load_in_8bit") if getattr(model, name, False)]
+    on += ["label_smoothing_factor"] if training.label_smoothing_factor else []
+    by_engine = cpu.is_on("FSDP_ACTIVATION_CHECKPOINTING")
+    setup = Setup(
+        engine(),
+        "qlora" if model.load_in_4bit else "lora" if model.use_peft else "full",
+        str(getattr(training.optim, "value", training.optim)),
+        "engine" if by_engine else "script" if training.gradient_checkpointing else "none",
+        strategy=os.environ.get("FSDP_SHARDING_STRATEGY", ""),
+        state_dict=os.environ.get("FSDP_STATE_DICT_TYPE", ""),
+        flags=frozenset(on),
+    )
+    saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
+    for clash in combinations.clashes(setup):
+        if not clash.mended and (saves or clash.effect != "stops when it saves"):
+            raise UserError(f"{clash.what} ({setup.engine.value})", why=clash.why, fix=clash.fix)
+
+
+def _check_optimizer(training: TrainingArguments) -> None:
+    """Makes the optimizer and the schedule for one number, as Trainer will for the model."""
+    name = str(getattr(training.optim, "value", training.optim))
+    with _understood(f"--optim {name}"):
+        try:
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(training, None)
+        except ImportError as error:
+            raise UserError(
+                f"--optim {name} needs a package that isn't installed: {first_line(error)}",
+                why="there is no such optimizer here",
+                fix=f"pip install it, or {combinations.ADAMW}",
+            ) from error
+        except (ValueError, AttributeError) as error:
+            if _wants_model(name):  # which there is none of yet
+                return
+            raise error
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)
+    schedule = str(getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type))
+    with _understood(f"--lr_scheduler_type {schedule}"):
+        get_scheduler(
+            schedule,
+            optimizer,
+            num_warmup_steps=training.get_warmup_steps(1000),
+            num_training_steps=1000,
+            scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+        )
+
+
+def _wants_model(optimizer: str) -> bool:
+    return optimizer.startswith(("galore", "apollo", "lomo", "adalomo"))
+
+
+@contextlib.contextmanager
+def _understood(flag: str) -> Iterator[None]:
+    """Turns what torch or a package says of a value into one error.
+
+    Raises:
+        UsageError: there is something that it can't take.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, AssertionError, AttributeError, KeyError) as error:
+        raise UsageError(
+            f"{flag} with its settings can't be made: {first_line(error)}",
+            why="the first step would stop",
+            fix="mend the flag that is named, or one of --optim_args, --lr_scheduler_kwargs, --warmup_steps",
+        ) from error

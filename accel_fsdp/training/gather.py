@@ -1,0 +1,57 @@
+"""What it takes to gather a whole model on one rank: host memory, and collectives that may last."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
+from accel_fsdp.prediction import GIB
+
+SLOWEST_BYTES_PER_S = 50e6
+"""What a busy network file system still takes; a local disk is 10 to 60 times as fast."""
+HEADROOM = 1.1
+"""Over the model itself: the tensor that is on its way, and what else the process needs meanwhile."""
+
+
+def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, checkpoint: Callable[[], Path]) -> None:
+    """Stops all ranks before a gather that the kernel would end, without a word, on one of them. Collective.
+
+    `gathers_here` says that this rank will hold the whole model. `checkpoint` makes sure of one on disk, on all ranks.
+
+    Raises:
+        UserError: one rank's host has less memory free than the model takes.
+    """
+    free = host.free_memory() if gathers_here else None
+    short = free is not None and gathered_bytes * HEADROOM > free
+    frees: list[int | None] = [free if short else None]
+    if dist.is_initialized():
+        frees = [None] * dist.get_world_size()
+        dist.all_gather_object(frees, free if short else None)
+    least = min((one for one in frees if one is not None), default=None)
+    if least is None:
+        return
+    saved = checkpoint()
+    raise UserError(
+        f"the whole model takes {gathered_bytes / GIB:.1f} GiB of host memory, {least / GIB:.1f} GiB are free",
+        why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
+        fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time",
+    )
+
+
+def lengthen_timeouts(model_bytes: int, least_seconds: float) -> float:
+    """Gives the collectives of all groups the time that writing the model may take; returns it in seconds.
+
+    The other ranks wait in one while the first rank writes, and the watchdog's default of 10 or 30 minutes would end
+    them. Never shorter than `least_seconds`, the job's own. Call on all ranks.
+    """
+    seconds = max(least_seconds, model_bytes / SLOWEST_BYTES_PER_S)
+    if dist.is_initialized():
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        dist.barrier()  # what is still under way keeps its own timeout
+        for group in list(_world.pg_map):
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+    return seconds

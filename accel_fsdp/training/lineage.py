@@ -1,0 +1,230 @@
+"""What a run trains with, by name: kept in its checkpoints, held against the run that goes on from one, and told.
+
+A checkpoint holds weights, moments and a place in the data. Learning rate, data set and seed come from the command line
+again, and another value would go unseen: the card would then claim for all steps what was true of the last ones.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import console
+from accel_fsdp.checkpoints import completeness, summary
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from accel_fsdp.training.data import Packed
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Names and values, by the group that they belong to."""
+
+ADAPTER = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "load_in_4bit", "dtype"),
+    *("lora_modules_to_save", "use_rslora"),
+)
+DATA = (
+    *("dataset_config", "dataset_train_split", "streaming", "columns", "dataset_text_field", "prompt_template"),
+    *("completion_template", "chat_template_path", "assistant_only_loss", "completion_only_loss", "max_length"),
+    "truncation_mode",
+)
+ORDER = ("seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last")
+SCHEDULE = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "optim_args"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha"),
+)
+CONTENT = "content of the rows"
+TOLD = frozenset({"length", "precision"})
+"""Groups whose changes are said and kept, and need no permission: people train for longer, or in another precision."""
+HASHED_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs from the checkpoint's."""
+
+    group: str
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        if self.name == CONTENT:
+            return f"{CONTENT} (other tokens)"
+        return f"{self.name} {_shown(self.old)} → {_shown(self.new)}"
+
+
+@dataclass(frozen=True)
+class History:
+    """What this run trains with, and what was trained with before, up to the checkpoint that it goes on from."""
+
+    settings: Settings
+    before: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    unknown: bool = False
+    """The checkpoint holds no settings to compare with."""
+
+    def lines(self, checkpoint: str | None) -> list[str]:
+        """For the user: where the run goes on from, and what it changes from there on."""
+        if checkpoint is None:
+            return []
+        lines = [f"resumed: {checkpoint}, {step_of(Path(checkpoint)):,} steps behind it"]
+        if self.unknown:
+            lines.append("that checkpoint doesn't say what it was trained with: data and schedule aren't compared")
+        return [*lines, *(f"changed from here on: {change}" for change in self.changes)]
+
+    def segments(self, last_step: int) -> list[dict[str, Any]]:
+        """Stretches of steps with what each was trained with, oldest first."""
+        ends = [*self.before, {"last_step": last_step, "settings": self.settings}]
+        starts = [1, *(int(one["last_step"]) + 1 for one in self.before)]
+        return [
+            {"first_step": start, "last_step": one["last_step"], "settings": one["settings"]}
+            for start, one in zip(starts, ends, strict=True)
+        ]
+
+
+def of_run(checkpoint: str | None, model: Any, data: Any, training: Any, rows: Any) -> History:
+    """What this run trains with beside what its checkpoint was trained with; the first rank says the changes.
+
+    Raises:
+        UserError: they aren't allowed.
+    """
+    hashed = training.local_process_index == 0 and not data.streaming  # one rank of a node is enough to read them all
+    history = follow(
+        Path(checkpoint) if checkpoint else None,
+        settings(model, data, training, rows if hashed else None),
+        accepts=training.resume_with_changes,
+        skips_data=not training.ignore_data_skip,
+    )
+    for line in history.lines(checkpoint) if training.process_index == 0 else ():
+        console.say(line, style="cyan")
+    return history
+
+
+def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | None") -> Settings:
+    """The settings of a run as its arguments say. `rows` are its tokens, None where they are unknown."""
+    adapter = {name: getattr(model, name) for name in ADAPTER} if model.use_peft else {}
+    packed_to = data.max_length if data.packing else None
+    limit = (
+        {"max_steps": training.max_steps}
+        if training.max_steps > 0
+        else {"num_train_epochs": float(training.num_train_epochs)}
+    )
+    found = {
+        "model": {
+            "model_name_or_path": last_part(model.model_name_or_path),
+            "model_revision": model.model_revision,
+            "use_peft": model.use_peft,
+            **adapter,
+        },
+        "data": {
+            "dataset_name": last_part(data.dataset_name),
+            **{name: getattr(data, name) for name in DATA},
+            **({} if rows is None else {"rows": len(rows), CONTENT: digest(rows)}),
+        },
+        "order": {
+            **{name: getattr(training, name) for name in ORDER},
+            "packing": packed_to,
+            "streaming_buffer": data.streaming_buffer if data.streaming else None,
+        },
+        "schedule": {
+            "optim": str(getattr(training.optim, "value", training.optim)).removesuffix("_fused"),
+            **{name: getattr(training, name) for name in SCHEDULE},
+        },
+        "length": limit,
+        "precision": {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no")},
+    }
+    plain: Settings = json.loads(json.dumps(found, default=lambda value: str(getattr(value, "value", value))))
+    return plain
+
+
+def last_part(name: str) -> str:
+    """A folder's or file's own name, of a hub id the part after the owner: the same thing may lie elsewhere later."""
+    return Path(name).name
+
+
+def digest(rows: "Dataset | Packed") -> str:
+    """A hash of every token and label in the order of the rows, whatever files they lie in."""
+    import xxhash
+
+    tokens: Any = getattr(rows, "tokens", rows)
+    found = xxhash.xxh3_128()
+    for batch in tokens.with_format("arrow").iter(HASHED_ROWS):
+        for name in ("input_ids", "labels"):
+            column = batch[name].combine_chunks()
+            found.update(column.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
+            found.update(column.flatten().to_numpy(zero_copy_only=False).astype("int32").tobytes())
+    return found.hexdigest()
+
+
+def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data: bool = True) -> History:
+    """Holds this run's settings against those of the checkpoint that it goes on from.
+
+    `accepts`: the user allows every change. Without `skips_data` the data begin anew, and their order is free.
+
+    Raises:
+        UserError: a setting differs that would make of the rest another training.
+    """
+    if checkpoint is None:
+        return History(here)
+    origin = completeness.origin_of(checkpoint)
+    if origin is None or not origin.settings:
+        return History(here, unknown=True)
+    found = list(changes(origin.settings, here))
+    told = TOLD if skips_data else TOLD | {"order"}
+    step = step_of(checkpoint)
+    _check_length(checkpoint, here, step)
+    refused = [change for change in found if change.group not in told]
+    if refused and not accepts:
+        raise UserError(
+            f"this run is set up otherwise than the one that wrote {checkpoint}: {'; '.join(map(str, refused))}",
+            why="the rest would be another training, on the same weights, moments and place in the data",
+            fix="the settings of before; or --resume_with_changes true, which keeps both in run.json and the card",
+        )
+    ended = [{"last_step": step, "settings": origin.settings}] if found else []
+    return History(here, [*origin.before, *ended], found)
+
+
+def changes(old: Settings, new: Settings) -> Iterator[Change]:
+    """What differs, of the settings that both have.
+
+    Data of the same content may come from anywhere; a rank that hasn't read them leaves that to the one that has.
+    """
+    had, has = old.get("data", {}).get(CONTENT), new.get("data", {}).get(CONTENT)
+    same = had is not None and (had == has or (has is None and not new["data"].get("streaming")))
+    for group, values in new.items():
+        before = old.get(group, {})
+        if group == "data" and same:
+            continue
+        if group == "length" and before and before.keys() != values.keys():
+            yield Change(group, "length", *(" ".join(map(_shown, next(iter(one.items())))) for one in (before, values)))
+        for name, value in values.items():
+            if name in before and before[name] != value:
+                yield Change(group, name, before[name], value)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The last step that the checkpoint has behind it; 0 where Trainer's own file doesn't say."""
+    step = summary.read_json(checkpoint / "trainer_state.json").get("global_step", 0)
+    return step if isinstance(step, int) else 0
+
+
+def _check_length(checkpoint: Path, here: Settings, step: int) -> None:
+    wanted = here["length"].get("max_steps")
+    if wanted is not None and wanted < step:
+        raise UserError(
+            f"--max_steps {wanted}, but {checkpoint} has {step} steps behind it",
+            why="nothing would be trained, and the model would be of more steps than were asked for",
+            fix=f"--max_steps {step} or more; accel-fsdp export {checkpoint} OUT makes a model of it as it is",
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,239 @@
+"""The model and tokenizer as `train/sft.py` loads them: explicit dtypes, vocabulary, adapters."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from accel_fsdp import console, cpu
+from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.models import causal, inspect_model
+from accel_fsdp.training import peft_patches
+from accel_fsdp.training.arguments import ModelArguments
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What FSDP casts to under `mixed_precision`."""
+
+
+def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+    """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        UserError: the model or its tokenizer can't be read.
+    """
+    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    config = inspect_model.read_config(*asked)
+    if _first_rank():
+        causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = inspect_model.read_tokenizer(*asked)
+    known = tokenizer.get_vocab()
+    for name in ("eos_token", "pad_token"):
+        wanted = getattr(options, name)
+        if wanted is not None and wanted not in known:
+            raise UserError(
+                f"--{name} {wanted} is no token of {options.model_name_or_path}.{did_you_mean(wanted, known)}",
+                why="a token without a row in the embedding can't be trained",
+                fix="one of its own, such as "
+                + ", ".join(map(str, tokenizer.all_special_tokens[:3] or ["those it has"])),
+            )
+    tokenizer.eos_token = options.eos_token or tokenizer.eos_token
+    tokenizer.pad_token = options.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.eos_token is None and _first_rank():
+        console.say("the tokenizer has no end token: the model won't learn where to stop (--eos_token)", style="yellow")
+    return tokenizer
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "nn.Module":
+    """Loads the model on the CPU, resized and with an adapter where asked for; `prepare` shards it later.
+
+    Raises:
+        UserError: the weights can't be read, the vocabulary is too small, or no module matches `lora_target_modules`.
+    """
+    with _unloadable(options.model_name_or_path):
+        model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
+    if _first_rank():
+        if not options.load_in_4bit:
+            causal.check_model(model, options.model_name_or_path)
+        dtype, reason = weight_dtype(options)
+        console.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
+    _fit_vocabulary(model, tokenizer, options)
+    return _with_adapter(model, options) if options.use_peft else model
+
+
+@contextmanager
+def _unloadable(name: str) -> Iterator[None]:
+    """Turns the ways in which a model fails to load, on ranks with and without weights, into one message."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"cannot load the weights of {name}: {inspect_model.first_line(error)}",
+            why="there is nothing to train",
+            fix="check the name, or give a folder that save_pretrained wrote",
+        ) from error
+
+
+def _receives_weights(options: ModelArguments) -> bool:
+    """Whether rank 0 sends this rank its shards, so that what it reads itself would be thrown away.
+
+    transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
+    full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.
+    """
+    asked = cpu.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    sends_all = cpu.fsdp_requested() and not options.load_in_4bit and not os.environ.get("FSDP_IGNORED_MODULES")
+    return asked and sends_all and int(os.environ.get("RANK", "0")) > 0
+
+
+def _without_weights(options: ModelArguments) -> Any:
+    """A model of the right shapes whose memory is never touched, so that the system never has to provide it.
+
+    Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
+    some weights in another dtype, or is quantised, is known only once it is loaded.
+    """
+    config = inspect_model.read_config(options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    dtype, _ = weight_dtype(options)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )
+    mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+    if getattr(config, "quantization_config", None) or (mixed and dtype != torch.float32):
+        return _with_weights(options)
+    model.tie_weights()
+    return model
+
+
+def _with_weights(options: ModelArguments) -> Any:
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        options.model_name_or_path,
+        revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
+        dtype=weight_dtype(options)[0],
+        attn_implementation=options.attn_implementation,
+        quantization_config=_quantization(options),
+        output_loading_info=True,
+    )
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"{options.model_name_or_path} lacks {len(missing)} weights of its model, first {missing[0]}",
+            why="they would be trained from random values",
+            fix="download or export the model again",
+        )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50 would pack the weights anew in the first evaluation, under FSDP's hands
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
+    """The dtype that the weights are loaded in, and why.
+
+    Explicit, because transformers 5 keeps a checkpoint's 16 bits, and under `mixed_precision: 'no'` weights, gradients
+    and Adam's state would then all have 16 bits, silently.
+    """
+    if options.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, options.dtype)
+        if chosen == torch.float32 or options.use_peft:
+            return chosen, "--dtype"
+        if cpu.fsdp_requested() and _mixed_precision() != "no":  # in place, Accelerate would do it on every rank
+            return torch.float32, f"not {options.dtype}: FSDP keeps float32 masters under mixed_precision"
+        if cpu.deepspeed_requested():
+            return chosen, "--dtype; DeepSpeed keeps float32 masters beside it"
+        return chosen, "--dtype; no float32 master weights: small updates are lost"
+    if not options.use_peft:
+        return torch.float32, "master weights of full training"
+    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    stored = inspect_model.read_config(*asked).dtype
+    return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
+
+
+def _mixed_precision() -> str:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _quantization(options: ModelArguments) -> Any:
+    """4-bit weights packed in a floating dtype, the only kind that FSDP can shard; computed in that same dtype."""
+    if not options.load_in_4bit:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    storage, computed = getattr(torch, options.bnb_4bit_quant_storage), COMPUTED.get(_mixed_precision())
+    if cpu.fsdp_requested() and (not storage.is_floating_point or storage != (computed or storage)):
+        raise UserError(
+            f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under mixed_precision: {_mixed_precision()}",
+            why="FSDP shards floating weights alone, and casts other dtypes: packed weights would become noise",
+            fix=f"--bnb_4bit_quant_storage {str(computed or torch.bfloat16).removeprefix('torch.')}",
+        )
+    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and not computed and storage != torch.float32:
+        raise UserError(
+            f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under FSDP1 with mixed_precision: 'no'",
+            why="the first step would stop: FSDP1 leaves some inputs in float32, and bitsandbytes 0.50 wants one dtype",
+            fix="mixed_precision: bf16 in the YAML, or --bnb_4bit_quant_storage float32 --dtype float32",
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=storage if storage.is_floating_point else torch.bfloat16,
+    )
+
+
+def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: ModelArguments) -> None:
+    """Makes room for the tokenizer's tokens, where allowed to. Never shrinks: many models pad their vocabulary."""
+    rows, tokens = _vocabulary_rows(model), max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
+    if tokens <= rows:
+        return
+    if not options.resize_vocab:
+        raise UserError(
+            f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows",
+            why="a token without a row stops training with an index error",
+            fix="--resize_vocab adds the rows, or use the tokenizer that belongs to this model",
+        )
+    model.resize_token_embeddings(tokens, mean_resizing=not _receives_weights(options))
+
+
+def _vocabulary_rows(model: Any) -> int:
+    weight = model.get_input_embeddings().weight
+    return int(getattr(weight, "ds_shape", weight.shape)[0])  # under ZeRO-3 the parameter itself is empty
+
+
+def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
+    from peft import LoraConfig, get_peft_model
+
+    peft_patches.enable()
+    targets = options.lora_target_modules
+    config = LoraConfig(
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_dora=options.use_dora,
+        use_rslora=options.use_rslora,
+        modules_to_save=options.lora_modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(
+            f"no adapter can be made: {inspect_model.first_line(error)}",
+            why="nothing would be trained",
+            fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
+        ) from error
+    return adapted

@@ -1,0 +1,101 @@
+"""The model card of an export: what was trained, from what, how, and how far it got."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from accel_fsdp.training import lineage
+from accel_fsdp.training.run_record import results
+
+METHODS = {True: "a LoRA adapter", False: "every weight"}
+SHOWN = (
+    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
+    *(*lineage.SCHEDULE, "seed"),
+)
+"""Trainer's arguments that decide what comes out; `run.json` has all of them."""
+ROWS = ("max_length", "packing", "assistant_only_loss", "completion_only_loss")
+"""What of the rows is trained."""
+
+
+def text(run: Mapping[str, Any], log_history: list[dict[str, float]]) -> str:
+    """The card as Markdown with the hub's front matter. `run` is the content of `run.json`.
+
+    The front matter names a base model or data set only by its hub id: for a local one the hub would refuse the card.
+    """
+    model, data = run["arguments"]["model"], run["arguments"]["data"]
+    base, dataset, peft = str(model["model_name_or_path"]), str(data["dataset_name"]), bool(model["use_peft"])
+    front = ModelCardData(
+        library_name="peft" if peft else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base if _on_hub(base) else None,
+        datasets=[dataset] if _on_hub(dataset) else None,
+        tags=["sft", "fsdp", "accel-fsdp", *(["lora"] if peft else [])],
+    )
+    body = "\n".join(_body(run, results(log_history), base, dataset, METHODS[peft]))
+    return str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n{body}\n"))
+
+
+def _on_hub(name: str) -> bool:
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _name(name: str) -> str:
+    """A hub id as it is, of a path the last part: where it lay is nobody's business."""
+    return name if _on_hub(name) else Path(name).name
+
+
+def _body(
+    run: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], base: str, dataset: str, method: str
+) -> Iterator[str]:
+    arguments, training = run["arguments"], run["arguments"]["training"]
+    yield f"# {_name(base)}, fine-tuned on {_name(dataset)}\n"
+    yield f"- base model: {_name(base)}, revision {arguments['model']['model_revision']}"
+    yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
+    yield f"- method: supervised fine-tuning of {method}"
+    if run["plan"]:
+        ranks, device = run["machine"]["ranks"], run["machine"]["device"]
+        where = f"with {run['plan']['strategy']} on {ranks} ranks" if ranks > 1 else "in one process"
+        yield f"- trained {where}, {device}"
+    yield from _segments(run.get("segments", []))
+    yield "\n## Results\n"
+    yield "| | first | best | last |\n|---|---|---|---|"
+    for name, values in found.items():
+        yield f"| {name} | {values['first']:.4f} | {values['best']:.4f} | {values['last']:.4f} |"
+    if smoothing := training.get("label_smoothing_factor"):
+        yield f"\nThe training loss is smoothed (label_smoothing_factor {smoothing:g}); the held-out loss is not."
+    yield "\n## Arguments\n"
+    yield "| argument | value |\n|---|---|"
+    yield from _arguments(arguments, method == METHODS[True])
+    yield "\n## Versions\n"
+    yield "| package | version |\n|---|---|"
+    yield from (f"| {name} | {version} |" for name, version in run["versions"].items())
+
+
+def _arguments(given: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
+    """Rows of those that decide what comes out, without those that are off."""
+    training = given["training"]
+    ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
+    shown = {name: given["data"].get(name) for name in ROWS}
+    shown |= {name: value for name, value in given["model"].items() if adapter and name.startswith("lora_")}
+    shown |= {name: training.get(name) for name in SHOWN if name != ends_by}
+    yield from (f"| {name} | {value} |" for name, value in shown.items() if value or name == "seed")
+
+
+def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a resumed run changed, by steps; nothing where all of them were trained alike."""
+    if len(segments) < 2:
+        return
+    tables = [
+        {f"{group}: {name}": value for group, values in one["settings"].items() for name, value in values.items()}
+        for one in segments
+    ]
+    names = {name: None for table in reversed(tables) for name in table}  # in the order of this session's
+    differing = [name for name in names if len({str(table.get(name)) for table in tables}) > 1]
+    yield "\n## Stretches\n"
+    yield "The run was resumed with other settings. Those under Arguments are of its last stretch.\n"
+    yield "| steps | " + " | ".join(differing) + " |\n|---|" + "---|" * len(differing)
+    for one, table in zip(segments, tables, strict=True):
+        cells = " | ".join(str(table.get(name, "")).replace("|", "\\|") for name in differing)
+        yield f"| {one['first_step']} to {one['last_step']} | {cells} |"

@@ -1,0 +1,81 @@
+"""Adapters under FSDP: what PEFT and torch lack to save and load their tensors in a wrapped model.
+
+PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
+all without a word: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
+(`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
+and under FSDP1 a resume loads none (PEFT strips `base_model.model.` where no name starts with it, and takes the model's
+names from a state dict that may be empty on all ranks but the first). And torch's FSDP1 loses the frozen base of an
+unsharded model. `enable()` mends all of it; this module and `cpu.py` are the only ones that patch a library.
+"""
+
+from typing import Any
+
+from accel_fsdp.checkpoints import clean_name
+from accel_fsdp.errors import UserError
+
+
+def enable() -> None:
+    """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2, torch 2.13). Idempotent."""
+    import peft
+    import torch.distributed.fsdp._runtime_utils as runtime
+    from peft.tuners import tuners_utils
+
+    if getattr(peft, "accel_fsdp_enabled", False):
+        return
+    tuners_utils._get_tuner_state_dict_key_prefixes = _clean(tuners_utils._get_tuner_state_dict_key_prefixes)
+    peft.set_peft_model_state_dict = _load_through_fsdp1(peft.set_peft_model_state_dict)
+    runtime._catch_all_reshard = _with_parameters_again(runtime._catch_all_reshard)
+    peft.accel_fsdp_enabled = True
+
+
+def _clean(original: Any) -> Any:
+    """Saving: state dict keys are clean, so the prefixes they are chosen by must be."""
+
+    def prefixes(model: Any, adapter_name: str | None = None) -> set[str]:
+        return {clean_name(prefix) for prefix in original(model, adapter_name=adapter_name)}
+
+    return prefixes
+
+
+def _with_parameters_again(original: Any) -> Any:
+    """After backward: torch 2.13's FSDP1 leaves the frozen units of NO_SHARD without parameters.
+
+    A unit whose inputs need no gradient, such as the first layer, isn't resharded by a hook, and the catch-all takes it
+    for resharded because NO_SHARD's whole and own part are the same memory. Its weights stay plain tensors, and the
+    next state dict stops at the first one that it misses.
+    """
+
+    def catch_all(state: Any) -> None:
+        original(state)
+        if state._handle is not None and not state._handle.uses_sharded_strategy:
+            state._handle._use_sharded_views()
+
+    return catch_all
+
+
+def _load_through_fsdp1(original: Any) -> Any:
+    """Loading into the wrapped model, whose state dicts have the names of files."""
+
+    def set_state_dict(model: Any, state_dict: dict[str, Any], adapter_name: str = "default", **options: Any) -> Any:
+        from accelerate.utils import broadcast_object_list
+        from peft.utils.save_and_load import PEFT_TYPE_TO_TUNER_MAPPING
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if not isinstance(model, FullyShardedDataParallel):
+            return original(model, state_dict, adapter_name=adapter_name, **options)
+        config = model.peft_config[adapter_name]
+        tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        renamed = tuner._remap_adapter_state_dict_for_load(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
+        )
+        names = broadcast_object_list([list(renamed)])[0]  # for full state dicts only rank 0 knows the model's names
+        result = model.load_state_dict(dict(zip(names, state_dict.values(), strict=True)), strict=False)
+        if result.unexpected_keys:
+            raise UserError(
+                f"{len(result.unexpected_keys)} adapter tensors fit nowhere, first {result.unexpected_keys[0]}",
+                why="training would go on from a partly new adapter",
+                fix="resume with the model and the LoRA flags of the run that wrote this checkpoint, or use FSDP2",
+            )
+        return result
+
+    return set_state_dict

@@ -1,0 +1,187 @@
+"""Between loading and `Accelerator.prepare`: what an engine gets wrong for a model, refused or put right."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from accel_fsdp import console, cpu
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
+from accel_fsdp.models import inspect_model
+from accel_fsdp.prediction import GIB
+from accel_fsdp.wizard import check_layer_classes
+
+
+def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
+    """Checks the model against the YAML, and settles which kind of checkpointing runs.
+
+    Raises:
+        UserError: a combination that would stop later, or train something else than was asked for.
+    """
+    check_wrap_classes(model)
+    check_buffers(model)
+    check_weight_decay(args)
+    check_dora(model)
+    check_gathering(args)
+    settle_checkpointing(model, args)
+
+
+def check_wrap_classes(model: nn.Module) -> None:
+    """Checks the names that Accelerate will look for, before Trainer creates its output folder.
+
+    Without names in the YAML they are the model's `_no_split_modules`; with none there either, Accelerate wraps nothing
+    and says nothing.
+    """
+    if not cpu.fsdp_requested() or os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() != "TRANSFORMER_BASED_WRAP":
+        return
+    given = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    names = given.split(",") if given else list(getattr(model, "_no_split_modules", None) or ())
+    found = ", ".join(layer.name for layer in inspect_model.wrap_classes(model))
+    if not names:
+        raise UserError(
+            "the YAML names no transformer layer class, and the model doesn't either",
+            why="FSDP would make one unit of the whole model and save no memory",
+            fix=f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
+        )
+    check_layer_classes(tuple(names), inspect_model.class_names(model))
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Stops before accelerate 1.15 would: its FSDP2 loading takes every entry of the state dict for a DTensor."""
+    loading = cpu.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    stored = inspect_model.persistent_buffers(model)
+    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "2" and loading and stored:
+        raise UserError(
+            f"the model stores {stored} buffers, and the YAML asks FSDP2 for RAM-efficient loading",
+            why="accelerate 1.15 stops at prepare: 'Tensor' object has no attribute 'device_mesh'",
+            fix="fsdp_cpu_ram_efficient_loading: false in the YAML",
+        )
+
+
+def check_weight_decay(args: TrainingArguments) -> None:
+    """Stops FSDP1's flattened parameters from losing their names, by which Trainer spares norms and biases the decay.
+
+    Raises:
+        UserError: `fsdp_use_orig_params: false` with weight decay.
+    """
+    flattened = not cpu.is_on("FSDP_USE_ORIG_PARAMS", default=True) and os.environ.get("FSDP_VERSION") == "1"
+    if cpu.fsdp_requested() and flattened and args.weight_decay > 0:
+        raise UserError(
+            f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
+            why="norms and biases would be decayed too: in FSDP1's flat parameters nobody can tell them apart",
+            fix="fsdp_use_orig_params: true in the YAML",
+        )
+
+
+def check_dora(model: nn.Module) -> None:
+    """Stops before PEFT 0.21 would: it reads the shape of an adapter's weight where FSDP1 has put a flat shard.
+
+    Raises:
+        UserError: DoRA under FSDP1.
+    """
+    adapters = getattr(model, "peft_config", {}).values()
+    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and any(one.use_dora for one in adapters):
+        raise UserError(
+            "--use_dora under FSDP1",
+            why="peft 0.21 looks at the adapter's weights outside of their units, where they are flat shards",
+            fix="leave out --use_dora, or fsdp_version: 2 (accel-fsdp migrate FILE --to fsdp2)",
+        )
+
+
+def check_gathering(args: TrainingArguments) -> None:
+    """Stops where what was trained could not be put together at the end, or not where it would be looked for.
+
+    Raises:
+        UserError: ZeRO-3 that may not gather its weights, or shards that each node would keep for itself.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    section = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
+    if section.get("stage") == 3 and not section.get("stage3_gather_16bit_weights_on_model_save"):
+        raise UserError(
+            "ZeRO-3 without zero3_save_16bit_model",
+            why="the model could not be saved at the end: every rank keeps its own part of each weight",
+            fix="zero3_save_16bit_model: true in the YAML (in DeepSpeed's own file: "
+            "stage3_gather_16bit_weights_on_model_save)",
+        )
+    if args.save_on_each_node and (cpu.fsdp_requested() or plugin is not None):
+        raise UserError(
+            "--save_on_each_node with a sharded model",
+            why="a checkpoint is complete only with the shards of all nodes in one folder",
+            fix="leave it out, with --output_dir on a disk that all nodes share",
+        )
+
+
+def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
+    """Decides who recomputes activations, and how; says so where it isn't what was written.
+
+    FSDP's own (the YAML's `fsdp_activation_checkpointing`) and the layers' (`--gradient_checkpointing`) exclude each
+    other. Not reentrant wherever that works: the reentrant kind gives frozen layers no gradient unless their inputs
+    ask for one, and DDP counts such parameters twice. Under ZeRO-3 it must be: the other kind compares the shapes of
+    what it saved with what it recomputes, and finds partitioned weights.
+    """
+    of_fsdp = cpu.fsdp_requested() and cpu.is_on("FSDP_ACTIVATION_CHECKPOINTING")
+    if of_fsdp and os.environ.get("FSDP_VERSION") == "2" and _drops_out(model):
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+        args.gradient_checkpointing = args.activation_checkpointing = True
+        _say(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")
+    elif of_fsdp and args.activation_checkpointing:
+        args.gradient_checkpointing = args.activation_checkpointing = False
+        _say(args, "checkpointing: FSDP's own, as the YAML says; --gradient_checkpointing adds nothing to it")
+    if args.activation_checkpointing:
+        _choose_kind(model, args)
+
+
+def _choose_kind(model: Any, args: TrainingArguments) -> None:
+    options = dict(args.activation_checkpointing_kwargs or {})
+    plugin = getattr(args, "deepspeed_plugin", None)
+    options.setdefault("use_reentrant", plugin is not None and plugin.zero_stage == 3)
+    args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = options
+    if options["use_reentrant"] and hasattr(model, "peft_config"):
+        model.enable_input_require_grads()
+
+
+def _drops_out(model: nn.Module) -> bool:
+    settings = getattr(model, "config", None)
+    in_config = vars(settings).items() if settings is not None else ()
+    functional = any(value for name, value in in_config if ("drop" in name) and isinstance(value, float))
+    return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+class HostMemory(TrainerCallback):  # type: ignore[misc]
+    """Says what loading and sharding took of each machine's memory: jobs die of it before a GPU is full."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Gathers the peaks of all ranks."""
+        own = torch.tensor([host.peak_memory()], device=args.device)
+        peaks = gather(own).tolist()
+        if state.is_world_process_zero:
+            others = f", of the others at most {max(peaks[1:]) / GIB:.2f} GiB" if peaks[1:] else ""
+            console.say(f"host memory while loading: peak of rank 0 {peaks[0] / GIB:.2f} GiB{others}", style="cyan")
+
+
+def _say(args: TrainingArguments, line: str) -> None:
+    if args.process_index == 0:
+        console.say(line, style="yellow")
+
+
+def keep_precision(plugin: Any) -> None:
+    """Spares what mixed precision would round to 16 bits: FSDP1's buffers, and the loss that FSDP2 hands out.
+
+    accelerate 1.15 gives FSDP1's policy the parameters' dtype for buffers, the angles of rotary embeddings among them,
+    and FSDP2's policy for outputs: near 6, a loss in bfloat16 has steps of 1/32. No YAML key leads to either. It takes
+    no memory: Accelerate makes the logits float32 before FSDP2 would cast them back, and the plan counts that copy.
+    """
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if policy is None:
+        return
+    if plugin.fsdp_version == 1:
+        policy.buffer_dtype = None
+    else:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)

@@ -1,0 +1,296 @@
+"""What a person sees of a run while it trains: rate, share of the GPU's peak, memory beside the plan's, and advice."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from accel_fsdp import console
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
+from accel_fsdp.prediction import GIB
+from accel_fsdp.training import run_plan
+from accel_fsdp.training.run_plan import Forecast
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+COMPARE_AFTER_STEPS = 2
+"""The optimizer's state is made in the first step, so the second is the first whole one."""
+LOGGING_STEPS = 10
+"""In shorter runs there are so many lines instead."""
+CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
+
+
+class Tally:
+    """Counts what one rank trains: tokens without padding, documents, steps, and the time spent training.
+
+    A row is one document unless it is packed; then positions begin anew with each. `rows` and `length` are those of
+    the largest micro-batch so far, padding included.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.length = 0
+        self.all_tokens = self.all_seconds = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seconds, self.steps = 0.0, 0
+        self._counted: torch.Tensor | float = 0.0
+        self._since = time.perf_counter()
+
+    def count(self, inputs: Mapping[str, Any]) -> None:
+        """Adds a micro-batch. The sums stay on its device: reading them would make the host wait for the GPU."""
+        ids = inputs["input_ids"]
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        tokens = ids.new_tensor(ids.numel()) if mask is None or mask.dim() != 2 else (mask != 0).sum()
+        documents = ids.new_tensor(ids.shape[0]) if positions is None else (positions == 0).sum()
+        self._counted = self._counted + torch.stack([tokens, documents]).double()
+        if ids.numel() > self.rows * self.length:
+            self.rows, self.length = ids.shape[0], ids.numel() // ids.shape[0]
+
+    def skip(self) -> None:
+        """What happened since the last step, such as an evaluation, was no training."""
+        self._since = time.perf_counter()
+
+    def pass_time(self, steps: int = 0) -> None:
+        """What happened since was training, and ended `steps` steps."""
+        now = time.perf_counter()
+        self.seconds, self.steps, self._since = self.seconds + now - self._since, self.steps + steps, now
+
+    def take(self, accelerator: "Accelerator", peak_bytes: int) -> tuple[float, float, int, float]:
+        """Tokens and documents of all ranks, the largest peak, and seconds, all since the last take. Collective."""
+        counted = torch.as_tensor(self._counted, dtype=torch.double, device=accelerator.device).expand(2)
+        own = torch.cat([counted, counted.new_tensor([peak_bytes])])
+        ranks = accelerator.gather(own[None]).cpu()
+        self.pass_time()
+        seconds = self.seconds
+        self.all_tokens, self.all_seconds = self.all_tokens + float(ranks[:, 0].sum()), self.all_seconds + seconds
+        self._clear()
+        return float(ranks[:, 0].sum()), float(ranks[:, 1].sum()), int(ranks[:, 2].max()), seconds
+
+
+class Report(TrainerCallback):  # type: ignore[misc]
+    """Adds to what Trainer logs, prints a line of it, and holds the second step's memory against the plan."""
+
+    def __init__(self, job: run_plan.Job | None, accelerator: "Accelerator") -> None:
+        self.job, self.accelerator, self.tally = job, accelerator, Tally()
+        self.gpu, self.why_unknown = run_plan.gpu_here()
+        self.forecast: Forecast | None = None
+        self.steps_here = 0
+        self.seconds_per_step = 0.0
+        self.peaks: dict[str, int] = {}
+        """Of the second step: measured and predicted bytes, as far as they are known."""
+
+    def plan(self) -> dict[str, Any]:
+        """The run in the planner's words, for its account; empty where the planner has none for it."""
+        if self.job is None:
+            return {}
+        recipe = asdict(self.job.recipe)
+        del recipe["rows"], recipe["length"]  # known only when batches were seen
+        return {"strategy": self.job.strategy, "layout": asdict(self.job.layout), "recipe": recipe}
+
+    def totals(self) -> dict[str, Any]:
+        """What this session trained, evaluations and saves left out, and the second step's memory."""
+        tokens, seconds = self.tally.all_tokens, self.tally.all_seconds
+        rate = {"tokens": int(tokens), "training_seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
+        return {**rate, "peak_memory_bytes": self.peaks}
+
+    def replace_printers(self, trainer: Trainer) -> None:
+        """Takes the place of Trainer's own lines; its bar stays unless `--disable_tqdm`."""
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(self)
+        if not trainer.args.disable_tqdm:
+            trainer.add_callback(_Bar)
+
+    def add_metrics(self, logs: dict[str, float]) -> None:
+        """Puts rate, MFU and memory beside the loss, so that every tracker gets them. Call on all ranks."""
+        if "loss" not in logs:
+            return
+        steps = self.tally.steps
+        on_gpu = torch.cuda.is_available()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else host.peak_memory()
+        tokens, documents, peak, seconds = self.tally.take(self.accelerator, peak)
+        self.seconds_per_step = seconds / max(steps, 1)
+        logs["tokens_per_second"] = tokens / seconds
+        if self.forecast and self.gpu and documents:
+            logs["mfu"] = self.forecast.mfu(tokens / seconds, tokens / documents, self.gpu)
+        logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Reads what the plan knows of the model on the first rank, where there is GPU memory to compare with."""
+        if state.is_world_process_zero:
+            if self.gpu is None and torch.cuda.is_available():
+                console.say(f"MFU: unknown, {self.why_unknown}")
+            if torch.cuda.is_available():
+                self.forecast = self._read()
+        self.tally.skip()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Counts the step; after the second one, says what it took."""
+        self.tally.pass_time(steps=1)
+        self.steps_here += 1
+        if self.steps_here == COMPARE_AFTER_STEPS - 1 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # loading and sharding may have taken more
+        ends = self.steps_here == 1 or control.should_training_stop or state.global_step >= state.max_steps
+        if ends and args.logging_strategy != "no":
+            control.should_log = True
+        if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
+            _say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Evaluating is not training."""
+        self.tally.skip()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Neither is saving."""
+        self.tally.skip()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts the steps after the last log line too."""
+        self.tally.skip()
+        self.tally.take(self.accelerator, 0)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Prints the line."""
+        text = line(logs or {}, state.global_step, state.max_steps, self.seconds_per_step)
+        if state.is_world_process_zero and text:
+            _say(text)
+
+    def _read(self) -> Forecast | None:
+        """The forecast, or None with the reason said: whatever keeps it from being made must not stop a run."""
+        if self.job is None:
+            console.say("plan: unknown for this engine, optimizer or dtype", style="yellow")
+            return None
+        try:
+            return run_plan.read(self.job)
+        except Exception as error:
+            console.say(f"plan: unknown, {type(error).__name__}: {error}", style="yellow")
+            return None
+
+    def _comparison(self) -> str:
+        batch = f"{self.tally.rows} x {self.tally.length:,} tokens"
+        if not torch.cuda.is_available():
+            return f"{host.peak_memory() / GIB:.2f} GiB of host memory on rank 0"
+        self.peaks["measured"] = torch.cuda.max_memory_allocated()
+        said = f"{self.peaks['measured'] / GIB:.2f} GiB with {batch}"
+        if self.forecast is None:
+            return f"{said}; the plan's is unknown"
+        self.peaks["predicted"] = self.forecast.peak_bytes(self.tally.rows, self.tally.length, self.gpu)
+        return f"{said}; the plan said {self.peaks['predicted'] / GIB:.2f} GiB"
+
+    @contextlib.contextmanager
+    def explains_out_of_memory(self) -> Iterator[None]:
+        """Turns an out-of-memory error into the plan's advice.
+
+        Raises:
+            UserError: memory is used up; with the changes that would free most of it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and CPU_IS_FULL not in str(error):
+                raise
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: RuntimeError) -> UserError:
+        found = self.forecast or self._read()
+        rows, length = max(self.tally.rows, 1), max(self.tally.length, 1)
+        advice = found.advice(rows, length) if found else []
+        what = str(error).split(". ")[0].splitlines()[0]
+        why = f"a step of {rows} x {length:,} tokens per rank doesn't fit"
+        if found:
+            size = found.peak_bytes(rows, length, self.gpu)
+            why = f"the plan says {size / GIB:.2f} GiB for {rows} x {length:,} tokens per rank, {found.job.strategy}"
+        fix = "one of these, by what the plan says it frees:\n    " + "\n    ".join(advice) if advice else HALVE
+        return UserError(f"out of memory: {what}", why=why, fix=fix)
+
+
+def _say(text: str, style: str = "") -> None:
+    """Talk above the progress bar where there is one."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        console.say(text, style=style)
+
+
+HALVE = "a smaller --per_device_train_batch_size, a shorter --max_length, or more GPUs"
+
+
+class _Bar(ProgressCallback):  # type: ignore[misc]
+    """Trainer's progress bar without its lines."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """`Report` prints them."""
+
+
+def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step: float) -> str:
+    """One line of talk for what Trainer logs; empty for what is no loss."""
+    start = f"step {step:,}/{max_steps:,}"
+    if "eval_loss" in logs:
+        return f"{start}  held-out loss {logs['eval_loss']:.4f}{_accuracy(logs, 'eval_')}"
+    if "loss" not in logs:
+        return ""
+    words = [start, f"loss {logs['loss']:.4f}{_accuracy(logs)}", f"lr {logs['learning_rate']:.3g}"]
+    words += [f"grad norm {logs['grad_norm']:.3g}"] if "grad_norm" in logs else []
+    words.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    words += [f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []
+    for name, of in (("peak_memory_gib", ""), ("peak_host_memory_gib", " of host memory")):
+        words += [f"{logs[name]:.2f} GiB{of}"] if name in logs else []
+    left = seconds_per_step * (max_steps - step)
+    return "  ".join([*words, *([f"{tqdm.format_interval(left)} left"] if left >= 1 else [])])
+
+
+def _accuracy(logs: Mapping[str, float], of: str = "") -> str:
+    share = logs.get(f"{of}mean_token_accuracy")
+    return "" if share is None else f"  accuracy {share:.1%}"
+
+
+def logging_steps(max_steps: int) -> int:
+    """Steps from one line of the log to the next where nobody said a number."""
+    return max(1, min(LOGGING_STEPS, max_steps // LOGGING_STEPS))
+
+
+def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps: tuple[int, int, int]) -> list[str]:
+    """What is about to be trained, in two lines.
+
+    `trained` of the `parameters`; `batch` is rows per rank, micro-batches and ranks; `steps` are those per epoch, those
+    done and those to do in all.
+    """
+    millions = f"{parameters / 1e6:,.2f} M parameters"
+    part = f"{trained / 1e6:,.2f} M of {millions}, {trained / max(parameters, 1):.2%}"
+    rows, micro, ranks = batch
+    per_epoch, done, last = steps
+    accumulated = f" x {micro} micro-batches" if micro > 1 else ""
+    of = f"{rows} per process x {ranks} process{'es' if ranks > 1 else ''}{accumulated}"
+    size = rows * micro * ranks
+    return [
+        f"trained: {f'all {millions}' if trained == parameters else part}",
+        f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); "
+        f"{per_epoch:,} step{'s' if per_epoch != 1 else ''} per epoch, "
+        f"{last:,} in all{f', {done:,} of them done' if done else ''}",
+    ]

@@ -1,0 +1,205 @@
+"""Which checkpoint a run goes on from, and whether it can as it is set up; said before anything is loaded."""
+
+import os
+from collections.abc import Collection
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from accel_fsdp import atomic_files, console, untrusted_files
+from accel_fsdp.checkpoints import FULL, LOCAL, CheckpointFacts, Origin, Reader, completeness, summary, torch_zip
+from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+T = TypeVar("T")
+ZERO_STATES = "*/*zero_pp_rank_*_optim_states.pt"
+
+
+def chosen(training: "TrainingArguments") -> str | None:
+    """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
+
+    Call on all ranks. The bytes of what is chosen are those that were written: each rank reads a share of them.
+
+    Raises:
+        UserError: there is nothing to resume from, its steps are of other sizes, or `output_dir` holds another run that
+            would be mixed up with this.
+    """
+    checkpoint = _wanted(training)
+    if checkpoint is None:
+        return None
+    _check_rows(checkpoint, completeness.origin_of(checkpoint), _rows_per_step(training), training.ignore_data_skip)
+    return str(checkpoint)
+
+
+def _wanted(training: "TrainingArguments") -> Path | None:
+    output, wanted = Path(training.output_dir), training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        if any(output.glob("checkpoint-*")) or (output / "final").exists():
+            raise UserError(
+                f"{output} already holds a run",
+                why="its checkpoints and this run's would be mixed up",
+                fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
+            )
+        return None
+    if str(wanted).lower() not in ("true", "auto"):
+        return _named(Path(wanted), training)
+    choice = completeness.choose(
+        output, _agreed([atomic_files.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
+    )
+    for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
+        console.say(f"skipped: {folder}: {flaw}", style="yellow")
+    if choice.newest is None and str(wanted).lower() == "true":
+        raise UserError(
+            f"no complete checkpoint-N folder in {output}",
+            why="there is nothing to resume from",
+            fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
+        )
+    return choice.newest
+
+
+def _named(checkpoint: Path, training: "TrainingArguments") -> Path:
+    flaw = _flaw(checkpoint, training)
+    if flaw:
+        newest = completeness.choose(Path(training.output_dir)).newest
+        raise UserError(
+            f"{checkpoint} is not a complete checkpoint",
+            why=flaw,
+            fix=f"--resume_from_checkpoint {newest if newest not in (None, checkpoint) else 'FOLDER/checkpoint-N'}",
+        )
+    return checkpoint
+
+
+def _rows_per_step(training: "TrainingArguments") -> int:
+    """Those of all ranks, where ranks that share rows (tensor, context and sequence parallel) count once."""
+    sharing = prod(int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in ("TP", "CP", "SP"))
+    return int(training.train_batch_size * training.gradient_accumulation_steps * training.world_size // sharing)
+
+
+def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ignores_place: bool) -> None:
+    """Refuses a step of another size, before anything is loaded."""
+    if origin and origin.rows_per_step and origin.rows_per_step != rows_per_step and not ignores_place:
+        raise UserError(
+            f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {rows_per_step}",
+            why="rows would be trained twice or never, and the schedule would stretch",
+            fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
+            "--ignore_data_skip true to start the data anew",
+        )
+
+
+def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
+    """What is wrong with a checkpoint on any rank. Each looks at all sizes and at its share of the bytes."""
+    apart = training.save_on_each_node  # each machine has a checkpoint of its own, and looks at all of it
+    part, of = (
+        (training.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if apart
+        else (training.process_index, training.world_size)
+    )
+    try:
+        found = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+        found = found or completeness.damage(checkpoint, part=part, of=of)
+    except (OSError, UserError) as error:
+        found = getattr(error, "what", "") or str(error)
+    return next(filter(None, _agreed([found])), "")
+
+
+def _agreed(found: list[T]) -> list[T]:
+    """What all ranks found, in their order; on TPU each is on its own."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, gather_object
+
+    if PartialState().distributed_type == DistributedType.XLA:
+        return found
+    return list(gather_object(found))
+
+
+def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:
+    """Holds a checkpoint against the run that is to go on from it.
+
+    FSDP's sharded and full checkpoints move between its versions, strategies and numbers of ranks. `skips_data` is
+    false under `--ignore_data_skip`, where the data start anew and their position needs no check.
+
+    Raises:
+        UserError: a part is missing (Trainer would start that part anew, silently), it is of another engine or number
+            of ranks in a format that can't change them, or the same step would be another place in the data.
+    """
+    found, origin = summary.read_checkpoint(checkpoint), completeness.origin_of(checkpoint)
+    stored = origin.engine if origin else _engine(checkpoint, found)
+    if lacking := _lacking(checkpoint, found):
+        raise UserError(
+            f"{checkpoint} holds no {' and no '.join(lacking)}",
+            why="Trainer would start them anew without a word",
+            fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then "
+            "train/sft.py --model_name_or_path",
+        )
+    if stored.partition("-")[0] != here.engine.partition("-")[0] or ("-" in stored and stored != here.engine):
+        raise UserError(
+            f"{checkpoint} was written under {stored}, this run is under {here.engine}",
+            why="the two store weights and optimizer differently",
+            fix=f"a YAML for {stored}; or a new run from its weights: accel-fsdp export, then "
+            "train/sft.py --model_name_or_path",
+        )
+    _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
+    _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
+
+
+def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "default") -> None:
+    """Compares the adapter in a full state dict with the model's: FSDP2 loads what fits and leaves the rest as it is.
+
+    `names` are those of the trained parameters. Sharded checkpoints are compared by torch itself.
+
+    Raises:
+        UserError: they differ; PEFT alone writes such files empty under FSDP1 and activation checkpointing.
+    """
+    path = checkpoint / FULL
+    if not path.is_file():
+        return
+    reader = Reader()
+    try:
+        stored = {_without_adapter(name, adapter) for name in torch_zip.load(reader, path)}
+    finally:
+        reader.close()
+    wanted = {_without_adapter(name, adapter) for name in names}
+    if stored != wanted:
+        other = min(stored ^ wanted)
+        raise UserError(
+            f"{path} holds {len(stored & wanted)} of the adapter's {len(wanted)} tensors; "
+            f"{'it lacks' if other in wanted else 'it has'} {other}",
+            why="training would go on from a partly new adapter",
+            fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",
+        )
+
+
+def _without_adapter(name: str, adapter: str) -> str:
+    return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+
+
+def _engine(checkpoint: Path, found: CheckpointFacts) -> str:
+    if (checkpoint / "latest").is_file():
+        return "ZeRO"
+    return "FSDP" if found.sharded or found.full or any(checkpoint.glob(LOCAL)) else "DDP"
+
+
+def _lacking(checkpoint: Path, found: CheckpointFacts) -> list[str]:
+    """Missing parts, in words; DeepSpeed keeps optimizer and schedule in its own folder."""
+    if (checkpoint / "latest").is_file():
+        folder = checkpoint / (untrusted_files.read_text(checkpoint / "latest") or "").strip()
+        return [] if any(folder.glob("*model_states.pt")) else ["model weights"]
+    weighed = found.sharded or found.full or found.hub or any(checkpoint.glob(LOCAL))
+    parts = {"model weights": weighed, "optimizer state": found.optimizer, "schedule (scheduler.pt)": found.scheduler}
+    return [part for part, there in parts.items() if not there]
+
+
+def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
+    """Which formats and which orders of the data hold for one number of ranks only."""
+    partitions = len(list(checkpoint.glob(ZERO_STATES))) or len(list(checkpoint.glob(LOCAL)))
+    ranks = origin.ranks if origin and order_depends_on_ranks else partitions
+    if ranks and ranks != here.ranks:
+        raise UserError(
+            f"{checkpoint} was written by {ranks} ranks, this run has {here.ranks}",
+            why="the order of the rows depends on it, with this --train_sampling_strategy"
+            if order_depends_on_ranks
+            else "in this format each rank reads the file that it wrote",
+            fix=f"num_processes: {ranks}",
+        )

@@ -1,0 +1,194 @@
+"""What the plan says of the run that is going on: its layout and recipe, its peak memory, and what would shrink it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from accel_fsdp import console
+from accel_fsdp.config import STRATEGIES
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.prediction import GIB, WORKSPACE_BYTES, from_yaml, name_of, savings, speed, workspace_bytes
+from accel_fsdp.prediction.memory import (
+    ATTENTION_LINEAR,
+    DTYPE_BYTES,
+    Attention,
+    Layout,
+    ModelShape,
+    OptimizerName,
+    Recipe,
+    Tapes,
+    predict,
+    variant_of,
+)
+from accel_fsdp.prediction.tracing import by_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OPTIMIZERS: dict[str, OptimizerName] = {
+    **{name: name for name in get_args(OptimizerName)},
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+}
+SHOWN_SAVINGS = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run in the planner's words. `recipe` has one row of one token until a batch was seen."""
+
+    model: str
+    recipe: Recipe
+    layout: Layout
+
+    @property
+    def strategy(self) -> str:
+        """As `accel-fsdp plan` names it."""
+        return name_of(self.layout)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A job with its model's shape and tapes, which take seconds to read the first time."""
+
+    job: Job
+    shape: ModelShape
+    tapes: Mapping[str, Tapes]
+
+    def peak_bytes(self, rows: int, length: int, gpu: Gpu | None) -> int:
+        """What one rank allocates at most in a step of this batch."""
+        recipe = replace(self.job.recipe, rows=rows, length=length)
+        tapes = self.tapes[variant_of(recipe, self.job.layout.engine)]
+        workspace = workspace_bytes(gpu) if gpu else WORKSPACE_BYTES
+        return predict(self.shape, tapes, recipe, self.job.layout, workspace).peak.total
+
+    def mfu(self, tokens_per_s: float, length: float, gpu: Gpu) -> float:
+        """The share of all ranks' peak that training documents of a mean `length` at that rate takes."""
+        recipe = replace(self.job.recipe, rows=1, length=max(round(length), 1))
+        flops_per_token = speed.useful_flops(self.shape, recipe) / recipe.length
+        return tokens_per_s * flops_per_token / (self.job.layout.ranks * speed.peak_flops(recipe, gpu))
+
+    def advice(self, rows: int, length: int) -> list[str]:
+        """What would free memory, the most first, as lines of text."""
+        recipe = replace(self.job.recipe, rows=rows, length=length)
+        found = savings(self.shape, self.tapes, recipe, self.job.layout)[:SHOWN_SAVINGS]
+        return [f"{_size(one.freed_bytes)} less: {one.change}" for one in found]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB / 10 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def read(job: Job) -> Forecast:
+    """Reads the model's shape and tapes: bundled, cached, or recorded now, away from this process's random numbers.
+
+    Raises:
+        UserError: the model can't be read.
+        RuntimeError: it can't be recorded.
+    """
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), console.waiting("Reading the model for the plan"):
+        return Forecast(job, *by_name.read_shape(job.model, job.recipe))
+
+
+def gpu_here() -> tuple[Gpu | None, str]:
+    """The GPU of this rank where the table has it; else None and why its peak is unknown."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, "the peak of what isn't a GPU is not known"
+    name = torch.cuda.get_device_name()
+    try:
+        return gpus.find(name, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB), ""
+    except UsageError:
+        return None, f"{name} is not in the table of GPUs"
+
+
+def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
+    """What an `Accelerator` made of the YAML, with what `model`, not yet wrapped, and Trainer's `args` say of the rest.
+
+    None for what the planner doesn't know: TPUs, other optimizers, other dtypes.
+    """
+    layout = _layout(accelerator)
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    optimizer = OPTIMIZERS.get(getattr(args.optim, "value", args.optim))
+    if layout is None or optimizer is None or dtype not in DTYPE_BYTES:
+        return None
+    adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
+    quantized = bool(getattr(model, "is_loaded_in_4bit", False))
+    recipe = Recipe(
+        method="full" if adapter is None else "qlora" if quantized else "lora",
+        precision=from_yaml.PRECISIONS.get(str(accelerator.mixed_precision), "no"),
+        dtype=dtype,  # type: ignore[arg-type]
+        rows=1,
+        length=1,
+        accumulation=args.gradient_accumulation_steps,
+        optimizer=optimizer,
+        checkpointing=_checkpointing(args, accelerator),  # type: ignore[arg-type]
+        kernels="liger" if args.use_liger_kernel else "none",
+        attention=_attention(str(getattr(model.config, "_attn_implementation", ""))),
+        **_adapter(adapter),
+    )
+    return Job(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
+
+
+def _attention(implementation: str) -> Attention:
+    """The planner's word; what it has none for takes about sdpa's memory."""
+    return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
+
+
+def _adapter(config: Any) -> dict[str, Any]:
+    if config is None or not hasattr(config, "r"):
+        return {}
+    names = set(config.target_modules or ())
+    return {
+        "lora_rank": config.r,
+        "lora_dropout": config.lora_dropout > 0,
+        "lora_targets": "attention" if names and names <= ATTENTION_LINEAR else "all",
+    }
+
+
+def _checkpointing(args: Any, accelerator: Any) -> str:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.activation_checkpointing:
+        return "full"
+    if not (args.activation_checkpointing or args.gradient_checkpointing):
+        return "none"
+    kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
+    return "reentrant" if isinstance(kwargs, dict) and kwargs.get("use_reentrant") else "full"
+
+
+def _layout(accelerator: Any) -> Layout | None:
+    ranks = int(accelerator.num_processes)
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        return _fsdp_layout(plugin, accelerator, ranks, together)
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None:
+        section = deepspeed.deepspeed_config.get("zero_optimization", {})
+        offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
+        return from_yaml.zero(int(deepspeed.zero_stage), ranks, together, offload)
+    if accelerator.distributed_type.value in ("MULTI_GPU", "MULTI_CPU"):
+        return Layout("ddp", 1, ranks, together)
+    return Layout("single", 1, 1, 1) if accelerator.distributed_type.value == "NO" else None
+
+
+def _fsdp_layout(plugin: Any, accelerator: Any, ranks: int, together: int) -> Layout:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+    asked = plugin.cpu_offload
+    offload = isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))
+    if plugin.fsdp_version == 1:
+        named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
+        number = next(number for number, name in STRATEGIES.items() if name == named)
+        return Layout("fsdp1", number, ranks, together, offload)
+    number = 1 if plugin.reshard_after_forward else 2
+    mesh = getattr(accelerator, "parallelism_config", None)
+    if mesh is not None and mesh.dp_replicate_size > 1:
+        return Layout("fsdp2", number + 3, ranks, int(mesh.dp_shard_size), offload)
+    return Layout("fsdp2", number, ranks, together, offload)

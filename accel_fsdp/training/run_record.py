@@ -1,0 +1,126 @@
+"""The account of a run in its own folder: `run.json` from its first moment on, and `loss.svg` at its end."""
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import __version__, atomic_files, svg
+from accel_fsdp.checkpoints import summary
+from accel_fsdp.linter import inputs
+from accel_fsdp.svg import Curve, Words
+
+NAME, CURVE = "run.json", "loss.svg"
+ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""How the launcher hands the YAML to the ranks."""
+CURVE_WIDTH = 720
+
+
+class Record:
+    """`run.json`: versions, arguments, config, timings, results and log of a run. Only the first rank's is written.
+
+    A run that is resumed keeps the account of the sessions before under `earlier`.
+    """
+
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], first_rank: bool) -> None:
+        self.folder, self._writes, self._since = folder, first_rank, time.perf_counter()
+        self.content: dict[str, Any] = {
+            "status": "running",
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "machine": {"host": platform.node(), "ranks": int(os.environ.get("WORLD_SIZE", "1")), **_device()},
+            "config": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
+            "arguments": dict(arguments),
+            "timings_seconds": {},
+        }
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Writes the file for the first time: the run has the folder to itself now. `plan` is how the plan sees it.
+
+        Raises:
+            UserError: it can't be written.
+        """
+        self.content["plan"] = dict(plan)
+        if self._writes and (before := read(self.folder)):
+            self.content["earlier"] = [*before.pop("earlier", []), before]
+        self._write()
+
+    def lap(self, phase: str) -> None:
+        """A phase of the run has ended."""
+        now = time.perf_counter()
+        self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
+
+    def trained(self, segments: list[dict[str, Any]]) -> None:
+        """Which steps were trained with which settings; more than one stretch where a resumed run changed some."""
+        self.content["segments"] = segments
+
+    def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
+        """The run is over: all that was logged, its losses, what was counted, and the loss curve where there is one."""
+        self.content.update(status=status, results={**results(log_history), **totals}, log=log_history)
+        self._write()
+        curves = loss_curves(log_history)
+        if self._writes and curves:
+            words = Words("Loss over steps", "; ".join(f"{name} loss {_ends(values)}" for name, values in curves))
+            drawn = [Curve(name, f"c{number}", values) for number, (name, values) in enumerate(curves, start=1)]
+            picture = svg.standalone(svg.losses(words, drawn, CURVE_WIDTH))
+            atomic_files.write_text(self.folder / CURVE, picture)
+
+    def _write(self) -> None:
+        if self._writes:
+            atomic_files.write_text(self.folder / NAME, json.dumps(self.content, indent=2, default=str) + "\n")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The account of a run; empty where there is none that can be read."""
+    return summary.read_json(folder / NAME)
+
+
+def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:
+    """All arguments by group; Trainer hides the values of tokens itself."""
+    return {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and the libraries that a run depends on."""
+    return {"python": platform.python_version(), "accel-fsdp": __version__, **inputs.installed_versions()}
+
+
+def _device() -> dict[str, Any]:
+    torch = sys.modules.get("torch")  # a script that trains has imported it
+    if torch is None or not torch.cuda.is_available():
+        return {"device": "cpu", "cores": os.cpu_count()}
+    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+
+
+def loss_curves(log_history: list[dict[str, float]]) -> list[tuple[str, list[tuple[int, float]]]]:
+    """The points (step, loss) of training and evaluation, without what was never logged."""
+    found = []
+    for key, name in (("loss", "training"), ("eval_loss", "held-out")):
+        points = [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
+        if points:
+            found.append((name, points))
+    return found
+
+
+def results(log_history: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """First, best and last of each loss that was logged."""
+    found = {}
+    for name, points in loss_curves(log_history):
+        values = [loss for _, loss in points]
+        found[f"{name} loss"] = {
+            "first": values[0],
+            "best": min(filter(math.isfinite, values), default=math.nan),
+            "last": values[-1],
+        }
+    return found
+
+
+def _ends(points: list[tuple[int, float]]) -> str:
+    return f"from {points[0][1]:.4f} to {points[-1][1]:.4f}"

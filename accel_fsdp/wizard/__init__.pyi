@@ -1,0 +1,16 @@
+from . import from_yaml as from_yaml
+from . import interview as interview
+from . import notes as notes
+from . import questions as questions
+from . import to_yaml as to_yaml
+from .answers import Answers as Answers
+from .command import Options as Options
+from .command import configure as configure
+from .presets import MODEL as MODEL
+from .presets import PRESETS as PRESETS
+from .question import Context as Context
+from .question import Question as Question
+from .questions import QUESTIONS as QUESTIONS
+from .questions import applying as applying
+from .to_yaml import to_text as to_text
+from .validation import check_layer_classes as check_layer_classes

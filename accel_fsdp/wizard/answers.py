@@ -1,0 +1,41 @@
+"""The wizard's answers as one frozen value."""
+
+from dataclasses import dataclass
+
+from accel_fsdp.config import EngineName, Method, Precision, StateDictType, WrapPolicy
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One complete set of answers, in the order of the questions: everything that decides the YAML.
+
+    What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
+    activations, as Accelerate can't, `auto_class` what builds its model.
+    """
+
+    model: str
+    method: Method
+    gpus: str
+    num_machines: int
+    engine: EngineName
+    fsdp_version: int
+    strategy: int
+    zero_stage: int
+    mixed_precision: Precision
+    num_processes: int
+    wrap_policy: WrapPolicy
+    layer_class: tuple[str, ...]
+    min_num_params: int
+    cpu_offload: bool
+    activation_checkpointing: bool
+    state_dict_type: StateDictType
+    ram_efficient_loading: bool
+    main_process_ip: str
+    main_process_port: int
+    script_checkpoints: bool = False
+    auto_class: str = "AutoModelForCausalLM"
+
+    @property
+    def own_script(self) -> bool:
+        """Whether `train/sft.py`, which trains causal language models, can't train this one."""
+        return self.auto_class != "AutoModelForCausalLM"

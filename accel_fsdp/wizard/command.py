@@ -1,0 +1,186 @@
+"""The command `accel-fsdp config`: interview, review, write."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_fsdp import atomic_files, console
+from accel_fsdp.config import yaml_file
+from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.wizard import from_yaml, interview, prompts, to_yaml
+from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.presets import PRESETS
+from accel_fsdp.wizard.questions import applying
+
+WRITE, SHOW, QUIT = "write", "show", "quit"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
+
+    output: Path | None = None
+    yes: bool = False
+    force: bool = False
+    from_file: Path | None = None
+    preset: str | None = None
+
+
+@dataclass(frozen=True)
+class Original:
+    """The file that is re-edited: its parsed document and the answers that it stands for."""
+
+    path: Path
+    text: str
+    answers: Answers
+
+
+def configure(options: Options, flags: Mapping[str, str]) -> int:
+    """Runs the interview and writes the YAML; returns the exit code.
+
+    Raises:
+        UserError: an answer is refused, a file exists or can't be read. KeyboardInterrupt: Ctrl-C, nothing is written.
+    """
+    output = _output(options)
+    if output and output.suffix == ".json" and not options.from_file:
+        raise UsageError(
+            f"{output} would hold YAML", why="Accelerate reads it as JSON", fix=f"-o {output.with_suffix('.yaml')}"
+        )
+    interactive = not options.yes and sys.stdin.isatty()
+    if not interactive:
+        _refuse_existing(options)
+    if interactive and output and output.exists() and not options.from_file and not options.force:
+        console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
+    written = _flags_of(options.from_file) if options.from_file else {}
+    mode: interview.Mode = "ask" if interactive else "defaults" if options.yes else "flags"
+    talk = interview.interview(flags, {**_preset(options.preset), **written}, mode)
+    original = _original(options.from_file, written, talk) if options.from_file else None
+    if interactive:
+        return _review(talk, options, original)
+    _warn(talk)
+    return _write(interview.answers(talk), options, original)
+
+
+def _warn(talk: interview.Interview) -> None:
+    """Says before it is written what the plan has against it; it is written all the same, since it was asked for."""
+    for line in interview.warnings(talk):
+        console.say(line, style="yellow", wrap=True)
+
+
+def _preset(name: str | None) -> Mapping[str, str]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise UsageError(
+            f"there is no preset {name}.{did_you_mean(name, PRESETS)}",
+            why="its answers are not known",
+            fix="one of: " + ", ".join(PRESETS),
+        )
+    return PRESETS[name]
+
+
+def _flags_of(path: Path) -> dict[str, str]:
+    from accel_fsdp.config import read_config
+
+    job, _ = read_config(path)
+    return from_yaml.to_flags(job, path.read_text(encoding="utf-8"))
+
+
+def _original(path: Path, written: Mapping[str, str], talk: interview.Interview) -> Original:
+    """What the file says today, completed where a YAML says nothing: with the model of the interview, and defaults."""
+    unwritten = ("model", "method", "gpus")
+    before = {name: value for name, value in talk.given.items() if name in unwritten}
+    answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
+    return Original(path, path.read_text(encoding="utf-8"), answers)
+
+
+def _text(answers: Answers, original: Original | None) -> str:
+    if original is None:
+        return to_yaml.to_text(answers)
+    return from_yaml.update(yaml_file.load(original.path), original.answers, answers)
+
+
+def _review(talk: interview.Interview, options: Options, original: Original | None) -> int:
+    """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
+    output = _output(options)
+    place = "stdout" if output is None else str(output)
+    told: tuple[str, ...] = ()
+    while True:
+        answers = interview.answers(talk)
+        if told != (told := interview.warnings(talk)):
+            _warn(talk)
+        text = _text(answers, original)
+        chosen = prompts.pick(
+            f"Write {place}?",
+            [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
+            "Enter on a line; Escape goes back" if talk.asked else "Enter on a line",
+        )
+        if chosen == WRITE and _may_write(output, options, original, text):
+            return _write(answers, options, original)
+        if chosen == SHOW:
+            _show(text, original, place)
+            prompts.pause()
+        elif chosen == QUIT:
+            console.say("nothing written")
+            return 1
+        elif chosen is prompts.BACK:
+            interview.go_back(talk)
+        elif chosen != WRITE:
+            interview.change(talk, chosen)
+
+
+def _rows(answers: Answers) -> list[tuple[str, str]]:
+    shown = [(question.field, to_yaml.flag_text(getattr(answers, question.field))) for question in applying(answers)]
+    return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in shown]
+
+
+def _show(text: str, original: Original | None, title: str) -> None:
+    console.show_yaml(text, title)
+    if original is not None:
+        _diff(original, text)
+
+
+def _diff(original: Original, text: str) -> None:
+    console.show_diff(original.text, text, str(original.path))
+
+
+def _may_write(output: Path | None, options: Options, original: Original | None, text: str) -> bool:
+    """Asks before a file is overwritten; of one that is re-edited the diff is shown first."""
+    if output is None or not output.exists() or options.force:
+        return True
+    if original is not None:
+        _diff(original, text)
+    return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
+
+
+def _write(answers: Answers, options: Options, original: Original | None) -> int:
+    output, text = _output(options), _text(answers, original)
+    if output is None:
+        console.put(text.rstrip())
+        return 0
+    if original is not None and not sys.stdin.isatty():
+        _diff(original, text)
+    atomic_files.write_text(output, text)
+    console.say(f"written: {output}", style="green")
+    if answers.own_script:
+        what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
+        console.say(f"note: {what}; launch a script of your own:", style="yellow", wrap=True)
+    else:
+        several = answers.num_machines > 1
+        console.say("train with, on each machine with its own --machine_rank:" if several else "train with:")
+    console.put(to_yaml.launch_line(answers, str(output)))
+    return 0
+
+
+def _output(options: Options) -> Path | None:
+    if str(options.output) == "-":
+        return None
+    return options.output or options.from_file or atomic_files.default_config()
+
+
+def _refuse_existing(options: Options) -> None:
+    output = _output(options)
+    in_place = options.output is None and options.from_file is not None
+    if output and not options.force and not in_place:
+        atomic_files.refuse_existing(output)

@@ -1,0 +1,115 @@
+"""The answers that the wizard proposes, each with its reason in one line. Pure."""
+
+from collections.abc import Callable
+from typing import Any
+
+from accel_fsdp.hardware import machines
+from accel_fsdp.wizard import notes, validation
+from accel_fsdp.wizard.question import Context
+
+
+def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
+    """A default that depends on nothing."""
+    return lambda context: (value, reason)
+
+
+def gpus(context: Context) -> tuple[str, str]:
+    """The machine that was found, in words."""
+    text = machines.describe(context.found)
+    return text, "no GPU here: describe the target, or rehearse on this CPU" if text == "cpu" else "found here"
+
+
+def num_machines(context: Context) -> tuple[int, str]:
+    """One, unless several were described."""
+    count = machines.parse(context["gpus"])[1]
+    return count, "one machine" if count == 1 else f"as in {context['gpus']}"
+
+
+def strategy(context: Context) -> tuple[int, str]:
+    """Full sharding; the reason says what it does to this model on these GPUs."""
+    ranks = context.machine.count * context["num_machines"]
+    if context.model is None or context["method"] != "full" or not ranks:
+        told = notes.legend(context)
+        return 1, "FULL_SHARD fits the largest model" + (f"; {told}" if told else "")
+    total = context.model.parameters * notes.STATE_BYTES["full"] / 1e9
+    told = notes.legend(context)
+    shared = f"{total:,.0f} GB of weights, gradients and Adam's state: {total / ranks:,.1f} GB on each of {ranks} GPUs"
+    return 1, shared + (f"; {told}" if told else "")
+
+
+def layer_class(context: Context) -> tuple[tuple[str, ...], str]:
+    """The layer classes that were found in the model."""
+    if context.model is None:
+        return (), "no model was read"
+    return tuple(layer.name for layer in context.model.wrap_classes), context.model.wrap_reason
+
+
+def min_num_params(context: Context) -> tuple[int, str]:
+    """A size that makes a unit of each layer."""
+    largest = context.model.largest_layer_parameters if context.model else 0
+    if not largest:
+        return 100_000_000, "Accelerate's default"
+    return largest * 9 // 10, "just under the model's largest layer, so that each layer becomes a unit"
+
+
+def cpu_offload(context: Context) -> tuple[bool, str]:
+    """On only where nothing else makes it fit."""
+    found = notes.advice(context)
+    if found is not None:
+        if found.offload:
+            host = notes.host_words(notes.with_answers(context, cpu_offload=True))
+            return True, f"even with it, it {found.words}" if not found.fits else f"fits only with it; {host}"
+        return False, "doesn't help" if not found.fits else f"several times slower; without it, it {found.words}"
+    state = notes.state_gib(context)
+    if state is None:
+        return False, "several times slower; only when nothing else fits"
+    needed, has = state
+    if needed > has * notes.ROOM_FOR_STATE:
+        return True, f"{needed:,.0f} GiB of weights and training state per GPU don't fit into {has:,.0f} GiB"
+    return False, f"{needed:,.1f} GiB of weights and training state per GPU fit into {has:,.0f} GiB"
+
+
+def activation_checkpointing(context: Context) -> tuple[bool, str]:
+    """On where the plan needs it, and Accelerate can do it."""
+    if context["engine"] == "fsdp" and context["method"] != "full":
+        return (
+            False,
+            "PEFT would lose the adapter; the launch line gets --gradient_checkpointing true where it is needed",
+        )
+    if why := validation.reason("activation_checkpointing", True, context):
+        return False, why
+    if not notes.checkpoints_in_yaml(context):
+        return False, "costs about a third more compute"
+    found = notes.advice(context)
+    if found is None:
+        return False, "costs about a third more compute"
+    if found.checkpointing:
+        return True, f"needed; costs about a third more compute. With it, it {found.words}"
+    return False, f"would cost about a third more compute; without it, it {found.words}"
+
+
+def ram_efficient_loading(context: Context) -> tuple[bool, str]:
+    """On, except where FSDP2 would crash on stored buffers."""
+    if context["fsdp_version"] == 2 and context.model is not None and context.model.persistent_buffers:
+        return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
+    if context["method"] == "qlora":
+        return False, "4-bit weights are quantised on every rank"
+    return True, "one rank reads the weights, the others receive them"
+
+
+def mixed_precision(context: Context) -> tuple[str, str]:
+    """bf16 where the GPU has it."""
+    if not machines.has_bf16(context.machine):
+        return "fp16", f"{context.machine.accelerator} has no bf16"
+    return "bf16", "bf16 compute over fp32 master weights"
+
+
+def processes(context: Context) -> tuple[int, str]:
+    """One per GPU; two per machine where there is none."""
+    count, number = context.machine.count, context["num_machines"]
+    if context["engine"] == "tpu":
+        return (count or 8) * number, "one per TPU core"
+    if count:
+        several = f", {number} machines" if number > 1 else ""
+        return count * number, f"{count} x {context.machine.accelerator}{several}"
+    return 2 * number, "no GPU: two processes per machine, enough to rehearse on CPU"

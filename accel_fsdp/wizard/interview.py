@@ -1,0 +1,246 @@
+"""Settles the questions of `questions.py`: by flags, by defaults, or by asking in a terminal."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
+
+from accel_fsdp import console
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.models import ModelFacts, inspect_model, remote_code
+from accel_fsdp.prediction.memory import Recipe
+from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.wizard import notes, prompts
+from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
+from accel_fsdp.wizard.question import Context, Question, settle, skip
+from accel_fsdp.wizard.questions import QUESTIONS, to_answers
+
+Mode = Literal["ask", "defaults", "flags"]
+FIELDS = [question.field for question in QUESTIONS]
+GREETING = (
+    "Enter answers; arrow keys, or an option's first digit or letter, choose. Escape goes back one question, "
+    "Ctrl-C stops and writes nothing."
+)
+
+
+@dataclass
+class Interview:
+    """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file.
+
+    With `as_written` they are what a file says, and text that would be refused stays, so that it can be replaced.
+    `fixed` are the fields that nobody asks about, `asked` those that were answered in the terminal, the latest last.
+    """
+
+    flags: Mapping[str, str]
+    given: dict[str, Any]
+    quiet: bool = False
+    as_written: bool = False
+    fixed: frozenset[str] = frozenset()
+    asked: list[str] = field(default_factory=list)
+
+    def settled(self, until: str | None = None) -> Context:
+        """All answers, or those before the question `until`; what is not given gets its default.
+
+        Raises:
+            UserError: a flag's value is refused or has no effect, the model can't be read, or a default can't be found.
+        """
+        context = Context(given={})
+        for question in QUESTIONS:
+            if question.field == "gpus" and "gpus" not in self.given:
+                context = replace(context, found=_machine())
+            if question.field == until:
+                break
+            context = self._settle(question, context)
+        return context
+
+    def unanswered(self) -> list[Question]:
+        """The questions that matter and have no given answer; without a model those that a Llama would raise."""
+        known = (
+            self if "model" in self.given else replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
+        )
+        context = known.settled()
+        return [q for q in QUESTIONS if q.applies(context) and q.field not in self.given]
+
+    def _settle(self, question: Question, context: Context) -> Context:
+        if not question.applies(context):
+            return skip(question, context, self.flags)
+        context = self._settle_given(question, context)
+        if question.field == "gpus":
+            return replace(context, traced=_traced(context))
+        return self._with_model(context) if question.field == "model" else context
+
+    def _settle_given(self, question: Question, context: Context) -> Context:
+        if question.field in self.given:
+            try:
+                return settle(question, context, self.given[question.field])
+            except UserError as error:
+                if question.field in self.flags:
+                    raise
+                if self.as_written and question.options is None:
+                    return replace(context, given={**context.given, question.field: self.given[question.field]})
+                del self.given[question.field]
+                note = _in_words(f"{error.what.rstrip('.')}; {error.why}")
+                if not self.as_written:
+                    console.say(f"note: {note}", style="yellow", wrap=True)
+        return settle(question, context, question.default(context)[0])
+
+    def _with_model(self, context: Context) -> Context:
+        try:
+            model = _model(context["model"])
+            if not self.quiet:
+                _introduce(context["model"])
+            return replace(context, model=model)
+        except UserError as error:
+            if "layer_class" not in self.given:
+                raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
+            _go_on_unchecked(error)
+            return context
+
+
+def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) -> Interview:
+    """Settles every question: by flag, by what a preset or file gave, else by asking or by its default.
+
+    In mode "flags" nothing is left to defaults.
+
+    Raises:
+        UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
+    """
+    talk = Interview(flags, {**given, **flags})
+    if mode == "ask":
+        talk.fixed = frozenset(talk.given)
+        console.say(GREETING, style="dim", wrap=True)
+        _ask_from(talk, 0)
+    if mode == "flags" and (unanswered := talk.unanswered()):
+        raise UsageError(
+            "this is not a terminal, so nothing can be asked",
+            why="unanswered: " + " ".join(question.flag for question in unanswered),
+            fix="add --yes to take the defaults (it needs --model), or give these flags",
+        )
+    return talk
+
+
+def answers(talk: Interview) -> Answers:
+    """The complete answers of a finished interview."""
+    return to_answers(talk.settled())
+
+
+def warnings(talk: Interview) -> tuple[str, ...]:
+    """What the plan has against the answers of a finished interview: that they don't fit, and what would."""
+    return notes.warnings(talk.settled())
+
+
+def change(talk: Interview, field: str) -> None:
+    """Asks one question again; answers that no longer fit fall back to their defaults, and it says so."""
+    question = next(question for question in QUESTIONS if question.field == field)
+    answer = _ask(question, talk.settled(until=field), talk.settled()[field])
+    if answer is not prompts.BACK:
+        talk.flags, talk.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
+
+
+def go_back(talk: Interview) -> None:
+    """Asks the latest question once more, and what follows from its answer; nothing where none was asked."""
+    if talk.asked:
+        _ask_from(talk, FIELDS.index(talk.asked.pop()))
+
+
+def _ask_from(talk: Interview, position: int) -> None:
+    """Asks what nobody has answered, in order; Escape goes back to the question before."""
+    while position < len(QUESTIONS):
+        question = QUESTIONS[position]
+        context = talk.settled(until=question.field)
+        if question.field in talk.fixed or not question.applies(context):
+            position += 1
+            continue
+        answer = _ask(question, context, talk.given.get(question.field))
+        if answer is prompts.BACK:
+            position = FIELDS.index(talk.asked.pop()) if talk.asked else position
+            continue
+        talk.given[question.field] = answer
+        talk.asked.append(question.field)
+        position += 1
+
+
+def _ask(question: Question, context: Context, before: Any) -> Any:
+    """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK."""
+    while True:
+        answer = prompts.ask(question, context, before)
+        if answer is prompts.BACK:
+            return answer
+        try:
+            settle(question, context, answer)
+            if question.field == "model":
+                _model(answer)
+            return answer
+        except UserError as error:
+            console.say(_at_prompt(error, question), style="red", wrap=True)
+
+
+def _at_prompt(error: UserError, question: Question) -> str:
+    """The error for someone who types answers, not flags: `--num-machines 2` is `num machines 2`, its own flag goes."""
+    fix = error.fix
+    if fix.startswith(f"{question.flag} "):
+        fix = f"type {fix.replace(f'{question.flag} ', '')}"
+    return str(UserError(_in_words(error.what), why=_in_words(error.why), fix=_in_words(fix)))
+
+
+def _in_words(text: str) -> str:
+    """Flags as the review calls the questions."""
+    for question in QUESTIONS:
+        text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", " "), text)
+    return text
+
+
+@cache
+def _machine() -> MachineFacts:
+    with console.waiting("Looking at this machine"):
+        return inspect_model.read_machine()
+
+
+@cache
+def _model(name: str) -> ModelFacts:
+    with console.waiting(f"Building {name} on the meta device"):
+        return inspect_model.read_model(name)
+
+
+def _traced(context: Context) -> notes.Known:
+    """What the layers of a model outside of the catalogue allocate, where that decides anything: it takes seconds."""
+    model, gpu = context.model, context.machine.accelerator
+    if model is None or gpu is None or model.origin or not gpus.is_known(gpu):
+        return None
+    return _shape(context["model"]) if notes.may_be_too_large(model) else None
+
+
+@cache
+def _shape(name: str) -> notes.Known:
+    try:
+        return by_name.read_shape(name, Recipe())
+    except UserError:  # no plan is made for it, such as of an encoder and a decoder
+        return None
+
+
+@cache
+def _say_once(line: str) -> None:
+    console.say(line, style="yellow", wrap=True)
+
+
+def _go_on_unchecked(error: UserError) -> None:
+    """Says that the layer class is taken as given, and what else a model with code of its own needs."""
+    _say_once(f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked")
+    if isinstance(error, remote_code.NeedsCode):
+        _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
+
+
+@cache
+def _introduce(name: str) -> None:
+    """Says once what was found in the model."""
+    model = _model(name)
+    layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
+    origin = f" ({model.origin})" if model.origin else ""
+    console.say(
+        f"{model.name}: {model.model_type}, {model.parameters / 1e6:,.1f} M parameters, {layers}{origin}",
+        style="cyan",
+        wrap=True,
+    )

@@ -1,0 +1,254 @@
+"""What the planner says beside an option of the wizard, and of the answers as a whole. Pure.
+
+It is silent where the GPU isn't in the table. Of a model outside of the catalogue it knows what the wizard has traced,
+or else what the weights alone take. The prediction is imported when it is asked for: `accel-fsdp --help` lists the
+questions and needs none.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from accel_fsdp.config import Precision
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.models import ModelFacts
+from accel_fsdp.prediction.memory import EngineKind, Layout, ModelShape
+from accel_fsdp.wizard import validation
+from accel_fsdp.wizard.question import Context, is_ddp
+
+if TYPE_CHECKING:
+    from accel_fsdp.prediction import Advice, Job
+    from accel_fsdp.prediction.memory import Tapes
+
+Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
+STATE_BYTES = {"full": 16.0, "lora": 2.0, "qlora": 0.6}
+"""Per parameter: float32 weight, gradient and Adam's two moments; a frozen weight of 16 bits; one of 4 bits."""
+ROOM_FOR_STATE = 0.8
+"""Share of a GPU that they may take; activations need the rest."""
+MOST_MACHINES = 64
+GIB = 1 << 30
+SMALL_STATE_GIB = 2
+"""Below this, weights and training state leave any GPU room for a row of activations."""
+
+
+def may_be_too_large(model: ModelFacts) -> bool:
+    """Whether a GPU may not hold this model with everything that training adds to it."""
+    return model.parameters * STATE_BYTES["full"] > SMALL_STATE_GIB * GIB
+
+
+def layout_of(context: Context, **changed: Any) -> Layout | None:
+    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
+    given = {**context.given, **changed}
+    count, number = context.machine.count, given["num_machines"]
+    ranks = given.get("num_processes") or count * number
+    if not count or given["engine"] == "tpu":
+        return None
+    together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
+    if given["engine"] == "deepspeed":
+        stage = given.get("zero_stage", 3)
+        return Layout("zero", stage, ranks, together, offload) if stage else Layout("ddp", 1, ranks, together)
+    if is_ddp({"strategy": 1, **given}):
+        return Layout("ddp", 1, ranks, together)
+    engine: EngineKind = "fsdp2" if given["fsdp_version"] == 2 else "fsdp1"
+    return Layout(engine, given.get("strategy", 1), ranks, together, offload)
+
+
+def note(question: str, value: int, context: Context) -> str:
+    """The predicted peak of a strategy on the GPUs of the answers, in a few words; empty for other questions."""
+    if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
+        return ""
+    layout = layout_of(context, strategy=value)
+    job = _job(context, layout) if layout and layout.ranks > 1 else None
+    if job is None or layout is None:
+        return ""
+    found = _judged(job, layout, False)
+    return f", ~{found.chosen.device.allocated / GIB:,.1f} GiB" if found else ""
+
+
+def legend(context: Context) -> str:
+    """What the numbers of `note` are; empty where there are none."""
+    layout = layout_of(context, strategy=1)
+    job = _job(context, layout) if layout and layout.ranks > 1 else None
+    if job is None:
+        return ""
+    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {job.gpu.usable_gib:.1f} GiB on a GPU"
+
+
+def advice(context: Context, **changed: Any) -> "Advice | None":
+    """What to switch on so that it fits; None where the model or the GPU isn't known."""
+    layout = layout_of(context, **changed)
+    if layout is None or _is_unknown(context):
+        return None
+    given = {**context.given, **changed}
+    layout = replace(layout, offload=False)  # what it decides
+    asked = (given["model"], context.machine, layout, given["method"], _precision(context))
+    return _advise_anew(*asked, context.traced) if context.traced else _advise(*asked)
+
+
+def _advise_anew(*asked: Any) -> "Advice | None":
+    from accel_fsdp.prediction import advise
+
+    try:
+        return advise(*asked)
+    except UserError:  # what this method allocates can't be recorded
+        return None
+
+
+_advise = lru_cache(_advise_anew)
+
+
+def _judged(job: "Job", layout: Layout, checkpointing: bool) -> "Advice | None":
+    from accel_fsdp.prediction import judge
+
+    try:
+        return judge(job, layout, checkpointing)
+    except UserError:
+        return None
+
+
+def _precision(context: Context) -> Precision:
+    given: Precision | None = context.given.get("mixed_precision")
+    return given or ("bf16" if machines.has_bf16(context.machine) else "fp16")
+
+
+def state_gib(context: Context) -> tuple[float, float] | None:
+    """What the weights and their training alone take of a GPU, and what it has; None where either isn't known."""
+    layout, machine = layout_of(context), context.machine
+    if context.model is None or layout is None:
+        return None
+    known = machine.accelerator is not None and gpus.is_known(machine.accelerator)
+    has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if known else machine.memory_gib
+    if has is None:
+        return None
+    return context.model.parameters * STATE_BYTES[context["method"]] / layout.shard_ranks / GIB, has
+
+
+def checkpoints_in_yaml(context: Context) -> bool:
+    """Whether Accelerate can checkpoint activations with these answers; where not, the training script can."""
+    sharded = context["engine"] == "fsdp" and not is_ddp(context.given)
+    return sharded and not validation.reason("activation_checkpointing", True, context)
+
+
+def checkpoints_in_script(context: Context) -> bool:
+    """Whether the script has to checkpoint activations, so that it fits."""
+    if checkpoints_in_yaml(context):
+        return False
+    found = advice(context)
+    return found is not None and found.checkpointing
+
+
+def warnings(context: Context) -> tuple[str, ...]:
+    """What the plan has to say of settled answers before they are written, line by line."""
+    lines, host = misfit(context), host_words(context)
+    return lines if not host or any(host in line for line in lines) else (*lines, f"note: {host}")
+
+
+def misfit(context: Context) -> tuple[str, ...]:
+    """Why settled answers don't fit into the memory of a GPU, and what would; nothing where they fit or nobody knows.
+
+    Each part is a sentence.
+    """
+    layout = layout_of(context)
+    job = _job(context, layout) if layout else None
+    checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
+    found = _judged(job, layout, checkpointing) if job and layout else None
+    if found is None:
+        return _misfit_of_state(context)
+    host = _host_gib(context)
+    if found.fits and (host is None or host[0] <= host[1]):
+        return ()
+    how = f"this leaves too little free memory: it {found.words}" if found.verdict == "tight" else host_words(context)
+    how = f"this doesn't fit: it {found.words}" if found.verdict == "no" else how
+    better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
+    return f"warning: {how}", f"  what fits: {better}"
+
+
+def host_words(context: Context) -> str:
+    """What offload needs of each machine's memory; empty without offload."""
+    found = _host_gib(context)
+    if found is None:
+        return ""
+    needed, usual = found
+    words = f"CPU offload needs {needed:,.0f} GiB of memory on each machine"
+    return words if needed <= usual else f"{words}, where {usual:,.0f} GiB are usual"
+
+
+def _host_gib(context: Context, **changed: Any) -> tuple[float, float] | None:
+    """What offload needs of each machine's memory, and what the plan takes a machine to have; None without offload."""
+    layout = layout_of(context, **changed)
+    job = _job(with_answers(context, **changed), layout) if layout and layout.offload else None
+    if job is None or layout is None:
+        return None
+    from accel_fsdp.prediction import host_bytes
+
+    return host_bytes(job, job.recipe, layout) / GIB, job.host_bytes / GIB
+
+
+def _misfit_of_state(context: Context) -> tuple[str, ...]:
+    state = state_gib(context)
+    if state is None or context["cpu_offload"] or state[0] <= state[1]:
+        return ()
+    what = "weights" if context["method"] != "full" else "weights, gradients and Adam's state"
+    return (f"warning: this doesn't fit: the {what} alone take {state[0]:,.1f} of {state[1]:,.1f} GiB",)
+
+
+def _job(context: Context, layout: Layout | None) -> "Job | None":
+    from accel_fsdp.prediction import make_job
+
+    if layout is None or _is_unknown(context):
+        return None
+    precision = _precision(context)
+    return make_job(context["model"], context.machine, layout, context["method"], precision, context.traced)
+
+
+def _is_unknown(context: Context) -> bool:
+    """A folder that is called like a model of the catalogue may hold another."""
+    return context.traced is None and os.path.exists(context["model"])
+
+
+def _better(context: Context) -> Iterator[str]:
+    """Single changes of the answers that would make it fit, as flags."""
+    now = advice(context)
+    if now and _fits(context):
+        yield " ".join(_switches(context, now))
+        return
+    sharded: Mapping[str, Any] = {"engine": "fsdp", "fsdp_version": 2, "strategy": 1}
+    if any(context.given[name] != value for name, value in sharded.items()) and _fits(context, **sharded):
+        yield "--engine fsdp --fsdp-version 2 --strategy 1"
+    adapters = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[context["method"]]
+    for method in adapters:
+        if not validation.reason("engine", context["engine"], with_answers(context, method=method)) and _fits(
+            context, method=method, fsdp_version=2
+        ):
+            yield f"--method {method}"
+            break
+    number = context["num_machines"] * 2
+    while number <= MOST_MACHINES:
+        if _fits(context, num_machines=number, num_processes=context.machine.count * number):
+            yield f"{number} machines: --gpus {number}x{machines.describe(context.machine)}"
+            return
+        number *= 2
+
+
+def _fits(context: Context, **changed: Any) -> bool:
+    found = advice(context, **changed)
+    if found is None or not found.fits:
+        return False
+    host = _host_gib(context, **{**changed, "cpu_offload": found.offload})
+    return host is None or host[0] <= host[1]
+
+
+def with_answers(context: Context, **changed: Any) -> Context:
+    """The context with other answers."""
+    return replace(context, given={**context.given, **changed})
+
+
+def _switches(context: Context, found: "Advice") -> Iterator[str]:
+    """The flags by which the answers differ from the advice."""
+    if found.checkpointing and checkpoints_in_yaml(context) and not context["activation_checkpointing"]:
+        yield "--activation-checkpointing true"
+    if found.offload and not context["cpu_offload"]:
+        yield "--cpu-offload true"

@@ -1,0 +1,144 @@
+"""Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
+
+Options are chosen with the arrow keys, or with the digit or letter that they begin with.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import questionary
+from prompt_toolkit.application import get_app_session
+from prompt_toolkit.filters import Always
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
+from questionary.prompts.common import InquirerControl
+
+from accel_fsdp import console
+from accel_fsdp.wizard.question import Context, Option, Question
+
+BACK = object()
+"""The answer of someone who pressed Escape."""
+ESCAPE_SECONDS = 0.1
+"""How long a lone Escape waits to see whether it begins an arrow key's sequence."""
+
+
+def ask(question: Question, context: Context, before: Any) -> Any:
+    """Asks once, with the answer `before` or the default proposed; Ctrl-C raises KeyboardInterrupt.
+
+    The default shows in grey and goes when something is typed; an earlier answer stands there to be edited.
+    """
+    value, reason = question.default(context)
+    if question.options is None:
+        answer, shown = _ask_text(
+            question.prompt, _as_text(value), reason, None if before is None else _as_text(before)
+        )
+    else:
+        answer, shown = _ask_choice(question, context, value if before is None else before, reason)
+    if answer is not BACK:
+        console.answered(question.prompt, shown)
+    return answer
+
+
+def _as_text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tuple[Any, str]:
+    first, instruction = _fitted(prompt, reason, room=len(default) + 2)
+    grey = [("class:instruction", default)]
+    answer = _run(questionary.text(first, default=before or "", instruction=instruction + " ", placeholder=grey))
+    answer = default if answer == "" else answer
+    return answer, answer
+
+
+def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
+    assert question.options is not None
+    options = question.options(context)
+    choices = [_choice(option) for option in options]
+    free = [choice for choice in choices if not choice.disabled]
+    default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
+    prompt, instruction = _fitted(question.prompt, reason)
+    answer = _run(questionary.select(prompt, choices, default=default, instruction=instruction, use_jk_keys=False))
+    return answer, next((option.label for option in options if option.value == answer), "")
+
+
+def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
+    """One of several rows, given as (value, label); Escape returns BACK. Leaves nothing on the screen."""
+    choices = [_choice(Option(value, label)) for value, label in rows]
+    first, hint = _fitted(text, instruction)
+    return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
+
+
+def confirm(text: str, default: bool) -> bool:
+    """A yes-or-no question; Escape is a no, Ctrl-C raises KeyboardInterrupt."""
+    answer = _run(questionary.confirm(text, default=default)) is True
+    console.answered(text, "yes" if answer else "no")
+    return answer
+
+
+def pause() -> None:
+    """Waits until something that was shown has been read."""
+    _run(questionary.press_any_key_to_continue("Any key goes back to the review"))
+
+
+def _fitted(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
+    """Prompt and reason, broken between words; the reason gets lines of its own where it doesn't fit with `room`."""
+    first, instruction = _fill(prompt, start=2, indent=2), f"({reason})"
+    end = len(first.splitlines()[-1]) + 3
+    if end + len(instruction) + room < _columns():
+        return first, instruction
+    return first, "\n  " + _fill(instruction, start=2, indent=3)
+
+
+def _choice(option: Option) -> questionary.Choice:
+    """An option broken between words; questionary draws a disabled one as `- label (why)`."""
+    label = _fill(option.label, start=5, indent=5)
+    why = _fill(option.disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
+    return questionary.Choice(label, value=option.value, disabled=why or None)
+
+
+def _fill(text: str, start: int, indent: int) -> str:
+    """`text` in lines of the terminal's width; the first begins in column `start`, the others in column `indent`."""
+    lines = textwrap.wrap(
+        text, _columns() - 1, initial_indent=" " * start, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+    return "\n".join(lines).lstrip(" ")
+
+
+def _columns() -> int:
+    """The width that prompt_toolkit draws in: the terminal's own, whatever the variable COLUMNS says."""
+    return get_app_session().output.get_size().columns
+
+
+def _run(question: questionary.Question) -> Any:
+    """Long lines wrap, Escape ends the question without an answer, and what was drawn goes when it is answered."""
+    application = question.application
+    application.erase_when_done = True
+    bindings = KeyBindings()
+
+    @bindings.add("escape", eager=True)
+    def back(event: KeyPressEvent) -> None:
+        event.app.exit(result=BACK)
+
+    for window in application.layout.find_all_windows():
+        window.wrap_lines = Always()
+        if isinstance(window.content, InquirerControl):
+            _point_by_first_letter(window.content, bindings)
+    application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])
+    application.ttimeoutlen = ESCAPE_SECONDS
+    return question.unsafe_ask()
+
+
+def _point_by_first_letter(options: InquirerControl, bindings: KeyBindings) -> None:
+    """A digit or letter points at the next option that begins with it and can be taken."""
+    places: dict[str, list[int]] = {}
+    for place, choice in enumerate(options.choices):
+        if not choice.disabled:
+            places.setdefault(str(choice.title)[0].lower(), []).append(place)
+
+    def point(found: list[int]) -> None:
+        options.pointed_at = next((place for place in found if place > options.pointed_at), found[0])
+
+    for letter, found in places.items():
+        for key in {letter, letter.upper()}:
+            bindings.add(key)(lambda event, found=found: point(found))

@@ -1,0 +1,130 @@
+"""How a question works: its options, its default, its check, and the answers so far. Pure, like `questions.py`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.hardware import MachineFacts, machines
+from accel_fsdp.models import ModelFacts
+from accel_fsdp.prediction.memory import ModelShape
+
+if TYPE_CHECKING:
+    from accel_fsdp.prediction.memory import Tapes
+
+Given = Mapping[str, Any]
+
+
+def is_ddp(given: Given) -> bool:
+    """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, Accelerate would shard all the same."""
+    unsharded = given["engine"] == "fsdp" and given["fsdp_version"] == 2 and given["strategy"] == 3
+    return bool(given["engine"] == "ddp" or unsharded)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a question may look at: the answers so far, the model, and the machine that was found.
+
+    `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded.
+    """
+
+    given: Given
+    found: MachineFacts = machines.CPU
+    model: ModelFacts | None = None
+    traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
+
+    @property
+    def machine(self) -> MachineFacts:
+        """One of the machines that will train, as answered; before that, the one that was found."""
+        return machines.parse(self.given["gpus"])[0] if "gpus" in self.given else self.found
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be taken here."""
+
+    value: Any
+    label: str
+    disabled: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
+
+    `default` returns the proposed value and the reason in one line. `metavar` shows in `--help` what a flag
+    takes; `names` are second spellings of its values, `aliases` of the flag. `applies` says whether to ask at all:
+    where it is false the default is taken. `check` returns the value as stored, or raises `UserError`. `key` is the
+    section and key of the YAML that takes the answer, if it is one.
+    """
+
+    field: str
+    prompt: str
+    default: Callable[[Context], tuple[Any, str]]
+    options: Callable[[Context], list[Option]] | None = None
+    applies: Callable[[Context], bool] = lambda context: True
+    check: Callable[[Context, Any], Any] = lambda context, value: value
+    metavar: str = "TEXT"
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    key: tuple[str, str] | None = None
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag that answers this question."""
+        return "--" + self.field.replace("_", "-")
+
+
+def settle(question: Question, context: Context, value: Any) -> Context:
+    """Returns the context with `value` checked and stored as the answer to `question`.
+
+    Raises:
+        UserError: the value can't be used.
+    """
+    if question.options is not None:
+        value = _one_of(question, question.options(context), value)
+    return _store(question, context, question.check(context, value))
+
+
+def skip(question: Question, context: Context, flags: Given) -> Context:
+    """Stores the default of a question that does not apply.
+
+    Raises:
+        UsageError: its flag was given, and would have no effect.
+    """
+    if question.field in flags:
+        raise UsageError(
+            f"{question.flag} has no effect with the other answers",
+            why="a setting that does nothing is usually a mistake somewhere else",
+            fix=f"leave out {question.flag}",
+        )
+    return _store(question, context, question.default(context)[0])
+
+
+def _store(question: Question, context: Context, value: Any) -> Context:
+    return replace(context, given={**context.given, question.field: value})
+
+
+def _one_of(question: Question, options: list[Option], value: Any) -> Any:
+    """The option whose value reads like `value`: flags arrive as text, in any case."""
+    by_text = {str(option.value).lower(): option for option in options}
+    by_text |= {name.lower(): by_text[text] for text, name in question.names.items()}
+    text = str(value).lower()
+    chosen = by_text.get(text)
+    if chosen is not None and not chosen.disabled:
+        return chosen.value
+    known = [
+        str(option.value).lower() if isinstance(option.value, bool) else str(option.value)
+        for option in options
+        if not option.disabled
+    ]
+    raise UsageError(
+        f"{question.flag} {value} can't be used."
+        + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
+        why=chosen.disabled if chosen else "it is not one of the listed values",
+        fix=f"{question.flag} with one of: " + ", ".join(known) if known else "another model",
+    )

@@ -1,0 +1,232 @@
+"""The wizard's questions as a table: what is asked, when, which answers exist, which one is the default and why.
+
+What the memory of a GPU has to hold follows from the first ones, so that the plan can propose the answers to the rest.
+
+Pure: no terminal, no files, no torch. `interview.py` draws the questions. Prompts, choices and types of what stands in
+the YAML come from `schema.py`; here is what depends on the other answers, on the model and on the machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from accel_fsdp.config import BY_NAME, STRATEGIES, Kind, WrapPolicy
+from accel_fsdp.wizard import defaults, notes, validation
+from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.question import Context, Option, Question, is_ddp
+
+METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
+Default = Callable[[Context], tuple[Any, str]]
+
+
+def _is_fsdp(context: Context) -> bool:
+    return bool(context["engine"] == "fsdp") and not is_ddp(context.given)
+
+
+def _wraps(policy: WrapPolicy) -> Callable[[Context], bool]:
+    return lambda context: _is_fsdp(context) and bool(context["wrap_policy"] == policy)
+
+
+def _names_layers(context: Context) -> bool:
+    return bool(context["engine"] == "tpu") or _wraps("TRANSFORMER_BASED_WRAP")(context)
+
+
+def _can_offload(context: Context) -> bool:
+    return _is_fsdp(context) or bool(context["engine"] == "deepspeed" and context["zero_stage"] > 0)
+
+
+def _several_machines(context: Context) -> bool:
+    return bool(context["num_machines"] > 1)
+
+
+def _engine_is(*engines: str) -> Callable[[Context], bool]:
+    return lambda context: context["engine"] in engines
+
+
+def _free(name: str, prompt: str, default: Default, meanings: dict[Any, str], **rest: Any) -> Question:
+    """A question that no single key of the YAML answers."""
+    metavar = rest.pop("metavar", "|".join(meanings))
+    return Question(name, prompt, default, _options(name, meanings), metavar=metavar, **rest)
+
+
+def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config", **rest: Any) -> Question:
+    """The question for one key of the YAML, with the prompt, the choices and the type that the field table gives it."""
+    field = BY_NAME[section, key]
+    meanings: dict[Any, str] = {
+        int(choice) if choice.isdecimal() else choice: m for choice, m in field.meanings.items()
+    }
+    if field.kind is Kind.BOOL:
+        meanings = {False: "", True: ""}
+    hidden = rest.pop("hidden", ())
+    meanings = rest.pop("meanings", {value: m for value, m in meanings.items() if value not in hidden})
+    choices = "|".join(str(value) for value in meanings)
+    return Question(
+        name,
+        field.question,
+        default,
+        _options(name, meanings) if meanings else None,
+        metavar=METAVARS.get(field.kind, choices if len(choices) < 30 else "TYPE"),
+        key=(section, key),
+        **rest,
+    )
+
+
+def _options(name: str, meanings: dict[Any, str]) -> Callable[[Context], list[Option]]:
+    def options(context: Context) -> list[Option]:
+        return [
+            Option(
+                value,
+                _label(value, meaning) + notes.note(name, value, context),
+                validation.reason(name, value, context),
+            )
+            for value, meaning in meanings.items()
+        ]
+
+    return options
+
+
+def _label(value: Any, meaning: str) -> str:
+    text = {False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value)
+    return f"{text}: {meaning}" if meaning else text
+
+
+STRATEGY_MEANINGS = {
+    1: "FULL_SHARD: parameters, gradients, optimizer state (ZeRO-3)",
+    2: "SHARD_GRAD_OP: parameters kept after forward, less traffic (ZeRO-2)",
+    3: "NO_SHARD: plain data parallel, each GPU holds everything",
+    4: "HYBRID_SHARD: as 1 inside each machine, one replica per machine",
+    5: "HYBRID_SHARD_ZERO2: as 2 inside each machine, one replica each",
+}
+
+QUESTIONS: tuple[Question, ...] = (
+    Question(
+        "model",
+        "Which model? (hub id or local folder)",
+        defaults.always("", "its layers become the FSDP units"),
+        check=validation.check_model,
+        metavar="ID_OR_FOLDER",
+    ),
+    _free(
+        "method",
+        "What do you train?",
+        defaults.always("full", "every weight is trained"),
+        {
+            "full": "every weight",
+            "lora": "small adapter matrices, the base stays frozen",
+            "qlora": "the same on a base quantised to 4 bits",
+        },
+    ),
+    Question(
+        "gpus",
+        "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)",
+        defaults.gpus,
+        check=validation.check_gpus,
+        metavar="NxNAME[-MEMORYGB]",
+    ),
+    _asks(
+        "num_machines",
+        "num_machines",
+        defaults.num_machines,
+        section="",
+        check=validation.check_machines,
+        aliases=("--nodes",),
+    ),
+    _free(
+        "engine",
+        "Which engine?",
+        defaults.always("fsdp", "PyTorch's own sharding; nothing else to install"),
+        {
+            "fsdp": "PyTorch FSDP",
+            "ddp": "every GPU holds the whole model",
+            "deepspeed": "DeepSpeed ZeRO (pip install accel-fsdp[deepspeed])",
+            "tpu": "torch_xla's FSDP on a TPU host",
+        },
+    ),
+    _asks(
+        "fsdp_version",
+        "fsdp_version",
+        defaults.always(2, "it resumes the optimizer exactly, and PyTorch goes on developing it"),
+        applies=_engine_is("fsdp"),
+    ),
+    _asks(
+        "strategy",
+        "fsdp_sharding_strategy",
+        defaults.strategy,
+        meanings=STRATEGY_MEANINGS,
+        names={str(number): name for number, name in STRATEGIES.items()},
+        applies=_engine_is("fsdp"),
+    ),
+    _asks(
+        "zero_stage",
+        "zero_stage",
+        defaults.always(3, "fits the largest model"),
+        section="deepspeed_config",
+        applies=_engine_is("deepspeed"),
+    ),
+    _asks("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
+    _asks("num_processes", "num_processes", defaults.processes, section="", check=validation.check_processes),
+    _asks(
+        "wrap_policy",
+        "fsdp_auto_wrap_policy",
+        defaults.always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time"),
+        applies=_is_fsdp,
+    ),
+    _asks(
+        "layer_class",
+        "fsdp_transformer_layer_cls_to_wrap",
+        defaults.layer_class,
+        applies=_names_layers,
+        check=validation.check_layer_class,
+    ),
+    _asks(
+        "min_num_params",
+        "fsdp_min_num_params",
+        defaults.min_num_params,
+        applies=_wraps("SIZE_BASED_WRAP"),
+        check=validation.check_size,
+    ),
+    _asks("cpu_offload", "fsdp_offload_params", defaults.cpu_offload, applies=_can_offload),
+    _asks(
+        "activation_checkpointing",
+        "fsdp_activation_checkpointing",
+        defaults.activation_checkpointing,
+        applies=lambda context: _is_fsdp(context) or bool(context["engine"] == "tpu"),
+    ),
+    _asks(
+        "state_dict_type",
+        "fsdp_state_dict_type",
+        defaults.always("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs"),
+        hidden=("LOCAL_STATE_DICT",),
+        applies=_is_fsdp,
+    ),
+    _asks("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=_is_fsdp),
+    _asks(
+        "main_process_ip",
+        "main_process_ip",
+        defaults.always("", "where the other machines find the first"),
+        section="",
+        applies=_several_machines,
+        check=validation.check_ip,
+    ),
+    _asks(
+        "main_process_port",
+        "main_process_port",
+        defaults.always(29500, "Accelerate's default"),
+        section="",
+        applies=_several_machines,
+        check=validation.check_port,
+    ),
+)
+BY_FIELD = {question.field: question for question in QUESTIONS}
+
+
+def to_answers(context: Context) -> Answers:
+    """Turns a context in which every question is settled into `Answers`."""
+    answers = Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
+    return replace(answers, auto_class=context.model.auto_class) if context.model else answers
+
+
+def applying(answers: Answers) -> list[Question]:
+    """The questions whose answers matter for these answers."""
+    context = Context(given=vars(answers))
+    return [question for question in QUESTIONS if question.applies(context)]

@@ -1,0 +1,163 @@
+"""From answers to the text of an Accelerate YAML."""
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from accel_fsdp import __version__
+from accel_fsdp.config import BY_NAME, COMMAND, HEADER, RESHARDS, STRATEGIES, TORCH_DTYPES, Engine, as_scalar, yaml_file
+from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.question import is_ddp
+from accel_fsdp.wizard.questions import applying
+
+ENGINES: dict[str, tuple[str, Engine]] = {
+    "ddp": ("MULTI_GPU", Engine.DDP),
+    "deepspeed": ("DEEPSPEED", Engine.DEEPSPEED),
+    "tpu": ("XLA", Engine.TPU),
+}
+"""The wizard's names of the engines other than FSDP: Accelerate's `distributed_type`, and the field table's engine."""
+
+
+def engine_of(answers: Answers) -> Engine:
+    """What these answers train with."""
+    if is_ddp(vars(answers)):
+        return Engine.DDP
+    if answers.engine != "fsdp":
+        return ENGINES[answers.engine][1]
+    return Engine.FSDP2 if answers.fsdp_version == 2 else Engine.FSDP1
+
+
+def to_mapping(answers: Answers) -> dict[str, Any]:
+    """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others, in the table's order."""
+    engine = engine_of(answers)
+    kinds = {one: name for name, one in ENGINES.values()}
+    values: dict[tuple[str, str], Any] = {
+        ("", "compute_environment"): "LOCAL_MACHINE",
+        ("", "distributed_type"): kinds.get(engine, "FSDP"),
+    }
+    for question in applying(answers):
+        if question.key and engine in BY_NAME[question.key].engines:
+            value = getattr(answers, question.field)
+            values[question.key] = ",".join(value) if isinstance(value, tuple) else value
+    values |= _DERIVED[engine](answers)
+    content: dict[str, Any] = {}
+    for (section, key), field in BY_NAME.items():
+        if (section, key) in values:
+            place = content.setdefault(section, {}) if field.section else content
+            place[key] = values[section, key]
+    return content
+
+
+def _nothing(answers: Answers) -> dict[tuple[str, str], Any]:
+    return {}
+
+
+def _fsdp1(answers: Answers) -> dict[tuple[str, str], Any]:
+    settings = {
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_forward_prefetch": False,
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+    }
+    return {("fsdp_config", key): value for key, value in settings.items()}
+
+
+def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
+    """FSDP2 spells hybrid sharding as a device mesh: one replica per machine, shards inside each."""
+    strategy = STRATEGIES[answers.strategy]
+    values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): RESHARDS[strategy]}
+    if strategy.startswith("HYBRID"):
+        sizes = {"replicate": answers.num_machines, "shard": answers.num_processes // answers.num_machines}
+        values |= {("parallelism_config", f"parallelism_config_dp_{name}_size"): n for name, n in sizes.items()}
+    return values
+
+
+def _deepspeed(answers: Answers) -> dict[tuple[str, str], Any]:
+    """`auto` lets Trainer fill in its own arguments; without the stage-3 flags no model would be saved."""
+    device = "cpu" if answers.cpu_offload else "none"
+    settings: dict[str, Any] = {"offload_optimizer_device": device} if answers.zero_stage else {}
+    if answers.zero_stage == 3:
+        settings |= {"offload_param_device": device, "zero3_init_flag": True, "zero3_save_16bit_model": True}
+    settings |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    if answers.num_machines > 1:
+        settings["deepspeed_multinode_launcher"] = "standard"
+    return {("deepspeed_config", key): value for key, value in settings.items()}
+
+
+def _tpu(answers: Answers) -> dict[tuple[str, str], Any]:
+    xla = {"fsdp_xla": True, "fsdp_xla_fsdp_v2": True, "fsdp_xla_fsdp_grad_ckpt": answers.activation_checkpointing}
+    return {("", "main_training_function"): "main"} | {("fsdp_config", key): value for key, value in xla.items()}
+
+
+_DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
+    Engine.DDP: _nothing,
+    Engine.FSDP1: _fsdp1,
+    Engine.FSDP2: _fsdp2,
+    Engine.DEEPSPEED: _deepspeed,
+    Engine.TPU: _tpu,
+}
+
+
+def to_text(answers: Answers) -> str:
+    """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic."""
+    return "\n".join([*header(answers), yaml_file.dump(_quoted(to_mapping(answers)))])
+
+
+def _quoted(value: Any) -> Any:
+    """Text in quotes where it needs them, at every level: a layer class may be called NO."""
+    return {key: _quoted(inner) for key, inner in value.items()} if isinstance(value, dict) else as_scalar(value)
+
+
+def header(answers: Answers) -> list[str]:
+    """Comment lines: what the file is, the command that made it, and the one that uses it."""
+    return [
+        f"# {answers.model}, {answers.method} training, {_engine_in_words(answers)}.",
+        f"{HEADER} {__version__}:",
+        f"#   {command_line(answers)}",
+        "# Launch:",
+        f"#   {launch_line(answers, 'THIS_FILE')}",
+    ]
+
+
+def _engine_in_words(answers: Answers) -> str:
+    engine = engine_of(answers)
+    if engine in (Engine.FSDP1, Engine.FSDP2):
+        return f"{engine.value}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
+    if engine is Engine.DEEPSPEED:
+        return f"DeepSpeed ZeRO-{answers.zero_stage}"
+    return {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)"}[engine]
+
+
+def command_line(answers: Answers) -> str:
+    """The non-interactive command that writes the same YAML."""
+    words = COMMAND.split()
+    for question in applying(answers):
+        words += [question.flag, flag_text(getattr(answers, question.field))]
+    return shlex.join(words)
+
+
+def flag_text(value: Any) -> str:
+    """An answer as its flag takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def launch_line(answers: Answers, path: str) -> str:
+    """The command that trains with the YAML at `path`."""
+    words = ["accelerate", "launch", "--config_file", path]
+    if answers.num_machines > 1:
+        words += ["--machine_rank", "0"]
+    if answers.own_script:
+        return shlex.join([*words, "YOUR_SCRIPT.py"])
+    words += ["train/sft.py", "--model_name_or_path", answers.model]
+    words += ["--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first"]
+    if answers.method != "full":
+        words.append("--use_peft")
+    if answers.method == "qlora":
+        words += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
+    if answers.script_checkpoints:
+        words += ["--gradient_checkpointing", "true"]
+    if answers.engine == "tpu":
+        words += ["--accelerate_config", path]
+    return shlex.join(words)

@@ -1,0 +1,254 @@
+"""The answers that can't be used, each with its reason: options that are out of place, values that would fail. Pure."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from accel_fsdp.config import Engine, Setup, clashes
+from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
+from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.models import catalogue
+from accel_fsdp.wizard.question import Context, Given, is_ddp
+
+LOOKALIKES = str.maketrans("OoIl", "0011")
+"""Letters that are typed for digits."""
+MEMORY_MATTERS = "what fits follows from a GPU's memory"
+LONGEST_PATH, LONGEST_SHOWN = 1024, 80
+MORE_MEMORY = 1.5
+"""How much more than the largest card of a name somebody may have: a new edition of it."""
+MOST_RANKS = 1_000_000
+"""More machines or processes than any cluster has: a slip of the key."""
+
+
+def reason(question: str, value: Any, context: Context) -> str:
+    """Why this option can't be taken with the answers so far; empty when it can."""
+    check = _OPTIONS.get((question, value))
+    return (check(context) if check else "") or _clash(question, value, context)
+
+
+def _clash(question: str, value: Any, context: Context) -> str:
+    """What the table of combinations has against an option and the answers before it."""
+    given = {**context.given, question: value}
+    if question not in _PARTS or (question == "activation_checkpointing" and not value):
+        return ""
+    setup = Setup(
+        _engine(given),
+        given["method"],
+        recompute="engine" if question == "activation_checkpointing" else "none",
+        wrap_policy=given.get("wrap_policy", ""),
+        state_dict=given.get("state_dict_type", ""),
+        base=context.model.quant_method if context.model else "",
+    )
+    return next((one.what for one in clashes(setup) if _PARTS[question] in one.parts), "")
+
+
+def _engine(given: Given) -> Engine:
+    """The engine of answers that may lack the later ones."""
+    if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
+        return {"deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}.get(given.get("engine", ""), Engine.DDP)
+    return {1: Engine.FSDP1, 2: Engine.FSDP2}.get(given.get("fsdp_version", 0), Engine.NONE)
+
+
+_PARTS = {
+    "method": "base",
+    **dict.fromkeys(("engine", "fsdp_version"), "method"),
+    "wrap_policy": "wrap_policy",
+    "activation_checkpointing": "recompute",
+    "state_dict_type": "state_dict",
+}
+"""The questions that the table of combinations knows, and which part of a job their options decide with what is known
+by then."""
+
+
+def _unless(allowed: Callable[[Context], bool], why: str) -> Callable[[Context], str]:
+    return lambda context: "" if allowed(context) else why
+
+
+_OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
+    ("engine", "deepspeed"): _unless(lambda c: c["method"] != "qlora", "ZeRO-3 can't partition 4-bit weights"),
+    ("engine", "tpu"): _unless(
+        lambda c: c["num_machines"] == 1, "a TPU pod is started by gcloud, not by main_process_ip"
+    ),
+    ("mixed_precision", "fp16"): _unless(lambda c: c["engine"] != "tpu", "a TPU computes in bf16"),
+    ("mixed_precision", "no"): _unless(
+        lambda c: c["method"] != "qlora", "the 4-bit weights are stored in the compute dtype, a 16-bit one"
+    ),
+}
+
+
+def check_model(context: Context, value: Any) -> str:
+    """Refuses no name, and one that no line of a YAML can hold; a short name becomes the catalogue's hub id."""
+    name = str(value).strip()
+    if not name:
+        raise UsageError("--model is missing", why="the layer class is read from it", fix="--model HUB_ID_OR_FOLDER")
+    if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
+        raise UsageError(
+            f"--model {name[:LONGEST_SHOWN]} is no hub id and no folder",
+            why="neither begins with a dash, has control characters or is that long",
+            fix="--model HUB_ID_OR_FOLDER",
+        )
+    return catalogue.hub_id(name)
+
+
+def check_gpus(context: Context, value: Any) -> str:
+    """Refuses text that doesn't describe a machine, and a GPU whose memory can't be known."""
+    text = str(value).strip()
+    try:
+        machine, number = machines.parse(text)
+    except UsageError as error:
+        raise UsageError(error.what, why=error.why, fix=f"{error.fix}; --gpus cpu without any") from error
+    name = machine.accelerator
+    if name is None or text == machines.describe(context.found):
+        return text
+    if name.lower() == "cpu":
+        raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a flag of their own", "cpu")
+    if machine.count * number > MOST_RANKS:
+        raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
+    meant = "" if gpus.is_known(name) else name.translate(LOOKALIKES)
+    if sized := gpus.with_size(name):
+        what = f"{name} is no GPU. Did you mean {sized}?"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, sized))
+    if gpus.is_known(meant):
+        what = f"{name} is no GPU. Did you mean {gpus.find(meant).name}?"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, meant))
+    if gpus.is_known(name):
+        most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)
+        if machine.memory_gib and machine.memory_gib > most * MORE_MEMORY:
+            what = f"no {name} has {machine.memory_gib:,.0f} GiB"
+            raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
+    elif not machine.memory_gib:  # with it, it is newer or rarer than the table
+        known = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
+        near = nearest(name, known)
+        what = f"{name} is no GPU that this tool knows." + (f" Did you mean {near}?" if near else "")
+        first = f"{text.replace(name, near)}; or " if near else ""
+        typed = f"{first}{text}-80GB, with the memory of one GPU; known are: {', '.join(known)}"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, typed)
+    return text
+
+
+def _wrong_gpus(text: str, what: str, why: str, fix: str) -> UsageError:
+    return UsageError(f"--gpus {text}: {what}", why=why, fix=f"--gpus {fix}")
+
+
+def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
+    """Refuses no class at all, and classes that the model doesn't have."""
+    parts = value.split(",") if isinstance(value, str) else value
+    names = tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
+    if not names:
+        raise UserError(
+            "no transformer layer class is known",
+            why="without it FSDP makes one unit of the whole model and saves no memory",
+            fix="--layer-class NAME, the class of the model's repeated layers",
+        )
+    if wrong := next((name for name in names if not name.isidentifier()), ""):
+        raise UserError(
+            f"layer class {wrong[:LONGEST_SHOWN]} is no name of a class",
+            why="Accelerate looks for a module class of that name",
+            fix="--layer-class NAME, such as LlamaDecoderLayer",
+        )
+    if context.model is not None:
+        check_layer_classes(names, context.model.classes, tuple(layer.name for layer in context.model.wrap_classes))
+    return names
+
+
+def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:
+    """Refuses layer class names that the built model doesn't have; `found` are those of its repeated layers.
+
+    Raises:
+        UserError: naming the first unknown one and the nearest existing class.
+    """
+    for name in names:
+        if name not in classes:
+            raise UserError(
+                f"layer class {name} is not in the model.{did_you_mean(name, classes)}",
+                why="Accelerate would stop at prepare: Could not find the transformer layer class",
+                fix=("--layer-class " + ",".join(found) + ", or " if found else "")
+                + "one of: "
+                + ", ".join(sorted(classes.difference(found))),
+            )
+
+
+def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
+    text = str(value).strip()
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+    if not 1 <= number <= most:
+        raise UserError(
+            f"{flag} {text[:LONGEST_SHOWN]} is not a whole number from 1 to {most}", why=why, fix=f"{flag} {fix}"
+        )
+    return number
+
+
+def check_size(context: Context, value: Any) -> int:
+    """Refuses 0, which wraps nothing."""
+    why = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
+    return _number("--min-num-params", value, why, fix=100_000_000, most=10**15)
+
+
+def check_port(context: Context, value: Any) -> int:
+    """Refuses what is no TCP port."""
+    return _number("--main-process-port", value, "it must be a free TCP port", fix=29500, most=65535)
+
+
+def check_machines(context: Context, value: Any) -> int:
+    """Refuses less than one machine."""
+    described = machines.parse(context["gpus"])[1]
+    count = _number("--num-machines", value, "it counts machines, this one too", fix=described, most=MOST_RANKS)
+    if described not in (1, count):
+        raise UserError(
+            f"--num-machines {count} contradicts --gpus {context['gpus']}",
+            why=f"that describes {described} machines",
+            fix=f"--num-machines {described}, or describe one machine alone",
+        )
+    return count
+
+
+def check_processes(context: Context, value: Any) -> int:
+    """Refuses numbers that Accelerate would round, refuse, or shard over a single rank."""
+    machines_in_all = context["num_machines"]
+    one_each = max(context.machine.count, 1) * machines_in_all
+    total = _number("--num-processes", value, "each process drives one GPU", fix=one_each, most=MOST_RANKS)
+    if total % machines_in_all:
+        raise UserError(
+            f"--num-processes {total} is not a multiple of --num-machines {machines_in_all}",
+            why="it is the total over all machines; Accelerate would start fewer, without a word",
+            fix=f"--num-processes {max(total // machines_in_all, 1) * machines_in_all}",
+        )
+    gpus = context.machine.count * machines_in_all
+    if 0 < gpus < total:
+        raise UserError(
+            f"--num-processes {total} on {gpus} GPUs",
+            why="each process drives a GPU of its own",
+            fix=f"--num-processes {gpus}, or describe the machine: --gpus {total // machines_in_all}xNAME",
+        )
+    hybrid = context["engine"] == "fsdp" and context["strategy"] in (4, 5)
+    if hybrid and total // machines_in_all < 2:
+        raise UserError(
+            f"hybrid sharding with {total // machines_in_all} process per machine",
+            why="it shards inside each machine, so nothing would be sharded",
+            fix=f"--num-processes {2 * machines_in_all} or more, or --strategy 1",
+        )
+    if total < 2 and is_ddp(context.given):
+        raise UserError(
+            "data parallel training with 1 process",
+            why="Accelerate refuses it",
+            fix="--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do",
+        )
+    return total
+
+
+def check_ip(context: Context, value: Any) -> str:
+    """Refuses no address at all."""
+    text = str(value).strip()
+    if not text:
+        raise UserError(
+            "--main-process-ip is missing",
+            why=f"{context['num_machines']} machines have to meet at one address; Accelerate would wait at None:29500",
+            fix="--main-process-ip ADDRESS_OF_THE_FIRST_MACHINE",
+        )
+    if problem := machines.address_problem(text):
+        raise UserError(
+            f"--main-process-ip {text[:LONGEST_SHOWN]} is no address to meet at",
+            why=problem,
+            fix="--main-process-ip NAME, the first machine's host name or IP address, such as 10.0.0.1",
+        )
+    return text

@@ -1,0 +1,137 @@
+"""Headers of safetensors files, against the library itself: nothing is read otherwise, and nothing that it refuses."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import sharded
+import torch
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from transformers import LlamaConfig
+
+from accel_fsdp.checkpoints import Reader, dcp, discover, open_checkpoint, safetensors_header
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import safetensors_writer
+
+PLACE = b'"dtype":"F32","shape":[1],"data_offsets":[0,4]'
+GOOD = b'{"a":{%s}}' % PLACE
+ODD = {
+    "negative": b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
+    "negative shape": b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}',
+    "overlap": b'{"a":{%s},"b":{%s}}' % (PLACE, PLACE),
+    "hole": b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[],"data_offsets":[2,4]}}',
+    "longer than its shape": b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}'.replace(b"[]", b"[0]"),
+    "bytes left over": b'{"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}',
+    "no tensor": b"{}",
+    "dtype": b'{"a":{"dtype":"F31","shape":[1],"data_offsets":[0,4]}}',
+    "list as dtype": b'{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
+    "float": b'{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}',
+    "minus nothing": b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-0,4]}}',
+    "truth": b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}',
+    "three places": b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,4]}}',
+    "text as shape": b'{"a":{"dtype":"F32","shape":"1","data_offsets":[0,4]}}',
+    "half a byte": b'{"a":{"dtype":"F4","shape":[7],"data_offsets":[0,4]}}',
+    "beyond 64 bits": b'{"a":{"dtype":"F32","shape":[18446744073709551617],"data_offsets":[0,4]}}',
+    "numbers as notes": b'{"__metadata__":{"x":1},"a":{%s}}' % PLACE,
+    "list of notes": b'{"__metadata__":[],"a":{%s}}' % PLACE,
+    "null": b"null",
+    "list": b"[]",
+    "text": b'"a"',
+    "half a character": b'{"\\ud800":{%s}}' % PLACE,
+    "behind its end": GOOD + b"\0",
+    "field twice": b'{"a":{"dtype":"F16",%s}}' % PLACE,
+    "deep": b'{"a":' * 50_000,
+}
+SAME = {
+    "plain": GOOD,
+    "spaces": b" " + GOOD + b"\n ",
+    "no notes": b'{"__metadata__":null,"a":{%s}}' % PLACE,
+    "escapes": b'{"\\u0061":{%s}}' % PLACE,
+    "scalar": b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
+    "empty ones": b'{"a":{%s},"b":{"dtype":"F32","shape":[4,0,3],"data_offsets":[4,4]}}' % PLACE,
+    "half bytes": b'{"a":{"dtype":"F4","shape":[8],"data_offsets":[0,4]}}',
+    "exponents": b'{"a":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}',
+    "other floats": b'{"a":{"dtype":"F8_E4M3FNUZ","shape":[4],"data_offsets":[0,4]}}',
+}
+STRICTER = {
+    "name twice": b'{"a":{%s},"a":{%s}}' % (PLACE, PLACE),
+    "more fields": b'{"a":{%s,"x":1}}' % PLACE,
+    "a list as fields": b'{"a":["F32",[1],[0,4]]}',
+}
+
+
+def file(header: bytes, data: bytes = b"\1\2\3\4") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def theirs(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
+    try:
+        return {name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in deserialize(content)}
+    except SafetensorError:
+        return None
+
+
+def ours(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
+    path.write_bytes(content)
+    try:
+        found = safetensors_header.read(path)
+    except UserError:
+        return None
+    return {name: (one.dtype, one.shape, content[one.start : one.end]) for name, one in found.items()}
+
+
+@pytest.mark.parametrize("name", [*ODD, *SAME, *STRICTER])
+def test_headers_are_read_as_the_library_reads_them(name: str, tmp_path: Path) -> None:
+    content = file({**ODD, **SAME, **STRICTER}[name])
+    made = ours(content, tmp_path / "a.safetensors")
+    assert (made is None) == (name not in SAME)
+    assert made == (None if name in STRICTER else theirs(content))
+
+
+def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
+    """Whatever the library refuses is refused, and what it doesn't is read as it reads it."""
+    tensors = {f"layers.{i}.w": torch.arange(3.0 * i).view(3, i).to(kind) for i, kind in enumerate(KINDS)}
+    content = bytearray(save(tensors, {"format": "pt"}))
+    length = 8 + int.from_bytes(content[:8], "little")
+    assert set(json.loads(content[8:length])) > {"__metadata__"}
+    refused = 0
+    for bit in random.Random(0).sample(range(8 * length), 3000):
+        content[bit // 8] ^= 1 << bit % 8
+        made, right = ours(bytes(content), tmp_path / "a.safetensors"), theirs(bytes(content))
+        one_hides_another = right is not None and len(right) < len(tensors)
+        assert made == (None if one_hides_another else right), bytes(content[:length])
+        refused += right is None
+        content[bit // 8] ^= 1 << bit % 8
+    assert 1000 < refused < 3000
+    for end in range(0, len(content), 7):
+        assert ours(bytes(content[:end]), tmp_path / "a.safetensors") is theirs(bytes(content[:end])) is None
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.float8_e4m3fn, torch.uint16)
+
+
+def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HuggingFaceStorageWriter leaves no `.metadata`: each rank's file says where its parts belong."""
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=10, num_hidden_layers=1, num_attention_heads=2
+    )
+    plain = sharded.make(tmp_path / "plain", config, ranks=3) / "pytorch_model_fsdp_0"
+    monkeypatch.setattr(sharded, "FileSystemWriter", lambda path: HuggingFaceStorageWriter(path, save_distributed=True))
+    parts = sharded.make(tmp_path / "parts", config, ranks=3) / "pytorch_model_fsdp_0"
+    assert not (parts / ".metadata").exists()
+    assert len(list(parts.iterdir())) == 3
+    found = discover.look(parts)
+    assert found is not None
+    reader = Reader()
+    right = {".".join(path): one for path, one in dcp.read(plain, reader).items()}
+    tensors = open_checkpoint.read(found, reader).tensors
+    assert tensors.keys() == right.keys()
+    for name, one in right.items():
+        assert torch.equal(safetensors_writer.whole(reader, tensors[name]), safetensors_writer.whole(reader, one)), name
+    reader.close()
+    next(parts.glob("shard-00002-*")).unlink()
+    with pytest.raises(UserError, match="and its siblings hold"):
+        open_checkpoint.read(found, Reader())

@@ -1,0 +1,146 @@
+"""Files that `accelerate config` itself writes, asked in a terminal as a user would be; and what `check` makes of them.
+
+Here are also the example of Accelerate's and Transformers' documentation, and the proof that a repaired file trains
+the way it did before.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+import yaml
+from conftest import CHAT_DATA, PROBE, accelerate_launch
+
+from accel_fsdp import linter
+from accel_fsdp.wizard import MODEL
+
+ENTER = "\r"
+MENU, FIELD = r"selecting with enter\r\n", r"(?:\[\w[\w/]*\] ?: ?|\.\.\.\? : |process\? |', ...\): )$"
+GPUS = {"Which type of machine": "4" + ENTER, "How many GPU": "2" + ENTER, "mixed precision": "2" + ENTER}
+LAYER = {"transformer layer class names": "LlamaDecoderLayer" + ENTER}
+INTERVIEWS: dict[str, dict[str, str]] = {
+    "fsdp1": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "your FSDP version": "0" + ENTER},
+    "fsdp1_shard_grad_op": {
+        **GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "your FSDP version": "0" + ENTER,
+        "sharding strategy": "1" + ENTER, "activation checkpointing": "yes" + ENTER,
+        "offload parameters": "yes" + ENTER,
+    },
+    "fsdp2": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER},
+    "fsdp2_model_decides": {**GPUS, "FullyShardedDataParallel": "yes" + ENTER, "_no_split_modules": "yes" + ENTER},
+    "fsdp2_mesh": {
+        **GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "use the parallelism config": "yes" + ENTER,
+        "FSDP shard size": "2" + ENTER,
+    },
+    "ddp": GPUS,
+    "zero3": {**GPUS, "use DeepSpeed": "yes" + ENTER, "ZeRO optimization stage": "3" + ENTER},
+    "two machines": {
+        **GPUS, "How many GPU": "4" + ENTER, "How many different machines": "2" + ENTER, "rank of this": "1" + ENTER,
+        "IP address": "10.0.0.1" + ENTER, "What is the port": "29500" + ENTER, "same local network": "no" + ENTER,
+        "rendezvous backend": "c10d" + ENTER,
+    },
+    "compiled": {**GPUS, "optimize your script": "yes" + ENTER, "customize the defaults": "yes" + ENTER},
+}  # fmt: skip
+
+
+def ask_accelerate(path: Path, answers: dict[str, str]) -> None:
+    """Runs `accelerate config`, gives `answers` where their words are asked for, and Enter everywhere else."""
+    unused = set(answers)
+    command = ["-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, dimensions=(40, 250))
+    try:
+        while child.expect([MENU, FIELD, pexpect.EOF]) != 2:
+            question = child.before + child.after
+            found = [words for words in answers if words in question]
+            unused -= set(found)
+            child.send(answers[found[0]] if found else ENTER)
+    finally:
+        child.close(force=True)
+    assert not unused, child.before
+    assert path.is_file(), child.before
+
+
+DOCUMENTATION_EXAMPLE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+FOUND = {"fsdp1_shard_grad_op": {("AF302", "fsdp_config.fsdp_reshard_after_forward")}}
+"""What doesn't train as was answered; of all others the linter has nothing to say."""
+
+
+def worth_acting_on(path: Path, options: linter.Options) -> set[tuple[str, str]]:
+    return {(one.code, one.key) for one in linter.lint(path, options) if one.severity != "note"}
+
+
+@pytest.mark.parametrize("name", INTERVIEWS)
+def test_a_file_of_accelerate_config(name: str, tmp_path: Path) -> None:
+    """What was asked for and won't happen is found, and nothing else; the repair leaves nothing."""
+    path = tmp_path / f"{name}.yaml"
+    ask_accelerate(path, INTERVIEWS[name])
+    assert worth_acting_on(path, linter.Options(model=MODEL)) == FOUND.get(name, set())
+    assert worth_acting_on(path, linter.Options(model=MODEL, fix=True)) == set()
+    repaired = yaml.safe_load(path.read_text())
+    if name == "fsdp1_shard_grad_op":
+        assert repaired["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_the_documentation_example(tmp_path: Path) -> None:
+    """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(DOCUMENTATION_EXAMPLE)
+    found = {(one.code, one.line) for one in linter.lint(path, linter.Options()) if one.severity != "note"}
+    assert found == {("AF104", 7)}
+    assert worth_acting_on(path, linter.Options(fix=True)) == set()
+    repaired = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert repaired.pop("fsdp_version") == 1
+    assert repaired.pop("fsdp_backward_prefetch") == "BACKWARD_PRE"
+    original = yaml.safe_load(DOCUMENTATION_EXAMPLE)["fsdp_config"]
+    del original["fsdp_backward_prefetch_policy"]
+    assert repaired == original
+
+
+def test_the_repaired_documentation_example_trains_the_same_way(tiny_model: Path, tmp_path: Path) -> None:
+    """To the bit, on two ranks; for a Llama, since causal training of the example's BERT needs another config."""
+    original, repaired = tmp_path / "original.yaml", tmp_path / "repaired.yaml"
+    for path in (original, repaired):
+        path.write_text(DOCUMENTATION_EXAMPLE.replace("BertLayer", "LlamaDecoderLayer"))
+    linter.lint(repaired, linter.Options(fix=True))
+    assert repaired.read_text() != original.read_text()
+    words = ["--model_name_or_path", tiny_model, "--dataset_name", CHAT_DATA, "--output_dir", tmp_path / "original"]
+    short = ["--max_steps", "2", "--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
+    env = {"PROBE_OUT": str(tmp_path), "PROBE_MORE": json.dumps({"repaired": ["--config_file", str(repaired)]})}
+    finished = accelerate_launch(original, PROBE, *words, *short, **env)
+    assert finished.code == 0, finished.output
+    losses = re.findall(r"  loss (\S+)", finished.output)
+    assert len(losses) == 4
+    assert losses[:2] == losses[2:]
+    before, after = (tmp_path / name / "final" / "model.safetensors" for name in ("original", "repaired"))
+    assert before.read_bytes() == after.read_bytes()

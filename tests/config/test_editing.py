@@ -1,0 +1,78 @@
+"""Edits of a YAML lose no whole comment line, and change no other key."""
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_fsdp.config import dump, yaml_edit
+from accel_fsdp.config.yaml_file import _round_trip
+
+TEXT = """\
+# top
+
+a: 1  # eol a
+# before s
+s:  # eol s
+  # before b
+  b: 1  # eol b
+
+  # before c
+  c: text
+  # before d
+  d: [1, 2]  # eol d
+  # end of s
+# before t
+t:
+  # before e
+  e: {f: 1}
+  # before g
+  g:
+    # before h
+    h: 1
+# before i
+i:
+- 1  # eol 1
+- 2
+# before j
+j: 2
+# end
+"""
+LINES = sorted(line.strip() for line in TEXT.splitlines() if line.strip().startswith("#"))
+KEYS = [("", key) for key in "astij"] + [("s", key) for key in "bcd"] + [("t", key) for key in "eg"]
+
+
+def edited(doomed: list[tuple[str, str]], new: list[tuple[str, str]]) -> tuple[str, dict[str, Any]]:
+    document, wanted = _round_trip().load(TEXT), yaml.safe_load(TEXT)
+    for section, key in new:
+        yaml_edit.put(document, section, key, 7)
+        (wanted.setdefault(section, {}) if section else wanted)[key] = 7
+    for section, key in doomed:
+        yaml_edit.drop(document, section, key)
+        (wanted.get(section, {}) if section else wanted).pop(key, None)
+    return dump(document), {key: value for key, value in wanted.items() if value != {}}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    doomed=st.lists(st.sampled_from(KEYS), unique=True, max_size=9),
+    new=st.lists(st.sampled_from([("", "x"), ("s", "y"), ("t", "z"), ("n", "x"), ("n", "y")]), unique=True),
+)
+def test_no_comment_line_is_lost(doomed: list[tuple[str, str]], new: list[tuple[str, str]]) -> None:
+    text, wanted = edited(doomed, new)
+    assert yaml.safe_load(text) == wanted
+    if wanted:
+        assert sorted(line.strip() for line in text.splitlines() if line.strip().startswith("#")) == LINES
+
+
+@pytest.mark.parametrize(("section", "key"), KEYS)
+def test_a_renamed_key_keeps_place_and_comments(section: str, key: str) -> None:
+    document = _round_trip().load(TEXT)
+    yaml_edit.rename(document[section] if section else document, key, "z" * len(key))
+    changed = [
+        (old, new) for old, new in zip(TEXT.splitlines(), dump(document).splitlines(), strict=True) if old != new
+    ]
+    assert [(old.replace(f"{key}:", "z:", 1), new) for old, new in changed] == [(new, new) for _, new in changed]
+    assert len(changed) == 1

@@ -1,0 +1,134 @@
+"""The field table against its judge: what Accelerate's launcher does with each key."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+
+from accel_fsdp.config import BY_NAME, DEEPSPEED_FIELDS, FSDP_FIELDS, MESH_FIELDS, RETIRED, TOP, Engine, Field, Kind
+from accel_fsdp.launch import launcher
+
+SAMPLES: dict[Kind, Any] = {Kind.BOOL: True, Kind.INT: 7, Kind.TEXT: "sample", Kind.NAMES: "OneLayer,TwoLayer"}
+MINIMAL = {"distributed_type": "FSDP", "num_processes": 2, "num_machines": 1, "mixed_precision": "no"}
+
+
+def environment(folder: Path, **content: Any) -> dict[str, str]:
+    """What the launcher would give the ranks for this content."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, **content}))
+    return launcher.environment(launcher.launcher_args(path, Path(__file__), ()))
+
+
+def other_value(field: Field) -> Any:
+    """A legal value that is not the default."""
+    if field.kind is Kind.BOOL:
+        return not field.default
+    if field.kind is Kind.CHOICE:
+        return next(choice for choice in field.choices if choice != str(field.default))
+    return SAMPLES[field.kind]
+
+
+def test_top_level_keys_are_accelerates_own() -> None:
+    assert {field.key for field in TOP} == {field.name for field in dataclasses.fields(ClusterConfig)}
+
+
+FOR_LAUNCHER = [field for field in FSDP_FIELDS if field.engines != {Engine.TPU}]
+
+
+@pytest.mark.parametrize("field", FOR_LAUNCHER, ids=lambda field: field.key)
+def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path: Path) -> None:
+    absent = environment(tmp_path, fsdp_config={"fsdp_version": 1})
+    if field.default is None or field.key == "fsdp_auto_wrap_policy":  # the plugin's own default, NO_WRAP
+        assert field.variable not in absent
+    elif field.key != "fsdp_version":
+        assert absent[field.variable].lower() == str(field.default).lower()
+    value = other_value(field)
+    settings = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": False, field.key: value}
+    assert environment(tmp_path, fsdp_config=settings)[field.variable].lower() == str(value).lower()
+
+
+@pytest.mark.parametrize("field", [field for field in FSDP_FIELDS if field.engines == {Engine.TPU}])
+def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
+    """Red when Accelerate starts to hand them on: then train/sft.py need not read the YAML itself."""
+    plain = environment(tmp_path, fsdp_config={"fsdp_version": 1})
+    assert environment(tmp_path, fsdp_config={"fsdp_version": 1, field.key: True}) == plain
+
+
+@pytest.mark.pain("P06")
+def test_a_missing_version_means_1(tmp_path: Path) -> None:
+    assert environment(tmp_path, fsdp_config={})["FSDP_VERSION"] == "1"
+    assert BY_NAME["fsdp_config", "fsdp_version"].default == 1
+
+
+def test_the_prefix_may_be_left_out_of_fsdp_keys(tmp_path: Path) -> None:
+    assert environment(tmp_path, fsdp_config={"version": 2, "offload_params": True})["FSDP_OFFLOAD_PARAMS"] == "true"
+
+
+@pytest.mark.pain("P05")
+@pytest.mark.parametrize("key", [*RETIRED, "fsdp_limit_all_gathers", "fsdp_anything"])
+def test_unknown_and_retired_fsdp_keys_change_nothing(key: str, tmp_path: Path) -> None:
+    """AF103 and AF104: red when Accelerate starts to read or to refuse them."""
+    plain = environment(tmp_path, fsdp_config={"fsdp_version": 1})
+    assert environment(tmp_path, fsdp_config={"fsdp_version": 1, key: "BACKWARD_POST"}) == plain
+
+
+@pytest.mark.parametrize("field", MESH_FIELDS, ids=lambda field: field.key)
+def test_a_mesh_key_reaches_the_ranks(field: Field, tmp_path: Path) -> None:
+    value = field.choices[-1] if field.choices else 4 if field.kind is Kind.INT else not field.default
+    gates = {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # their details travel with them only
+    seen = environment(tmp_path, fsdp_config={"fsdp_version": 2}, parallelism_config={**gates, field.key: value})
+    assert seen[field.variable].lower() == str(value).lower()
+
+
+@pytest.mark.pain("P41")
+@pytest.mark.parametrize("name", ["dp_replicate_size", "dp_shard_size", "tp_size"])
+def test_a_mesh_key_without_its_prefix_is_dropped(name: str, tmp_path: Path) -> None:
+    """AF105: red when Accelerate adds the prefix here too."""
+    seen = environment(tmp_path, fsdp_config={"fsdp_version": 2}, parallelism_config={name: 2})
+    assert seen[f"PARALLELISM_CONFIG_{name.upper()}"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "attribute", "kept"),
+    [
+        ("rdzv_backend", "c10d", "rdzv_backend", "static"),
+        ("same_network", True, "same_network", False),
+        ("enable_cpu_affinity", True, "enable_cpu_affinity", False),
+    ],
+)
+def test_keys_that_only_work_on_the_command_line(
+    key: str, value: Any, attribute: str, kept: Any, tmp_path: Path
+) -> None:
+    """AF107: red when the file's value wins."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "fsdp_config": {}, key: value}))
+    assert getattr(launcher.launcher_args(path, Path(__file__), ()), attribute) == kept
+    assert not BY_NAME["", key].engines
+
+
+@pytest.mark.pain("P04")
+def test_reshard_after_forward_is_overridden_under_fsdp1(tmp_path: Path) -> None:
+    """AF302: the strategy is exported whether or not it was given, and the plugin looks at it first."""
+    seen = environment(tmp_path, fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": "NO_SHARD"})
+    assert seen["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
+
+
+@pytest.mark.parametrize("field", DEEPSPEED_FIELDS, ids=lambda field: field.key)
+def test_a_deepspeed_key_reaches_the_ranks_or_is_said_not_to(field: Field, tmp_path: Path) -> None:
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    path = tmp_path / "config.yaml"
+    value = field.choices[-1] if field.choices else SAMPLES[field.kind]
+    content = {**MINIMAL, "distributed_type": "DEEPSPEED", "deepspeed_config": {field.key: value}}
+    path.write_text(yaml.safe_dump(content))
+    args = launcher.launcher_args(path, Path(__file__), ())
+    args.deepspeed_fields_from_accelerate_config = field.key
+    _, seen = prepare_deepspeed_cmd_env(args)
+    if field.variable:
+        assert seen[field.variable].lower() == str(value).lower()
+    else:
+        assert str(value) not in seen.values()
+    assert Engine.DEEPSPEED in field.engines or not field.engines

@@ -1,0 +1,116 @@
+"""The check after saving: a short, empty or distorted export is an error, and the target folder is all or nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from accel_fsdp import atomic_files
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import exported_folder
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
+
+
+def saved(model: LlamaForCausalLM, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_right_export_passes(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    tensors = saved(model, tmp_path)
+    assert exported_folder.verify(tmp_path, exported_folder.expected_tensors(model, None)) == len(tensors)
+
+
+def test_sharded_files_are_read_together(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert exported_folder.verify(tmp_path, exported_folder.expected_tensors(model, None)) == 39
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.clear(), "holds 0 tensors, expected 39"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda tensors: tensors.update({"new": torch.zeros(1)}), "new is unexpected"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(0)}), r"F32 \[0\], expected F32 \[509, 36\]"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(509, 36).bfloat16()}), "is BF16"),
+    ],
+)
+def test_a_damaged_export_is_refused(damage: object, message: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    tensors = saved(model, tmp_path)
+    damage(tensors)  # type: ignore[operator]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        exported_folder.verify(tmp_path, exported_folder.expected_tensors(model, None))
+
+
+def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None:
+    low = model.to(torch.bfloat16)
+    assert {spec.dtype for spec in exported_folder.expected_tensors(low, torch.float32).tensors.values()} == {"F32"}
+    assert {spec.dtype for spec in exported_folder.expected_tensors(low, None).tensors.values()} == {"BF16"}
+
+
+def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    expected = exported_folder.expected_tensors(adapted, None)
+    adapted.save_pretrained(tmp_path)
+    assert exported_folder.verify(tmp_path, expected) == 8  # 4 layers, A and B
+    save_file({}, tmp_path / "adapter_model.safetensors")  # what PEFT writes when no name matches
+    with pytest.raises(UserError, match="holds 0 tensors, expected 8"):
+        exported_folder.verify(tmp_path, expected)
+
+
+def test_tied_weights_are_expected_once(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    tied = LlamaForCausalLM(config)
+    tied.save_pretrained(tmp_path)
+    expected = exported_folder.expected_tensors(tied, None)
+    assert "lm_head.weight" not in expected.tensors
+    exported_folder.verify(tmp_path, expected)
+
+
+def test_layouts_that_transformers_rewrites_on_saving_are_known(tmp_path: Path) -> None:
+    """Mixtral's experts are one stacked tensor in memory and one tensor per expert on disk."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = MixtralConfig(**sizes, **heads)
+    mixtral = MixtralForCausalLM(config)
+    tensors = saved(mixtral, tmp_path)
+    assert tensors.keys() != mixtral.state_dict().keys()
+    assert exported_folder.verify(tmp_path, exported_folder.expected_tensors(mixtral, None)) == len(tensors)
+
+
+def test_a_failed_export_leaves_the_old_folder(tmp_path: Path) -> None:
+    target = tmp_path / "final"
+    with atomic_files.replaced_folder(target) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(IsADirectoryError), atomic_files.replaced_folder(target) as folder:
+        (folder / "a").write_text("new") and folder.write_text("not a file")
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    with atomic_files.replaced_folder(target) as folder:
+        (folder / "b").write_text("newer")
+    assert [path.name for path in target.iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_exported_files_are_readable_as_the_umask_says(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    with atomic_files.replaced_folder(tmp_path / "final") as folder:
+        model.save_pretrained(folder)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()}
+    assert modes == {atomic_files.file_mode()}

@@ -1,0 +1,327 @@
+"""Adapters as PEFT saves and merges them: every kind is exported as PEFT would have it, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from test_export_architectures import WHOLE, transposed_files
+from torch.distributed.checkpoint import save as save_dcp
+from transformers import AutoModelForCausalLM
+
+from accel_fsdp import exporter
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import companion_files, safetensors_writer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODULES = ["q_proj", "up_proj"]
+
+
+def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    assert exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+
+
+def trained(base: Path, name: str = "default", **settings: Any) -> PeftModel:
+    """An adapter that has moved from where it began."""
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": MODULES, "task_type": "CAUSAL_LM", **settings}
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings), adapter_name=name)
+    moved(adapted)
+    return adapted
+
+
+def moved(adapted: PeftModel) -> None:
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def checkpoint_of(adapted: PeftModel, run_folder: Path, whole: bool = True) -> Path:
+    """A sharded checkpoint of base and adapters, or of what PEFT would save, and what a run notes about both."""
+    inner = run_folder / "checkpoint-1" / "pytorch_model_fsdp_0"
+    inner.mkdir(parents=True)
+    (inner.parent / "trainer_state.json").write_text("{}")
+    state = dict(adapted.state_dict())
+    if not whole:
+        adapted.save_pretrained(run_folder / "saved")
+        state = load_file(run_folder / "saved" / "adapter_model.safetensors")
+    save_dcp({"model": state}, checkpoint_id=inner, no_dist=True)
+    companion_files.describe(adapted, None, run_folder / "model")
+    return run_folder
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+REFUSED = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa_niter_4": {"init_lora_weights": "pissa_niter_4"},
+    "olora": {"init_lora_weights": "olora"},
+    "lora_ga": {"init_lora_weights": "lora_ga"},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
+    "bias": {"bias": "lora_only"},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_merges_that_need_more_than_two_matrices_are_refused(what: str, tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model, **REFUSED[what]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=what):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    assert not (tmp_path / "out").exists()
+    assert export(tmp_path / "adapter", tmp_path / "alone").keys()
+
+
+@pytest.mark.parametrize("key", ["kasa_config", "some_later_variant", "velora_config"])
+def test_settings_that_are_not_known_are_refused(key: str, tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: {"on": 1}}))
+    with pytest.raises(UserError, match=key):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"r": 3}, {"rank_pattern": {"q_proj": 3}}, {"use_dora": True}, {"lora_alpha": "x"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_settings_of_another_adapter_are_refused(settings: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    trained(tiny_model).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(UserError, match="doesn't fit its base"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("make", ["gpt2", "llama tied"])
+def test_whether_a_weight_is_turned_is_told_by_its_layer(make: str, said: bool, tmp_path: Path) -> None:
+    """As PEFT does, whatever `fan_in_fan_out` says: a square weight would be merged wrongly without a word."""
+    WHOLE[make]().save_pretrained(tmp_path / "base")
+    module = {"gpt2": "attn.c_proj", "llama tied": "q_proj"}[make]
+    trained(tmp_path / "base", target_modules=[module]).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fan_in_fan_out": said}))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    same(ours, load_file(tmp_path / "theirs" / "model.safetensors"))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gaussian": {"init_lora_weights": "gaussian", "use_rslora": True},
+    "orthogonal": {"init_lora_weights": "orthogonal", "alpha_pattern": {"q_proj": 32}},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "embeddings alone": {"target_modules": ["embed_tokens"]},
+    "dora on embeddings": {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+    "tokens": {"trainable_token_indices": [7, 3]},
+    "tokens by name": {"trainable_token_indices": {"embed_tokens": [3, 500]}},
+    "saved modules": {"modules_to_save": ["lm_head", "norm"]},
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_makes_of_it(
+    kind: str, whole: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a sharded checkpoint: the file that PEFT saves, and the weights that it merges."""
+    monkeypatch.setattr(safetensors_writer, "BLOCK_ELEMENTS", 1000)
+    adapted = trained(tiny_model, **KINDS[kind])
+    run_folder = checkpoint_of(adapted, tmp_path / "run", whole)
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    ours = export(run_folder, tmp_path / "adapter", verify="load", model=str(tiny_model))
+    same({name: one for name, one in ours.items() if ".base_layer." not in name}, theirs)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    merged = export(run_folder, tmp_path / "merged", merge_adapter=True)
+    same(merged, adapted.merge_and_unload().state_dict())
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_changed_base_is_merged_where_the_checkpoint_holds_it(start: str, tiny_model: Path, tmp_path: Path) -> None:
+    adapted = trained(tiny_model, init_lora_weights=start)
+    run_folder = checkpoint_of(adapted, tmp_path / "run")
+    merged = export(run_folder, tmp_path / "out", merge_adapter=True)
+    same(merged, adapted.merge_and_unload().state_dict())
+
+
+@pytest.fixture(scope="module")
+def several(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PeftModel, Path]:
+    """A checkpoint with two adapters, of other ranks and scales, as DPO leaves it."""
+    adapted = trained(tiny_model, modules_to_save=["norm"])
+    adapted.add_adapter("ref", LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj"], modules_to_save=["norm"]))
+    moved(adapted)
+    folder = tmp_path_factory.mktemp("several")
+    checkpoint_of(adapted, folder / "run")
+    adapted.save_pretrained(folder / "saved")
+    return adapted, folder
+
+
+@pytest.mark.parametrize("name", ["default", "ref"])
+def test_one_of_several_adapters(name: str, several: tuple[PeftModel, Path], tiny_model: Path, tmp_path: Path) -> None:
+    adapted, folder = several
+    ours = export(folder / "run", tmp_path / "out", adapter=name)
+    place = folder / "saved" / ("" if name == "default" else name)
+    theirs = load_file(place / "adapter_model.safetensors")
+    same(ours, {key: one for key, one in theirs.items() if key in ours})
+    assert {key for key in theirs if "lora" in key} <= ours.keys()
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["r"] == adapted.peft_config[name].r
+    same(export(folder / "saved", tmp_path / "again", adapter=name, model=str(tiny_model)), theirs)
+    merged = export(folder / "run", tmp_path / "merged", adapter=name, merge_adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    same(merged, PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload().state_dict())
+
+
+def test_several_adapters_are_named(several: tuple[PeftModel, Path], tmp_path: Path) -> None:
+    _, folder = several
+    with pytest.raises(UserError, match="holds 2 adapters: default, ref"):
+        export(folder / "run", tmp_path / "out")
+    with pytest.raises(UserError, match="--adapter reff: the checkpoint holds default, ref"):
+        export(folder / "run", tmp_path / "out", adapter="reff")
+    with pytest.raises(UserError, match=r"--adapter reff: .* holds default, ref"):
+        export(folder / "saved", tmp_path / "out", adapter="reff")
+
+
+def test_adapters_of_other_kinds_are_not_a_model(tiny_model: Path, tmp_path: Path) -> None:
+    """IA3's factors lie beside the base's weights, under names of their own."""
+    from peft import IA3Config
+
+    settings = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), settings)
+    run_folder = checkpoint_of(adapted, tmp_path / "run")
+    with pytest.raises(UserError, match="its adapter is not LoRA"):
+        export(run_folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("make", ["mixtral", "llava", "gemma3 with images", "llama tied"])
+def test_a_base_whose_files_have_other_names_or_layouts(make: str, tmp_path: Path) -> None:
+    """The adapter is named as the model in memory, the base as its files."""
+    torch.manual_seed(0)
+    model = WHOLE[make]()
+    model.save_pretrained(tmp_path / "base")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    adapted = get_peft_model(type(model).from_pretrained(tmp_path / "base"), LoraConfig(r=2, target_modules=["v_proj"]))
+    moved(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
+    same(ours, load_file(tmp_path / "theirs" / "model.safetensors"))
+    assert any(not torch.equal(ours[name], before[name]) for name in ours)
+
+
+def test_a_base_whose_files_are_transposed_is_not_merged(tmp_path: Path) -> None:
+    """The sum of both would fit, and be wrong."""
+    model = WHOLE["llama tied"]()
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    moved(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with transposed_files():
+        adapted.unload().save_pretrained(tmp_path / "base")
+        with pytest.raises(UserError, match="hold in another layout"):
+            export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
+
+
+def test_a_vocabulary_that_has_grown_is_in_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.resize_token_embeddings(520)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    moved(adapted)
+    adapted.peft_config["default"].base_model_name_or_path = str(tiny_model)
+    run_folder = checkpoint_of(adapted, tmp_path / "run")
+    with pytest.raises(UserError, match=r"has 520 rows, the vocabulary of .* 509"):
+        export(run_folder, tmp_path / "out")
+    merged = export(run_folder, tmp_path / "out", merge_adapter=True, model=str(run_folder / "model"))
+    same(merged, adapted.merge_and_unload().state_dict())
+
+
+APART: dict[str, dict[str, Any]] = {
+    "embedding saved": {"modules_to_save": ["embed_tokens"]},
+    "head saved": {"modules_to_save": ["lm_head"]},
+    "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "embedding adapted": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head adapted": {"target_modules": ["q_proj", "lm_head"]},
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "tokens": {"trainable_token_indices": [3, 7]},
+    "kept tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+def tied_adapter(folder: Path, **settings: Any) -> PeftModel:
+    """On a base with one weight for embedding and head; whatever is trained has moved."""
+    torch.manual_seed(0)
+    WHOLE["llama tied"]().save_pretrained(folder / "base")
+    adapted = trained(folder / "base", **{"target_modules": ["q_proj"], **settings})
+    adapted.save_pretrained(folder / "adapter")
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter").eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(1, 9)[None]).logits
+    return found
+
+
+@pytest.mark.parametrize("what", APART)
+def test_tied_weights_that_were_trained_apart_are_not_merged(what: str, tmp_path: Path) -> None:
+    """PEFT keeps the other one as it was. The advice holds: what it writes is the model that was trained."""
+    adapted = tied_adapter(tmp_path, **APART[what])
+    with pytest.raises(UserError, match=r"the adapter changes .* ties to (?s:.*)tie_word_embeddings = False"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    if "saved" in what:
+        expected = logits(adapted)
+        merged = adapted.merge_and_unload()
+        merged.config.tie_word_embeddings = False
+        merged.save_pretrained(tmp_path / "untied")
+        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "untied")), expected)
+
+
+@pytest.mark.parametrize("what", TOGETHER)
+def test_tied_weights_that_were_trained_together_are_merged(what: str, tmp_path: Path) -> None:
+    adapted = tied_adapter(tmp_path, **TOGETHER[what])
+    export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, logits(adapted), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("says", ["adapter_config.json", "run.json"])
+def test_a_base_on_the_hub_is_the_revision_that_was_trained(
+    says: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub cache with two revisions of one model, read without network."""
+    place, commits = tmp_path / "hub" / "models--me--base", {"main": "a" * 40, "v1": "b" * 40}
+    for factor, (name, commit) in enumerate(commits.items(), start=1):
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / name).write_text(commit)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.get_input_embeddings().weight.data *= factor
+        model.save_pretrained(place / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    adapted = trained(place / "snapshots" / commits["v1"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    path, named = tmp_path / "adapter" / "adapter_config.json", {"base_model_name_or_path": "me/base"}
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, **named, "revision": "v1" if says == path.name else None}))
+    account = {"arguments": {"model": {"model_name_or_path": "me/base", "model_revision": "v1"}}}
+    if says == "run.json":
+        (tmp_path / "adapter" / says).write_text(json.dumps(account))
+    expected = adapted.merge_and_unload().state_dict()
+    same(export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True), expected)
+    same(export(tmp_path / "adapter", tmp_path / "again", merge_adapter=True, model="me/base"), expected)
+    for gone in ("v2", "../../x"):
+        path.write_text(json.dumps({**kept, **named, "revision": gone}))
+        with pytest.raises(UserError, match=f"cannot get me/base at revision {gone}"):
+            export(tmp_path / "adapter", tmp_path / "other", merge_adapter=True)

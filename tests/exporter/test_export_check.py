@@ -1,0 +1,174 @@
+"""`--check` and the proof of an export: a broken report, code from elsewhere, numbers that are none."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import accel_fsdp
+from safetensors.torch import load_file, save_file
+
+from accel_fsdp import exporter
+from accel_fsdp.checkpoints import finite
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import verification
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def export(src: Path, out: Path | None = None, **options: Any) -> None:
+    assert exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export, and the checkpoint that it is of."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(tiny_model, folder / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file(tiny_model / "model.safetensors"), folder / "run" / "model.pth")
+    export(folder / "run", folder / "out")
+    return folder
+
+
+def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    def text(before: str) -> str:
+        content = json.loads(before)
+        return json.dumps(change(content) or content)
+
+    return text
+
+
+BROKEN: dict[str, Callable[[str], str]] = {
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "without tensors": rewritten(lambda report: {"source": "x", "kind": "y"}),
+    "odd shapes": rewritten(lambda report: report["tensors"][NAME].update(shape=["x"])),
+    "a hash that is none": rewritten(lambda report: report["tensors"][NAME].update(hash="")),
+    "a block below 0": rewritten(lambda report: report["tensors"][NAME].update(block=-5)),
+    "without hashes of papers": rewritten(lambda report: report.update(papers={})),
+    "without papers": rewritten(lambda report: {key: one for key, one in report.items() if key != "papers"}),
+    "an endless block": rewritten(lambda report: report["tensors"][NAME].update(block=math.inf)),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_report_that_cannot_be_read_is_an_error(how: str, made: Path, tmp_path: Path) -> None:
+    """Or a changed weight would pass as an export without report."""
+    out = tmp_path / "out"
+    shutil.copytree(made / "out", out)
+    report = out / "export.json"
+    report.write_text(BROKEN[how](report.read_text()))
+    with pytest.raises(UserError, match=r"export\.json is damaged"):
+        export(out, check=True)
+
+
+def first_kind(report: dict[str, Any]) -> dict[str, Any]:
+    """As the first versions wrote it."""
+    return {key: one for key, one in report.items() if key not in ("papers", "non_finite")}
+
+
+@pytest.mark.parametrize("papers", [True, False])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"])
+def test_weights_beside_the_export_are_named(suffix: str, papers: bool, made: Path, tmp_path: Path) -> None:
+    """from_pretrained prefers a model.safetensors without a tensor to the shards, and loads random numbers."""
+    out = tmp_path / "out"
+    export(made / "run", out, max_shard_size="100KB")
+    assert not (out / "model.safetensors").exists()
+    if not papers:
+        path = out / "export.json"
+        path.write_text(json.dumps(first_kind(json.loads(path.read_text()))))
+    save_file({}, out / f"model{suffix}", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\{suffix}( was not exported|, which was not exported)"):
+        export(out, check=True)
+
+
+@pytest.mark.parametrize("name", ["additional_chat_templates", "code", "chat_template.jinja", "inner/x"])
+@pytest.mark.parametrize("target", ["{out}/../elsewhere", "gone", "{name}", "{out}/inner"])
+def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "out", out)
+    (out / "inner").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.jinja").write_text("x")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(target.format(out=out, name=Path(name).name))
+    with pytest.raises(UserError, match=rf"{out}/{name} is (a link to a folder|no file)"):
+        export(out, check=True)
+
+
+def test_a_report_of_the_first_kind_says_what_it_lacks(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "out", out)
+    (out / "export.json").write_text(json.dumps(first_kind(json.loads((out / "export.json").read_text()))))
+    assert verification.UNCOMPARED in verification.check(out, None).checks
+
+
+@pytest.mark.parametrize("report", [True, False])
+@pytest.mark.parametrize("name", ["modeling_x.py", "inner/tokenization_x.py", "kernel.so"])
+def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "out", out)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("raise SystemExit")
+    if report:  # as older versions wrote it
+        path = out / "export.json"
+        path.write_text(json.dumps(first_kind(json.loads(path.read_text()))))
+    else:
+        (out / "export.json").unlink()
+    with pytest.raises(UserError, match=f"holds code that no export writes: {name}"):
+        export(out, check=True)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pth"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none_stop_an_export(
+    value: float, dtype: str, format: str, made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "run", tmp_path / "run")
+    state = torch.load(made / "run" / "model.pth")
+    state[NAME][3, 5:8] = value
+    state["model.norm.weight"][-1] = value
+    torch.save(state, tmp_path / "run" / "model.pth")
+    out, options = tmp_path / "out", {"dtype": dtype, "format": format}
+    with pytest.raises(UserError, match=rf"4 numbers are NaN or infinite, in 2 of \d+ tensors: {NAME}"):
+        export(tmp_path / "run", out, **options)
+    assert not out.exists()
+    export(tmp_path / "run", out, allow_non_finite=True, **options)
+    assert json.loads((out / "export.json").read_text())["non_finite"] == {NAME: 3, "model.norm.weight": 1}
+    with pytest.raises(UserError, match="4 numbers are NaN"):
+        export(out, check=True)
+    export(out, check=True, allow_non_finite=True)
+    if format == "safetensors":
+        assert finite.in_folder(out) == {NAME: 3, "model.norm.weight": 1}
+
+
+def test_a_model_of_nan_without_report(tiny_model: Path, tmp_path: Path) -> None:
+    """As a script's own `save_pretrained` leaves it."""
+    shutil.copytree(tiny_model, tmp_path / "final")
+    state = {name: torch.full_like(one, math.nan) for name, one in load_file(tiny_model / "model.safetensors").items()}
+    save_file(state, tmp_path / "final" / "model.safetensors", {"format": "pt"})
+    finished = accel_fsdp("export", "--check", tmp_path / "final", "--verify", "bytes")
+    assert finished.code == 1
+    assert f"{sum(one.numel() for one in state.values()):,} numbers are NaN" in finished.output
+    finished = accel_fsdp("export", "--check", tmp_path / "final", "--verify", "bytes", "--allow-non-finite")
+    assert finished.code == 0
+    assert "not finite: " in finished.output
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "complex64", "int32"])
+def test_every_dtype_is_counted_as_torch_counts(dtype: str) -> None:
+    from accel_fsdp.checkpoints import TORCH_NAMES
+
+    kind = getattr(torch, dtype)
+    bits = torch.randint(0, 256, (1 << 18,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    values = bits.view(kind)
+    short = next(short for short, name in TORCH_NAMES.items() if name == dtype)
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    numbers = parts if not parts.is_floating_point() else parts.double()
+    assert finite.count(memoryview(bits.numpy().data), short) == int((~numbers.isfinite()).sum())

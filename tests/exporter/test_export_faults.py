@@ -1,0 +1,754 @@
+"""`accel-fsdp export` of what is damaged or evil, on full disks, and killed: OUT is complete or as it was."""
+
+import base64
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise, product
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import sharded
+import torch
+from conftest import ROOT, run
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from transformers import LlamaConfig
+
+from accel_fsdp import atomic_files, exporter
+from accel_fsdp.checkpoints import TENSORS, Piece, Record, completeness, dcp, discover, tensor, unpickle
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.exporter import hub as upload
+from accel_fsdp.exporter import transformers_probe
+
+SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
+STRANGE, ODD = (
+    json.dumps({"model_type": "llama", **SIZES, **HEADS, **odd})
+    for odd in ({"hidden_size": "x"}, {"num_attention_heads": 0})
+)
+INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint of 3 ranks."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
+    return folder
+
+
+@pytest.fixture
+def run_folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def export(src: Path, out: Path, **options: Any) -> None:
+    exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+
+
+def flipped(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at if at >= 0 else len(content) + at] ^= 16
+        path.write_bytes(content)
+
+    return damage
+
+
+def cut(left: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(path.stat().st_size * left))
+
+
+FILES = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
+DAMAGES = [
+    *((name, "missing", Path.unlink) for name in (*FILES, ".metadata")),
+    *((name, f"cut to {left}", cut(left)) for name in (*FILES, ".metadata") for left in (0, 0.5, 0.999)),
+    *((name, f"bit {at}", flipped(at)) for name in FILES for at in (900, 12_000, 20_000)),
+    *((".metadata", f"bit {at}", flipped(at)) for at in (16, 30, 200)),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "damage"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
+def test_damage_is_named(
+    name: str, kind: str, damage: Callable[[Path], None], run_folder: Path, tmp_path: Path
+) -> None:
+    damage(run_folder / INNER / name)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("old")
+    with pytest.raises(UserError) as caught:
+        export(run_folder, out, force=True)
+    assert name in caught.value.what
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("file", [".metadata", "__1_0.distcp"])
+def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_path: Path) -> None:
+    """`.metadata` has no checksum: what is listed has to fit the files, each of which repeats what it holds."""
+    path, random_place = run_folder / INNER / file, random.Random(0)
+    whole = path.read_bytes()
+    export(run_folder, tmp_path / "right")
+    right = load_file(tmp_path / "right" / "model.safetensors")
+    found = 0
+    for _ in range(60):
+        content = bytearray(whole)
+        content[random_place.randrange(len(content))] ^= 1 << random_place.randrange(8)
+        path.write_bytes(content)
+        with contextlib.suppress(UserError):
+            found += 1
+            export(run_folder, tmp_path / "out", force=True)
+            found -= 1
+            tensors = load_file(tmp_path / "out" / "model.safetensors")
+            assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
+    assert found > 10
+
+
+def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
+    """Two chunks of one size at one place: the sizes add up, each file is whole, and a third of the tensor is lost."""
+    path = run_folder / INNER / ".metadata"
+    metadata = FileSystemReader(path.parent).read_metadata()
+    name, entry = next((n, e) for n, e in metadata.state_dict_metadata.items() if n.endswith("embed_tokens.weight"))
+    first, second = entry.chunks[0], next(c for c in entry.chunks[1:] if c.sizes == entry.chunks[0].sizes)
+    old = next(i for i in metadata.storage_data if i.fqn == name and i.offset == second.offsets)
+    metadata.storage_data[dataclasses.replace(old, offset=first.offsets)] = metadata.storage_data.pop(old)
+    second.offsets = first.offsets
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"embed_tokens\.weight twice, others never"):
+        export(run_folder, tmp_path / "out")
+
+
+@given(st.data())
+def test_boxes_fill_a_tensor_or_are_refused(data: st.DataObject) -> None:
+    """Against counting each element; a grid of boxes, of which one may be moved."""
+    inner = st.sets(st.integers(1, 5), max_size=3)
+    cuts = [[0, *sorted(one), 6] for one in data.draw(st.lists(inner, min_size=1, max_size=3))]
+    spans = [list(pairwise(each)) for each in cuts]
+    boxes = [([low for low, _ in box], [high - low for low, high in box]) for box in product(*spans)]
+    moved = data.draw(st.sampled_from(boxes))[0]
+    moved[:] = [data.draw(st.integers(0, at)) for at in moved] if data.draw(st.booleans()) else moved
+    counts = np.zeros([6] * len(cuts), int)
+    for at, sizes in boxes:
+        counts[tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))] += 1
+    record = Record(Path("file"), 0, 0)
+    pieces = [Piece(record, tuple(at), tuple(sizes)) for at, sizes in data.draw(st.permutations(boxes))]
+    with contextlib.nullcontext() if (counts == 1).all() else pytest.raises(UserError, match="twice, others never"):
+        tensor("w", "F32", counts.shape, pieces)
+
+
+class Evil:
+    """Unpickling it makes a file."""
+
+    def __init__(self, proof: Path, call: str = "os.system") -> None:
+        self.proof, self.call = proof, call
+
+    def __reduce__(self) -> Any:
+        touch = f"touch {self.proof}"
+        calls = {
+            "os.system": (os.system, (touch,)),
+            "exec": (exec, (f"open({str(self.proof)!r}, 'w')",)),
+            "eval": (eval, (f"open({str(self.proof)!r}, 'w')",)),
+            "subprocess": (subprocess.Popen, (["touch", str(self.proof)],)),
+            "getattr": (getattr, (dict, "fromkeys")),
+            "open": (open, (str(self.proof), "w")),
+            "torch.load": (torch.load, (str(self.proof),)),
+            "unlink": (os.unlink, (str(self.proof),)),
+        }
+        return calls[self.call]
+
+
+@pytest.mark.parametrize("call", ["os.system", "exec", "eval", "subprocess", "getattr", "open", "torch.load", "unlink"])
+@pytest.mark.parametrize("where", [".metadata", "item", "file"])
+def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: Path, tmp_path: Path) -> None:
+    proof, evil = tmp_path / "proof", Evil(tmp_path / "proof", call)
+    if call == "unlink":
+        proof.write_text("")
+    if where == ".metadata":
+        metadata = FileSystemReader(run_folder / INNER).read_metadata()
+        metadata.planner_data = evil
+        (run_folder / INNER / ".metadata").write_bytes(pickle.dumps(metadata))
+    elif where == "item":
+        torch.save({"w": evil}, run_folder / INNER / "__0_0.distcp")
+        metadata = FileSystemReader(run_folder / INNER).read_metadata()
+        first = next(index for index, place in metadata.storage_data.items() if place.relative_path == "__0_0.distcp")
+        size = (run_folder / INNER / "__0_0.distcp").stat().st_size
+        metadata.storage_data = {first: _StorageInfo("__0_0.distcp", 0, size)}
+        metadata.state_dict_metadata = {first.fqn: metadata.state_dict_metadata[first.fqn]}
+        metadata.state_dict_metadata[first.fqn].chunks[1:] = []
+        (run_folder / INNER / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        shutil.rmtree(run_folder / "checkpoint-1")
+        torch.save({"w": torch.ones(2), "x": evil}, run_folder / "model.pth")
+    with pytest.raises(UserError, match=r"which no checkpoint needs|is damaged"):
+        export(run_folder, tmp_path / "out")
+    assert proof.exists() == (call == "unlink")
+    assert not (tmp_path / "out").exists()
+
+
+LIMIT = 1 << 40
+BOMBS = {
+    "bytearray": b"\x80\x05\x96" + LIMIT.to_bytes(8, "little") + b".",
+    "bytes": b"\x80\x04\x8e" + LIMIT.to_bytes(8, "little") + b".",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_pickles_cannot_ask_for_memory(name: str, tmp_path: Path) -> None:
+    """Python's unpickler makes room for what a pickle announces before it reads on."""
+    with pytest.raises(UserError, match="counts further than it is long"):
+        unpickle(BOMBS[name], {}, tmp_path)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+)
+
+
+@given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL))
+def test_honest_pickles_are_read(value: Any, protocol: int) -> None:
+    assert unpickle(pickle.dumps(value, protocol), {}, Path("x")) == value
+
+
+def shared(begin: bytes, end: bytes, top: bytes = b"") -> bytes:
+    """Forty values, each of which holds the one before twice: no walk through them would end."""
+    links = b"".join(begin + b"h%ch%c" % (at, at) + end + b"q%c" % (at + 1) for at in range(40))
+    return b"\x80\x02)q\x00" + links + top + b"."
+
+
+def state(module: str, name: str, content: Any) -> bytes:
+    """A name with a state, such as slots for a class."""
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + pickle.dumps(content, 2)[2:-1] + b"b."
+
+
+ESCAPES = {
+    "slots of a class": state("pathlib", "PosixPath", (None, {"is_absolute": None})),
+    "slots of a kind": state("torch.distributed.checkpoint.metadata", "Metadata", (None, {"state": 1})),
+    "state of a call": state("torch._utils", "_rebuild_tensor_v2", {"__code__": 1}),
+    "state of a name": state("torch", "float32", {"a": 1}),
+    "attribute of a kind": b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nV__init__\ntR.",
+    "a call of a name": b"ctorch\nfloat32\n(V1\ntR.",
+    "an instance": b"(V1\nitorch\nSize\n.",
+    "an object": b"(cpathlib\nPosixPath\nV1\no.",
+    "a registered name": b"\x80\x02\x82\x01.",
+    "a new one with keywords": b"\x80\x04cpathlib\nPosixPath\n)}\x92.",
+    "a buffer": b"\x80\x05\x97.",
+    "shared tuples as key": shared(b"", b"\x86", b"}h(Ns"),
+    "shared tuples": shared(b"", b"\x86"),
+    "shared lists": shared(b"(", b"l"),
+    "holds itself": b"\x80\x02]q\x00h\x00a.",
+    "holds itself in a tuple": b"\x80\x02]q\x00h\x00\x85a.",
+    "nested deep": b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".",
+    "nested deep in tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
+    "many mappings": b"\x80\x02(" + b"}" * 30_000_000 + b"l.",
+    "keys that are alike": pickle.dumps({((1 << 61) - 1) * number: 0 for number in range(1 << 15)}),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_pickle_makes_plain_data_or_ends_at_once(name: str, tmp_path: Path) -> None:
+    """Names that are admitted, used otherwise than torch does; and what would take all time or memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    with pytest.raises(UserError, match="is damaged: "):
+        unpickle(ESCAPES[name], {**TENSORS, **dcp.ADMITTED}, tmp_path)
+    assert time.monotonic() - started < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+def test_no_state_reaches_a_class_of_python(run_folder: Path, tmp_path: Path) -> None:
+    """Slots of PosixPath once switched off the check of where a checkpoint's files lie."""
+    secret = tmp_path / "secret.distcp"
+    secret.write_bytes((run_folder / INNER / "__0_0.distcp").read_bytes())
+    metadata = FileSystemReader(run_folder / INNER).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if place.relative_path == "__0_0.distcp":
+            metadata.storage_data[index] = _StorageInfo(str(secret), place.offset, place.length)
+    honest = pickle.dumps(metadata, 2)
+    slots = state("pathlib", "PosixPath", (None, {"parts": (), "is_absolute": None}))
+    (run_folder / INNER / ".metadata").write_bytes(slots[:-1] + b"0" + honest[2:])
+    with pytest.raises(UserError, match="is damaged: "):
+        export(run_folder, tmp_path / "out")
+    assert Path("/").is_absolute()
+
+
+def test_an_unpickler_cannot_be_led_around_its_list(tmp_path: Path) -> None:
+    """Dotted names, names of this package, memo tricks, states for classes."""
+    path = tmp_path / "x"
+    pickles = [
+        b"\x80\x04\x8c\x05torch\x8c\x0dserialization\x93.",
+        b"\x80\x04\x8c\x18torch.distributed.checkpoint\x8c\x11metadata.os.system\x93.",
+        b"cbuiltins\n__import__\n(Vos\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nV__class__\ntR.",
+        b"caccel_fsdp.archive\nos\n.",
+        b"cpathlib\nPath.home\n.",
+        b"\x80\x02}q\x00(X\x01\x00\x00\x00aQe.",
+        b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    ]
+    for content in pickles:
+        with pytest.raises(UserError):
+            unpickle(content, dcp.ADMITTED, path)
+    made = unpickle(pickle.dumps(collections.OrderedDict(a=torch.Size((1, 2)))), dcp.ADMITTED, path)
+    assert made == {"a": (1, 2)}
+
+
+@pytest.mark.parametrize("trick", ["../../secret", "/etc/passwd", "link", "inner/../../../secret", "\0", "."])
+def test_paths_stay_in_the_folder(trick: str, run_folder: Path, tmp_path: Path) -> None:
+    inner = run_folder / INNER
+    (run_folder / "secret").write_bytes((inner / "__0_0.distcp").read_bytes())
+    (inner / "link").symlink_to(run_folder / "secret")
+    metadata = FileSystemReader(inner).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if place.relative_path == "__0_0.distcp":
+            metadata.storage_data[index] = _StorageInfo(trick, place.offset, place.length)
+    (inner / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"outside of its folder|can't be read"):
+        export(run_folder, tmp_path / "out")
+
+
+def test_an_index_of_safetensors_leads_nowhere_else(run_folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run_folder / "checkpoint-1")
+    (run_folder / "config.json").write_text((run_folder / "model" / "config.json").read_text())
+    (run_folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../secret.safetensors"}}')
+    (tmp_path / "secret.safetensors").write_bytes(b"\0" * 8)
+    with pytest.raises(UserError, match="outside of its folder"):
+        export(run_folder, tmp_path / "out")
+
+
+def command(*words: str | Path, limit_bytes: int = 0, verify: str = "bytes") -> subprocess.Popen[str]:
+    """The export as a process of its own, with a largest file size where one is given."""
+    limit = (limit_bytes, limit_bytes)
+    return subprocess.Popen(
+        [sys.executable, "-m", "accel_fsdp", "export", *map(str, words), "--verify", verify],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)) if limit_bytes else None,
+    )
+
+
+def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that may not grow beyond a limit fail as they do on a full disk; and the disk itself is asked before."""
+    export(run_folder, tmp_path / "out")
+    whole = (tmp_path / "out" / "model.safetensors").stat().st_size
+    shutil.rmtree(tmp_path / "out")
+    for tenth in range(10):
+        finished = command(run_folder, tmp_path / "out", limit_bytes=1 + whole * tenth // 10)
+        output, _ = finished.communicate(timeout=60)
+        assert finished.returncode == 1, output
+        assert "cannot write" in output
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"has 0\.00 MB free"):
+        export(run_folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
+    """Over an older export: it stays, or the new one is there; the next run cleans up."""
+    out, moments = tmp_path / "out", random.Random(1)
+    export(made, out, dtype="BF16")
+    old = (out / "model.safetensors").read_bytes()
+    started = time.monotonic()
+    export_process = command(made, tmp_path / "other")
+    export_process.communicate()
+    seconds = time.monotonic() - started
+    new = (tmp_path / "other" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "other")
+    tries = ["bytes"] * 6 if number == signal.SIGKILL else ["bytes", "load"] * 2
+    for verify in tries:
+        process = command(made, out, "--force", verify=verify)
+        time.sleep(seconds * moments.uniform(0.3, 1.0))
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        if out.exists() or sys.platform == "linux":  # elsewhere there is a moment between two renames
+            assert (out / "model.safetensors").read_bytes() in (old, new)
+        if number != signal.SIGKILL:
+            codes = (0, -number, 128 + number)  # it had ended; Python itself was starting; it cleaned up
+            assert process.returncode in codes
+            assert "resource_tracker" not in output
+            assert ("OUT is as it was" in output) == (process.returncode == 128 + number)
+            assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    export(made, out, force=True)
+    assert (out / "model.safetensors").read_bytes() == new
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_ended_between_two_renames_where_names_cannot_be_swapped(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    export(run_folder, out, dtype="BF16")
+    old = (out / "model.safetensors").read_bytes()
+    monkeypatch.setattr(atomic_files, "_exchange", lambda one, other: False)
+    export(run_folder, out, force=True)
+    assert (out / "model.safetensors").read_bytes() != old
+    out.rename(tmp_path / ".out.old")  # as a kill between them leaves it
+    kept = (tmp_path / ".out.old" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="no such dtype"), atomic_files.replaced_folder(out):
+        raise UserError("no such dtype", why="", fix="")
+    assert (out / "model.safetensors").read_bytes() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_two_exports_to_one_folder(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with atomic_files.replaced_folder(out) as folder:
+        (folder / "mine").write_text("")
+        second = command(run_folder, out)
+        output, _ = second.communicate(timeout=60)
+        assert second.returncode == 1, output
+        assert "another process is writing" in output
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(UserError, match="exists"):
+        export(run_folder, out)
+    (out / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="no folder of a model"):
+        export(run_folder, out, force=True)
+    for place in (run_folder, run_folder / "checkpoint-1", run_folder / INNER):
+        with pytest.raises(UserError, match="holds the checkpoint"):
+            export(run_folder, place, force=True)
+
+
+FOREIGN = (
+    *("thesis/ch1.txt", "optimizer.pt", "checkpoint-1/model.safetensors", "train.py", "notes.md", "todo.txt"),
+    *("eval_results.json", "dataset.bin", "other.safetensors", "other.pth"),
+)
+
+
+@pytest.mark.parametrize("entry", FOREIGN)
+def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Path) -> None:
+    """Other data beside a model stays; all that an export itself writes may go."""
+    out = tmp_path / "out"
+    export(run_folder, out)
+    for name in ("vocab.bpe", "loss.svg", "README.md", "additional_chat_templates/tool.jinja", "model.pth", entry):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("")
+    with pytest.raises(UserError, match=re.escape(f"{out} holds {entry.partition('/')[0]}")):
+        export(run_folder, out, force=True)
+    assert (out / entry).exists()
+    (out / entry).unlink()
+    if "/" in entry:
+        (out / entry).parent.rmdir()
+    export(run_folder, out, force=True)
+    assert not (out / "loss.svg").exists()
+
+
+def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
+    """--model, the run's description, and the base of an adapter: the merge reads it while it is written."""
+    given = Path(shutil.copytree(run_folder / "model", tmp_path / "models" / "given"))
+    for out in (given, given / "inner"):
+        with pytest.raises(UserError, match="the model that the export uses"):
+            export(run_folder, out, force=True, model=str(given))
+    for model in (None, str(given)):
+        with pytest.raises(UserError, match="the model that the export uses"):
+            export(run_folder, run_folder / "model", force=True, model=model)
+    export(run_folder, run_folder / "exported")
+    adapter = run_folder / "checkpoint-2"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(given)}))
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="the model that the export uses"):
+        export(run_folder, given, force=True, merge_adapter=True)
+    assert [path.name for path in given.iterdir()] == ["config.json"]
+    with pytest.raises(UsageError, match="the adapter is not merged"):
+        export(run_folder, tmp_path / "out", verify="logits")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"max_shard_size": size}, "is no size") for size in ("-1GB", "abc", "0GB", "5", "nanGB", "1e400GB")),
+        ({"format": "pth", "verify": "logits"}, "--verify logits with --format pth"),
+    ],
+)
+def test_flags_are_checked_first(options: dict[str, Any], message: str, run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        export(run_folder, tmp_path / "new" / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_short_names_of_dtypes_are_explained(tmp_path: Path) -> None:
+    process = command(tmp_path, tmp_path / "out", "--dtype", "bf16")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "--dtype bf16" in output
+    assert "float32, bfloat16, float16" in output
+    assert "None" not in output
+
+
+def test_a_run_is_not_mistaken_for_what_lies_in_it(run_folder: Path, tmp_path: Path) -> None:
+    """What a killed export left, finished exports and the untrained model have weights, and numbers in their names."""
+    newest = Path(shutil.copytree(run_folder / "checkpoint-1", run_folder / "checkpoint-2"))
+    export(run_folder, run_folder / "exported-v5")
+    left = Path(shutil.copytree(run_folder / "exported-v5", run_folder / ".out-7.tmp"))
+    shutil.copy(run_folder / "exported-v5" / "model.safetensors", run_folder / "model")
+    assert [one.folder.name for one in discover.listed(run_folder)] == ["checkpoint-1", newest.name]
+    assert discover.find(run_folder / "exported-v5")[0].kind == "safetensors"
+    with pytest.raises(UserError, match="lacks its end"):
+        discover.find(left)
+    (tmp_path / "demo" / "real").mkdir(parents=True)
+    shutil.copytree(run_folder / "model", tmp_path / "demo" / "model")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        export(tmp_path / "demo", tmp_path / "out")
+    shutil.copytree(run_folder / "model", tmp_path / "demo" / "other")
+    run_folder.rename(tmp_path / "demo" / "real" / "run")
+    with pytest.raises(UserError, match="holds no checkpoint itself") as caught:
+        export(tmp_path / "demo", tmp_path / "out")
+    assert str(tmp_path / "demo" / "real" / "run" / "checkpoint-2") in caught.value.fix
+    shutil.rmtree(tmp_path / "demo" / "real")
+    assert discover.find(tmp_path / "demo")[0].folder.name == "other"  # as final/, where there is no checkpoint
+
+
+def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
+    """Optimizers are deleted to save disk; weights that `complete.json` lists have to be there."""
+    folder = run_folder / "checkpoint-1"
+    (folder / "optimizer_0").mkdir()
+    for name in ("optimizer_0/__0_0.distcp", "scheduler.pt", "rng_state_0.pth"):
+        (folder / name).write_bytes(b"1")
+    (folder / completeness.MARKER).write_text("{}")
+    completeness.seal(folder, completeness.Origin("FSDP"))
+    shutil.rmtree(folder / "optimizer_0")
+    (folder / "scheduler.pt").unlink()
+    export(run_folder, tmp_path / "out")
+    with pytest.raises(UserError, match="no optimizer state"):
+        export(run_folder, tmp_path / "other", with_optimizer=True)
+    (run_folder / INNER / "__1_0.distcp").write_bytes(b"1")
+    with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/__1_0\.distcp"):
+        export(run_folder, tmp_path / "other")
+
+
+def test_local_state_dicts_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    (folder / "pytorch_model_fsdp_rank0.bin").write_bytes(b"1")
+    for src in (tmp_path / "run", folder, folder / "pytorch_model_fsdp_rank0.bin"):
+        with pytest.raises(UserError, match="LOCAL_STATE_DICT") as caught:
+            export(src, tmp_path / "out")
+        assert "SHARDED_STATE_DICT" in caught.value.fix
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A model of four times the size, with one tensor of 130 MB, takes no more memory."""
+    peaks = []
+    for vocabulary in (32_000, 128_000):
+        folder = tmp_path / str(vocabulary)
+        config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary, "hidden_size": 252}, **HEADS, dtype="float32")
+        sharded.make(folder, config, ranks=2)
+        script = (
+            "import sys; from accel_fsdp import cli\n"
+            "try: cli.main()\n"
+            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+        )
+        words = ["export", str(folder), str(folder / "out"), "--verify", "bytes", "--no-sync"]
+        finished = subprocess.run(
+            [sys.executable, "-c", script, *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert finished.returncode == 0, finished.stderr
+        peaks.append(int(finished.stdout))
+        shutil.rmtree(folder)
+    assert max(peaks) < 250_000  # KiB
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload speaks: repositories, what goes to LFS, its objects, a commit."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+    files: ClassVar[dict[str, str]] = {}
+    refuse_upload = False
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, content: Any, code: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        home = f"http://{self.headers['Host']}"
+        if self.path == "/api/repos/create":
+            self.answer({"url": f"{home}/me/model", "id": "me/model", "name": json.loads(body)["name"]})
+        elif "/preupload/" in self.path:
+            modes = [
+                {
+                    "path": one["path"],
+                    "uploadMode": "lfs" if one["path"].endswith("tensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for one in json.loads(body)["files"]
+            ]
+            self.answer({"files": modes})
+        elif self.path.endswith("/objects/batch"):
+            wanted = [one for one in json.loads(body)["objects"] if one["oid"] not in self.objects]
+            links = [{**one, "actions": {"upload": {"href": f"{home}/lfs/{one['oid']}"}}} for one in wanted]
+            self.answer({"transfer": "basic", "objects": links})
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] in ("file", "lfsFile"):
+                    value = line["value"]
+                    self.files[value["path"]] = value.get("oid") or base64.b64decode(value["content"]).decode()
+            self.answer(
+                {
+                    "commitUrl": f"{home}/me/model/commit/1",
+                    "commitOid": "1" * 40,
+                    "pullRequestUrl": None,
+                    "success": True,
+                }
+            )
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if Hub.refuse_upload:
+            self.answer({"error": "no room"}, 507)
+            return
+        self.objects[self.path.rpartition("/")[2]] = content
+        self.answer({})
+
+    def do_GET(self) -> None:
+        self.answer({"error": "nothing here"}, 404)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_push_to_the_hub(hub: str, run_folder: Path, tmp_path: Path) -> None:
+    """Refused once, the export stays; then all of it arrives."""
+    out = tmp_path / "out"
+    push = ["--verify", "bytes", "--push-to-hub", "me/model"]
+    env = {"HF_ENDPOINT": hub, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    for refuse, words in ((True, [run_folder, out]), (False, ["--check", out])):
+        Hub.refuse_upload = refuse
+        command_line = [sys.executable, "-m", "accel_fsdp", "export", *words, *push]
+        finished = run(command_line, **env, HF_HOME=str(tmp_path / "home"))
+        assert finished.code == int(refuse), finished.output
+        assert "Traceback" not in finished.output
+        assert (out / "model.safetensors").exists()
+    assert "pushed: " in finished.output
+    assert Hub.files.keys() == {path.name for path in out.iterdir()}
+    assert Hub.objects[Hub.files["model.safetensors"]] == (out / "model.safetensors").read_bytes()
+    assert json.loads(Hub.files["config.json"])["model_type"] == "llama"
+
+
+def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
+    """Nobody listens; a name that the hub would refuse."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}", "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+        words = [sys.executable, "-m", "accel_fsdp", "export", run_folder, tmp_path / "out", "--verify", "bytes"]
+        finished = run([*words, "--push-to-hub", "me/model"], **env, HF_HOME=str(tmp_path / "home"))
+    assert finished.code == 1, finished.output
+    assert "Traceback" not in finished.output
+    assert f"accel-fsdp export --check {tmp_path / 'out'} --push-to-hub me/model" in " ".join(finished.output.split())
+    for name in ("me/my model", "a/b/c", "-x"):
+        with pytest.raises(UsageError, match="no name of a repository"):
+            upload.push(tmp_path / "out", name, private=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", lambda text: text.replace("10000.0", "10001.0"), "config.json isn't what was written"),
+        ("config.json", None, "config.json is missing"),
+        ("pytorch_model.bin", str, "pytorch_model.bin was not exported"),
+        ("inner/x.py", str, "holds code that no export writes: inner/x.py"),
+        ("README.md", str, ""),
+        (".gitattributes", str, ""),
+    ],
+)
+def test_check_compares_all_files(
+    name: str, change: Callable[[str], str] | None, message: str, run_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export(run_folder, out)
+    path = out / name
+    if change is None:
+        path.unlink()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(change(path.read_text() if path.exists() else "new"))
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        export(out, out, check=True)
+
+
+@pytest.mark.parametrize("config", ["{", '{"model_type": "no such"}', "{}", STRANGE, ODD, None])
+def test_check_without_a_report_of_papers(config: str | None, run_folder: Path, tmp_path: Path) -> None:
+    """As older versions left it: a config that can't be loaded, or none, is named."""
+    out = tmp_path / "out"
+    export(run_folder, out)
+    report = json.loads((out / "export.json").read_text())
+    del report["papers"], report["non_finite"]
+    (out / "export.json").write_text(json.dumps(report))
+    export(out, out, check=True)
+    (out / "config.json").write_text(config) if config else (out / "config.json").unlink()
+    said = rf"error: from_pretrained doesn't load {out}: (?!error)(?!(?s:.*)--model)|holds no config\.json"
+    with pytest.raises(UserError, match=said):
+        transformers_probe.loads(out) if config else export(out, out, check=True)
+
+
+def test_links_of_the_hubs_cache(run_folder: Path, tmp_path: Path) -> None:
+    """`snapshots/REVISION/x` to `blobs/HASH` of one repository is followed; any other link out of the folder isn't."""
+    export(run_folder, tmp_path / "plain")
+    snapshot = tmp_path / "models--me--model" / "snapshots" / "1"
+    (snapshot.parent.parent / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "plain").iterdir():
+        shutil.move(path, snapshot.parent.parent / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    export(snapshot, snapshot, check=True)
+    export(snapshot, tmp_path / "out")
+    (snapshot / "export.json").unlink()
+    export(snapshot, snapshot, check=True)
+    shutil.move(snapshot.parent.parent / "blobs" / "model.safetensors", tmp_path)
+    (snapshot.parent.parent / "blobs" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{snapshot}/model.safetensors is a link to {tmp_path}/model.safetensors"):
+        export(snapshot, tmp_path / "other")
+
+
+def test_a_base_that_has_moved(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot get some/gone(?s:.*)adapter_config\.json(?s:.*)--model FOLDER"):
+        transformers_probe.fetch("some/gone", with_weights=True)

@@ -1,0 +1,144 @@
+"""What an export is given: addresses, indexes, patterns, disks and terminals, and what it says of them."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import accel_fsdp
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from accel_fsdp import atomic_files
+from accel_fsdp.checkpoints import discover, tensor_names
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.exporter import command
+
+HEAD = "lm_head.weight"
+
+
+def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    assert command.run(command.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+
+
+@pytest.fixture
+def sharded(tiny_model: Path, tmp_path: Path) -> Path:
+    """The model in several files, under an index."""
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path / "src", max_shard_size="100KB")
+    return tmp_path / "src"
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/run", "hf://me/model", "https://host/model"])
+@pytest.mark.parametrize("place", ["src", "out", "model"])
+def test_addresses_are_no_folders_of_this_machine(
+    place: str, address: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {"src": tiny_model, "out": Path("out"), "model": None}
+    given[place] = address if place == "model" else Path(address)
+    with pytest.raises(UsageError, match=f"is {address}, which is no folder"):
+        command.run(command.Options(**given))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_that_the_index_lists_and_no_file_holds(sharded: Path, tmp_path: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.extra.weight"] = index["weight_map"][HEAD]
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"lists model\.extra\.weight, which is in none of its files"):
+        export(sharded, tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_two_models_in_one_folder_that_of_from_pretrained(sharded: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """One file and an index: as a source, and as the base of an adapter."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", sharded)
+    theirs = AutoModelForCausalLM.from_pretrained(sharded).state_dict()
+    assert not theirs[HEAD].any()
+    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], theirs[HEAD])
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(sharded), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = export(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True, model=str(sharded))
+    assert torch.equal(merged[HEAD], theirs[HEAD])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pattern", ["(x+x+)+y", "(([a-z_.0-9])*)*q", "(", "x{9999999999}"])
+@pytest.mark.parametrize("key", ["alpha_pattern", "target_modules", "layers_pattern", "modules_to_save"])
+def test_patterns_end(
+    key: str, pattern: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter's settings are somebody else's, and choose modules by regular expressions."""
+    monkeypatch.setattr(tensor_names, "PATTERN_SECONDS", 0.5)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    hard = pattern.replace("x", "[a-z_.0-9]")
+    given = {"alpha_pattern": {hard: 3}, "target_modules": hard}.get(key, ["layers", hard])
+    layers = {"layers_to_transform": [0, 1]} if key == "layers_pattern" else {}
+    settings = {**json.loads(path.read_text()), **layers, key: given}
+    path.write_text(json.dumps(settings))
+    for options in ({"verify": "load"}, {"merge_adapter": True}):
+        with pytest.raises(UserError, match=r"a pattern in adapter_config\.json can't be used"):
+            export(tmp_path / "adapter", tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"), [("src", "can't be read: Input/output"), ("out", "cannot write"), (None, "cannot write")]
+)
+def test_an_error_names_the_side_that_failed(
+    where: str | None, message: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"src": tiny_model / "model.safetensors", "out": tmp_path / ".out.tmp" / "model.safetensors", None: None}
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", *([str(places[where])] if where else []))
+
+    monkeypatch.setattr(command.open_checkpoint, "read", fails)
+    with pytest.raises(UserError, match=message):
+        export(tiny_model, tmp_path / "out")
+
+
+def test_a_full_disk_is_told_all_that_is_needed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number that is asked for is the one that free space is held against."""
+    free = command.SPARE_BYTES + 1000
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: usage)
+    for dtype, advice in (("F32", "--dtype bfloat16"), ("BF16", "choose an OUT on another disk")):
+        with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
+            export(tiny_model, tmp_path / "out", dtype=dtype)
+        assert caught.value.fix.endswith(advice)
+
+
+def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    """Names can be copied, and a file that is missing is listed once."""
+    run = tmp_path / ("a_long_name_" * 12)
+    folder = run / "checkpoint-1"
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(folder, max_shard_size="100KB")
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    (folder / "complete.json").write_text(json.dumps({"complete": True, "files": sizes}))
+    gone = sorted(folder.glob("*.safetensors"))[0]
+    gone.unlink()
+    finished = accel_fsdp("export", run, "--list")
+    assert finished.code == 0
+    line = next(line for line in finished.output.splitlines() if str(folder) in line)
+    assert line.count(gone.name) == 1
+    with pytest.raises(UserError) as caught:
+        discover.find(run)
+    assert caught.value.what.count(gone.name) == 1
+    atomic_files.write_text(tmp_path / "note.txt", "x")
+    with pytest.raises(UserError) as caught:
+        discover.find(tmp_path)
+    assert caught.value.fix == f"give it: {folder}"

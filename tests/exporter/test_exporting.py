@@ -1,0 +1,508 @@
+"""`accel-fsdp export`: the same bits as torch's own gathering, from any engine and any number of ranks."""
+
+import json
+import shutil
+import sys
+import zipfile
+import zlib
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, accel_fsdp, run
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from test_export_architectures import transposed_files
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_dcp
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from accel_fsdp import exporter
+from accel_fsdp.checkpoints import Reader, Record, deepspeed, discover, open_checkpoint
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import (
+    Description,
+    OtherPlan,
+    Plan,
+    Planner,
+    companion_files,
+    safetensors_writer,
+    transformers_probe,
+)
+
+WRITER = ROOT / "tests" / "sharded_writer.py"
+KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
+FULL = [f"{kind}-{ranks}" for kind in KINDS for ranks in (1, 2, 3, 4)] + ["fsdp1-4-4", "fsdp1-5-4", "fsdp2-hybrid-4"]
+LORA = [*(f"lora-{ranks}" for ranks in (1, 2, 3, 4)), "lora-patterns-3", "dora-whole-3"]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Exports in this process, without transformers' own check unless asked for, and loads what came out."""
+    assert exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def without_weights(model: Path, folder: Path) -> None:
+    """A copy of a model's config and tokenizer."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def without_copies(full: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in full.items() if not (tied and name == HEAD)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of 1 to 4 ranks, all from one launch."""
+    folder = tmp_path_factory.mktemp("written")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    finished = run([*words, WRITER, folder])
+    assert finished.code == 0, finished.output[-3000:]
+    assert sorted(json.loads((folder / "names.json").read_text())) == sorted(FULL + LORA)
+    return folder
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_bits_are_those_of_the_gathered_state(name: str, written: Path, tmp_path: Path) -> None:
+    full = torch.load(written / name / "full.pt")
+    same(export(written / name, tmp_path / "out"), without_copies(full, "tied" in name))
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_stay_adapters_or_are_merged(name: str, written: Path, tmp_path: Path) -> None:
+    full = torch.load(written / name / "full.pt")
+    same(export(written / name, tmp_path / "adapter"), full)
+    base = AutoModelForCausalLM.from_pretrained(written / name / "base")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    ours = export(written / name, tmp_path / "merged", merge_adapter=True)
+    assert ours.keys() == theirs.keys()
+    assert not torch.equal(ours["model.layers.0.self_attn.q_proj.weight"], base_weight(written / name))
+    for key, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[key], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_merge_is_rounded_once(dora: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """Into a bf16 base: float32 as PEFT merges the base loaded in float32, and bf16 is that, rounded."""
+    config = {**json.loads((tiny_model / "config.json").read_text()), "dtype": "bfloat16"}
+    AutoModelForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], use_dora=dora))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    theirs = adapted.merge_and_unload().state_dict()
+    verify = "bytes" if dora else "logits"
+    wide = export(tmp_path / "adapter", tmp_path / "wide", merge_adapter=True, dtype="F32", verify=verify)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(wide[name], theirs[name], atol=1e-6, rtol=1e-6)
+    assert not torch.equal(wide[name], wide[name].bfloat16().float())
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+    low = export(tmp_path / "adapter", tmp_path / "low", merge_adapter=True)
+    assert torch.equal(low[name], wide[name].bfloat16())
+
+
+def base_weight(run_folder: Path) -> torch.Tensor:
+    return load_file(run_folder / "base" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_the_optimizer_comes_along(written: Path, tmp_path: Path) -> None:
+    export(written / "fsdp2-2", tmp_path / "out", with_optimizer=True)
+    whole = torch.load(written / "fsdp2-2" / "optimizer.pt")
+    flat = {f"state.{name}.{key}": tensor for name, state in whole.items() for key, tensor in state.items()}
+    same(load_file(tmp_path / "out" / "optimizer.safetensors"), flat)
+
+
+def test_a_full_optimizer_beside_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    """As `FULL_STATE_DICT` leaves a folder."""
+    shutil.copytree(tiny_model, tmp_path / "run")
+    state = {"model.norm.weight": {"exp_avg": torch.arange(3.0)}}
+    torch.save({"state": state, "param_groups": [{"lr": 0.1}]}, tmp_path / "run" / "optimizer.bin")
+    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "pytorch_model_fsdp.bin")
+    export(tmp_path / "run", tmp_path / "out", with_optimizer=True)
+    same(load_file(tmp_path / "out" / "optimizer.safetensors"), {"state.model.norm.weight.exp_avg": torch.arange(3.0)})
+
+
+@pytest.mark.parametrize("name", ["fsdp2-3", "lora-3"])
+def test_the_command_proves_what_it_wrote(name: str, written: Path, tmp_path: Path) -> None:
+    """Through the command line: default checks, logits against torch's own loading, and --check afterwards."""
+    merge = ["--merge-adapter"] if name.startswith("lora") else []
+    out = tmp_path / "out"
+    finished = accel_fsdp("export", written / name, out, "--verify", "logits", *merge)
+    assert finished.code == 0, finished.output
+    assert "from_pretrained loads all of it" in finished.output
+    assert "logits as of the checkpoint" in finished.output
+    if name != "fsdp2-3":
+        return
+    assert accel_fsdp("export", "--check", out).code == 0
+    flip(out / "model.safetensors", -5)
+    finished = accel_fsdp("export", "--check", out)
+    assert finished.code == 1
+    assert "model.safetensors is damaged" in finished.output
+
+
+def flip(path: Path, at: int) -> None:
+    """Turns one bit over."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def test_an_adapter_is_checked_against_its_settings(written: Path, tmp_path: Path) -> None:
+    export(written / "lora-2", tmp_path / "out", verify="load")
+    shutil.copytree(written / "lora-2", tmp_path / "run")
+    settings = tmp_path / "run" / "model" / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"q_proj"', '"k_proj"'))
+    with pytest.raises(UserError, match="those of its adapter_config"):
+        export(tmp_path / "run", tmp_path / "other", verify="load")
+    assert not (tmp_path / "other").exists()
+
+
+def test_files_are_divided_and_cast_as_save_pretrained_does(written: Path, tmp_path: Path) -> None:
+    full = torch.load(written / "fsdp2-3" / "full.pt")
+    ours = export(written / "fsdp2-3", tmp_path / "ours", max_shard_size="100KB", dtype="BF16")
+    same(ours, {name: tensor.to(torch.bfloat16) for name, tensor in full.items()})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    index = "model.safetensors.index.json"
+    ours_index, theirs_index = (json.loads((tmp_path / each / index).read_text()) for each in ("ours", "theirs"))
+    assert ours_index["weight_map"].keys() == theirs_index["weight_map"].keys()
+    assert ours_index["metadata"]["total_size"] == theirs_index["metadata"]["total_size"]
+    sizes = [path.stat().st_size for path in (tmp_path / "ours").glob("*.safetensors")]
+    assert len(sizes) == len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+
+
+def test_blocks_smaller_than_tensors(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor larger than the memory it may take: what a 7 B parameter embedding would be."""
+    monkeypatch.setattr(safetensors_writer, "BLOCK_ELEMENTS", 100)
+    same(export(written / "fsdp2-3", tmp_path / "out"), torch.load(written / "fsdp2-3" / "full.pt"))
+
+
+def test_a_single_file_for_torch_load(written: Path, tmp_path: Path) -> None:
+    export(written / "fsdp1-1-3", tmp_path / "out", format="pth")
+    path = tmp_path / "out" / "model.pth"
+    same(torch.load(path, weights_only=True), torch.load(written / "fsdp1-1-3" / "full.pt"))
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def other_kinds(model: LlamaForCausalLM, run_folder: Path) -> dict[str, Path]:
+    """The same model as other loops save it: whole, nested, as DCP under other keys, as safetensors."""
+    state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    adam = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    made = {name: run_folder / name / "checkpoint-3" for name in ("full", "nested", "job", "plain", "safe")}
+    for folder in made.values():
+        folder.mkdir(parents=True)
+        model.config.save_pretrained(folder)
+    torch.save(state, made["full"] / "pytorch_model_fsdp.bin")
+    torch.save({"model": state, "optimizer": adam, "step": torch.tensor(3)}, made["nested"] / "state.pth")
+    torch.save({"cpu": torch.zeros(3)}, made["nested"] / "rng_state_0.pth")
+    save_dcp({"job": {"model": state, "optimizer": adam, "place": 7}}, checkpoint_id=made["job"], no_dist=True)
+    save_dcp(dict(model.state_dict()), checkpoint_id=made["plain"], no_dist=True)
+    model.save_pretrained(made["safe"], max_shard_size="100KB")
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_loops_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        turned = model.model.layers[0].mlp.up_proj.weight
+        turned.set_(turned.t().contiguous().t())  # saved with its strides
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name, folder in other_kinds(model, tmp_path).items():
+        same(export(folder.parent, tmp_path / f"{name}-out"), state)
+        assert not list((tmp_path / f"{name}-out").glob("optimizer*"))  # which lies in the same files of two of them
+    for name in ("nested", "job"):
+        export(tmp_path / name, tmp_path / f"{name}-more", with_optimizer=True)
+        assert "state.0.step" in load_file(tmp_path / f"{name}-more" / "optimizer.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_layouts_that_differ_on_disk(tmp_path: Path) -> None:
+    """Mixtral's experts: stacked in memory, one by one in files. The config decides, not the checkpoint's names."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 3}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, architectures=["MixtralForCausalLM"]))
+    folder = tmp_path / "run" / "checkpoint-1" / "pytorch_model_fsdp_0"
+    folder.mkdir(parents=True)
+    (folder.parent / "trainer_state.json").write_text("{}")
+    writer = FileSystemWriter(folder)
+    save_dcp({"model": dict(model.state_dict())}, storage_writer=writer, no_dist=True)
+    model.save_pretrained(tmp_path / "run" / "model")
+    theirs = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    same(export(tmp_path / "run" / "checkpoint-1", tmp_path / "out", verify="load"), theirs)
+
+
+def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
+    """What was begun under the likely names is written anew once the model's code has said which are one."""
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]))
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: one for key, one in config.items() if key != "tie_word_embeddings"}))
+    theirs = load_file(tmp_path / "model" / "model.safetensors")
+    same(export(tmp_path, tmp_path / "out"), theirs)
+
+
+def test_files_without_checksums(tmp_path: Path, tiny_model: Path) -> None:
+    """`torch.serialization.set_crc32_options(False)` leaves zeros in their place."""
+    state = load_file(tiny_model / "model.safetensors")
+    without_weights(tiny_model, tmp_path / "run")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "run" / "model.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    same(export(tmp_path / "run", tmp_path / "out"), state)
+    report = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert not any("checksum" in check for check in report["checks"])
+
+
+def test_files_that_differ_in_the_order_of_elements(tmp_path: Path) -> None:
+    with transposed_files():
+        assert_converted(tmp_path)
+
+
+def assert_converted(tmp_path: Path) -> None:
+    """The plan without transformers' answer is another one than with it."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]))
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    model.save_pretrained(tmp_path / "model")
+    theirs = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(theirs[name], model.state_dict()[name].T)
+
+    reader, found, asked = Reader(), discover.find(tmp_path / "model.pth")[0], Future[Description]()
+    planner = Planner(
+        open_checkpoint.read(found, reader), companion_files.find(found, str(tmp_path / "model")), reader, None
+    )
+    plan = Plan(planner, asked)
+    plan.look()  # no answer yet
+    asked.set_result(transformers_probe.describe(tmp_path / "model"))
+    with pytest.raises(OtherPlan):
+        plan.look()
+    same({one.name: safetensors_writer.whole(reader, one.source) for one in plan.outputs}, theirs)
+    reader.close()
+
+
+def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """A config that Trainer wrote has use_cache off; code and links are left behind."""
+    run_folder = tmp_path / "run"
+    shutil.copytree(written / "fsdp2-2", run_folder)
+    shutil.rmtree(run_folder / "model")
+    folder = run_folder / "checkpoint-1"
+    config = json.loads((written / "fsdp2-2" / "model" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "use_cache": False, "auto_map": {"AutoModel": "x.X"}}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_model / name, folder / name)
+    (folder / "x.py").write_text("raise SystemExit")
+    (folder / "README.md").write_text("# card")
+    export(run_folder, tmp_path / "out", verify="load")
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "auto_map" not in made
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.use_cache is True
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md", "export.json"} <= names
+    assert "x.py" not in names
+
+
+def test_a_run_notes_what_its_exports_need(tiny_model: Path, tmp_path: Path) -> None:
+    """The dtype is the file's, not the one that the weights were loaded in."""
+    AutoModelForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "low")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "low", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    companion_files.describe(adapted, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "run" / "model")
+    checkpoint_folder = tmp_path / "run" / "checkpoint-1"
+    checkpoint_folder.mkdir()
+    (checkpoint_folder / "trainer_state.json").write_text("{}")
+    adapted.save_pretrained(checkpoint_folder)
+    merged = export(tmp_path / "run", tmp_path / "out", merge_adapter=True)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+@pytest.mark.parametrize(
+    ("memory", "ties", "message"),
+    [
+        ({"a": (2, 3), "b": (2, 3), "c": (1,)}, (), "c is missing"),
+        ({"a": (2, 3)}, (), "b is unexpected"),
+        ({"a": (2, 3), "b": (3, 2)}, (), r"b is \[2, 3\], the config says \[3, 2\]"),
+        ({"a": (2, 3)}, (("a", "b"),), "a and b differ, and the config ties them"),
+    ],
+)
+def test_another_model_than_the_config_says(
+    memory: dict[str, tuple[int, ...]], ties: Any, message: str, tmp_path: Path
+) -> None:
+    """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
+    torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
+    (tmp_path / "config.json").write_text("{}")
+    reader, found = Reader(), discover.find(tmp_path)[0]
+    planner = Planner(open_checkpoint.read(found, reader), companion_files.find(found, None), reader, None)
+    with pytest.raises(UserError, match=message):
+        planner.outputs(Description(memory, memory, ties))
+    reader.close()
+
+
+TWICE = {
+    "keys": lambda one, other: {"model": one, "state_dict": other},
+    "depths": lambda one, other: {"model": {"module": one}, "state": {"model": other}},
+    "prefixes": lambda one, other: {**one, **{f"module.{name}": tensor for name, tensor in other.items()}},
+}
+
+
+@pytest.mark.parametrize("how", TWICE)
+def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
+    one = load_file(tiny_model / "model.safetensors")
+    without_weights(tiny_model, tmp_path / "run")
+    torch.save(TWICE[how](one, {name: tensor + 1 for name, tensor in one.items()}), tmp_path / "run" / "model.pth")
+    with pytest.raises(UserError, match="holds two tensors named"):
+        export(tmp_path / "run", tmp_path / "out")
+    torch.save(TWICE[how](one, one), tmp_path / "run" / "model.pth")
+    same(export(tmp_path / "run", tmp_path / "out"), one)
+
+
+def test_numbers_that_float16_cannot_hold(tmp_path: Path, tiny_model: Path) -> None:
+    without_weights(tiny_model, tmp_path / "run")
+    state = load_file(tiny_model / "model.safetensors")
+    state["model.norm.weight"][0] = torch.inf
+    torch.save(state, tmp_path / "run" / "model.pth")
+    made = export(tmp_path / "run", tmp_path / "out", dtype="F16", allow_non_finite=True)
+    assert made["model.norm.weight"][0] == torch.inf
+    state["model.norm.weight"][1] = 1e6
+    torch.save(state, tmp_path / "run" / "model.pth")
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds numbers beyond 65504"):
+        export(tmp_path / "run", tmp_path / "again", dtype="F16")
+
+
+def test_a_merge_of_adapted_embeddings(tiny_model: Path, tmp_path: Path) -> None:
+    """PEFT saves the embedding beside its adapter."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    weights = theirs.merge_and_unload().state_dict()
+    for name, tensor in export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True).items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", 0), ("vocab_size", 1e3), ("pad_token_id", 10**8)])
+def test_a_config_that_cannot_be_built(key: str, value: float, tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match="can't build the model"):
+        transformers_probe.build(tmp_path)
+
+
+def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
+    """DeepSpeed lists them from stage 2 on; before they are in the module's state alone."""
+    module = {"trained": torch.zeros(4), "frozen": torch.arange(3.0)}
+    model = {"module": module, "buffer_names": [], "param_shapes": [{"trained": torch.Size([4])}], "shared_params": {}}
+    state = {"zero_stage": 1, "partition_count": 1, "single_partition_of_fp32_groups": [torch.ones(4)]}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    reader = Reader()
+    found = deepspeed.read(tmp_path, reader)
+    same(
+        {name: safetensors_writer.whole(reader, one) for (name,), one in found.items()},
+        {**module, "trained": torch.ones(4)},
+    )
+    reader.close()
+
+
+def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "runs" / "first"
+    shutil.copytree(written / "fsdp2-2", run_folder)
+    (run_folder / "full.pt").unlink()
+    folder = run_folder / "checkpoint-1"
+    inner = folder / "pytorch_model_fsdp_0"
+    for place in (run_folder, folder, inner, inner / ".metadata", inner / "__0_0.distcp"):
+        assert discover.find(place)[0].weights == inner
+    for place, hint in (
+        (tmp_path, str(folder)),
+        (tmp_path / "runs", str(folder)),
+        (folder / "optimizer_0", str(folder)),
+    ):
+        with pytest.raises(UserError) as caught:
+            discover.find(place)
+        assert hint in caught.value.fix
+    with pytest.raises(UserError, match="does not exist"):
+        discover.find(tmp_path / "nothing")
+
+
+def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    for number in (2, 10, 12):
+        shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}")
+        (run_folder / f"checkpoint-{number}" / "complete.json").write_text('{"complete": true, "files": {}}')
+    shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
+    (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
+    (run_folder / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    found, newer = discover.find(run_folder)
+    assert found.folder.name == "checkpoint-10"
+    assert [one.missing for one in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
+    listed = accel_fsdp("export", run_folder, "--list", "--json")
+    numbers = [Path(one["folder"]).name.removeprefix("checkpoint-") for one in json.loads(listed.output)]
+    assert numbers == ["2", "10", "11", "12"]
+    with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/\.metadata"):
+        discover.find(run_folder / "checkpoint-12")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        export(run_folder, tmp_path / "out")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_casts_round_as_torch_does(bits: list[int]) -> None:
+    """Every pattern of bits: numbers alike, and no NaN becomes a number."""
+    given_bits = torch.tensor(bits, dtype=torch.int64).to(torch.uint32)
+    content = bytearray(given_bits.numpy().tobytes())
+    for short, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        ours = torch.frombuffer(bytearray(safetensors_writer.cast(memoryview(content), "F32", short)), dtype=dtype)
+        torch.testing.assert_close(ours, given_bits.view(torch.float32).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_checksums_of_parts_in_any_order(tmp_path: Path) -> None:
+    """Parts read twice, overlapping, or never."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40)
+    for wrong in (0, 1):
+        reader, record = Reader(), Record(path, 10, 10_000, zlib.crc32(path.read_bytes()[10:10_010]) ^ wrong)
+        for skip, length in ((0, 4000), (4000, 100), (0, 2000), (3000, 5000), (9000, 1000), (2000, 2000)):
+            reader.read(record, skip, memoryview(bytearray(length)))
+        if wrong:
+            with pytest.raises(UserError, match="is damaged: the checksum"):
+                reader.check()
+        else:
+            assert reader.check() == 1
+        reader.close()

@@ -1,0 +1,160 @@
+"""`accel-fsdp launch` against Accelerate's own launcher, on several machines, and where nothing can be sharded."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SFT
+
+from accel_fsdp import cli, cpu
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch import launcher
+
+TOP = "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\n"
+FSDP = (
+    "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+)
+ZERO3 = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n"
+YAMLS = {
+    "fsdp2": f"{TOP}{FSDP}mixed_precision: bf16\n",
+    "mesh": f"{TOP}{FSDP}mixed_precision: bf16\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n",
+    "zero3": f"{TOP}{ZERO3}mixed_precision: bf16\n",
+    "zero3 without precision": f"{TOP}{ZERO3}",
+    "ddp": f"{TOP}distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
+    "one process": f"{TOP.replace('es: 2', 'es: 1')}distributed_type: 'NO'\nmixed_precision: 'no'\n",
+    "one CPU": f"{TOP.replace('es: 2', 'es: 1')}distributed_type: 'NO'\nmixed_precision: 'no'\nuse_cpu: true\n",
+}
+
+
+class Started(Exception):
+    """Instead of ranks."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Stops where ranks would be started, and holds the environment that they would have."""
+    found: dict[str, str] = {}
+
+    def run(*args: Any, env: dict[str, str] | None = None) -> None:
+        found.update(os.environ if env is None else env)
+        raise Started
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("accelerate.commands.launch.subprocess.Popen", run)
+    monkeypatch.setattr("accelerate.utils.launch.get_free_port", lambda: 29999)
+    monkeypatch.setattr("accelerate.commands.launch.check_cuda_p2p_ib_support", lambda: False)
+    monkeypatch.setattr("accelerate.utils.check_cuda_p2p_ib_support", lambda: False)
+    monkeypatch.setattr(launcher.logging, "disable", lambda level: None)
+    return found
+
+
+@pytest.mark.parametrize("kind", YAMLS)
+def test_the_ranks_get_what_accelerates_launcher_gives_them(
+    kind: str, started: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    monkeypatch.setattr(cpu, "is_needed", lambda: False)
+    path = tmp_path / "job.yaml"
+    path.write_text(YAMLS[kind])
+    words = ["--main_process_port", "0", "--config_file", str(path), str(SFT)]
+    with pytest.raises(Started):
+        launch_command(launch_command_parser().parse_args(words))
+    theirs = dict(started)
+    started.clear()
+    with pytest.raises(Started):
+        launcher.launch(launcher.launcher_args(path, SFT, ()))
+    assert started == theirs
+    shown = launcher.environment(launcher.launcher_args(path, SFT, ()))
+    assert shown == {name: value for name, value in theirs.items() if os.environ.get(name) != value}
+    ranks = launcher.rank_environment(path, SFT)
+    assert ranks.items() <= shown.items()
+    assert not ranks.keys() & {"MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.mark.parametrize(
+    ("machines", "in_file", "flag", "said"),
+    [
+        (2, None, None, "is for 2 machines, and nothing says which of them this is"),
+        (2, None, 2, "--machine_rank 2 of 2 machines"),
+        (2, None, -1, "--machine_rank -1 of 2 machines"),
+        (2, 1, 0, "machine_rank: 1 in"),
+        (1, None, 1, "--machine_rank 1 of 1 machine"),
+        (2, None, 1, ""),
+        (2, 0, 1, ""),
+        (2, 1, None, ""),
+        (1, None, None, ""),
+        (1, None, 0, ""),
+    ],
+)
+def test_a_machine_knows_which_one_it_is(
+    machines: int, in_file: int | None, flag: int | None, said: str, tmp_path: Path
+) -> None:
+    yaml = tmp_path / "job.yaml"
+    text = YAMLS["fsdp2"].replace("num_machines: 1", f"num_machines: {machines}")
+    text += "main_process_ip: 10.0.0.1\nmain_process_port: 29512\n" if machines > 1 else ""
+    yaml.write_text(text + ("" if in_file is None else f"machine_rank: {in_file}\n"))
+    args = launcher.launcher_args(yaml, SFT, ())
+    values = {} if in_file is None else {"machine_rank": in_file}
+    if said:
+        with pytest.raises(UserError, match=said):
+            launcher.take_machine_rank(args, values, flag)
+        return
+    launcher.take_machine_rank(args, values, flag)
+    assert int(args.machine_rank or 0) == (flag if flag is not None else in_file or 0)
+    assert ("--machine_rank" in launcher.command(args)) == (flag is not None)
+
+
+@pytest.mark.parametrize("flag", [["--machine_rank", "1"], ["--machine-rank=1"], ["--dry-run", "--machine_rank", "1"]])
+def test_the_flag_for_the_machine_stands_before_the_script(flag: list[str]) -> None:
+    command, rest = cli._parse(["launch", *flag, "job.yaml", "train.py", "--lr", "1"])
+    assert (command.machine_rank, command.file, command.script) == (1, Path("job.yaml"), Path("train.py"))
+    assert rest == ("--lr", "1")
+
+
+Launch = Callable[..., str]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, started: dict[str, str]) -> Launch:
+    """Launches a script of some text on this machine; what it is refused with, empty where ranks would start."""
+
+    def run(kind: str, text: str, *args: str) -> str:
+        (tmp_path / "job.yaml").write_text(YAMLS[kind])
+        (tmp_path / "own.py").write_text(text)
+        try:
+            launcher.launch(launcher.launcher_args(tmp_path / "job.yaml", tmp_path / "own.py", args))
+        except UserError as error:
+            return str(error)
+        except Started:
+            return ""
+        return "ended"
+
+    return run
+
+
+@pytest.mark.skipif(not cpu.is_needed(), reason="this machine has an accelerator")
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3", "ddp"])
+def test_a_script_that_would_train_unsharded_is_not_started(kind: str, launch: Launch) -> None:
+    assert "would train unsharded" in launch(kind, "from accelerate import Accelerator\nAccelerator()\n")
+    assert "cpu.enable()" in launch(kind, "print('no import of ours'\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "args"),
+    [
+        ("fsdp2", "from accel_fsdp import cpu\ncpu.enable()\n", ()),
+        ("fsdp2", "import accel_fsdp.cpu\naccel_fsdp.cpu.enable()\n", ()),
+        ("fsdp2", SFT.read_text(), ()),
+        ("ddp", "Accelerator(cpu=True)\n", ()),
+        ("ddp", "train()\n", ("--use_cpu",)),
+        ("one process", "train()\n", ()),
+    ],
+)
+def test_a_script_that_can_run_on_this_machine_is_started(
+    kind: str, text: str, args: tuple[str, ...], launch: Launch
+) -> None:
+    assert launch(kind, text, *args) == ""

@@ -1,0 +1,235 @@
+"""Rules about arguments, model, machine, versions and checkpoints: facts that trigger each and facts that don't."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from checking import LLAMA, MESH, TOP, V1, V2, codes_of, subject
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_fsdp.checkpoints import CheckpointFacts
+from accel_fsdp.hardware import HereFacts
+from accel_fsdp.linter.rules import RULES, Subject
+
+BF16 = V2.replace("'no'", "bf16")
+BF16_1 = V1.replace("'no'", "bf16")
+FULL = "  fsdp_state_dict_type: FULL_STATE_DICT\n"
+SHARDED = "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
+OFFLOAD = "  fsdp_offload_params: true\n"
+UNNAMED = TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+FP8 = V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n"
+DS_FILE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+TWO = "num_machines: 2\nmain_process_ip: a\n"
+GIB = 1 << 30
+BILLION = 10**9
+BIG = replace(LLAMA, parameters=70 * BILLION, dtype="bfloat16")
+LOW = replace(LLAMA, dtype="bfloat16")
+TIED = replace(LLAMA, tied=True)
+EIGHT = HereFacts(gpus=8, memory=64 * GIB, free_disk=100 * GIB)
+SHARDED_CHECKPOINT = CheckpointFacts(
+    "run/checkpoint-3", sharded=True, optimizer=True, scheduler=True, trainer_state=True, rng_states=2
+)
+FULL_CHECKPOINT = replace(SHARDED_CHECKPOINT, sharded=False, full=True)
+EXPORT = CheckpointFacts("run/final", hub=True, has_config=True)
+
+
+def here(text: str, args: str = "", **facts: Any) -> Subject:
+    return subject(text, args, here=replace(EIGHT, **facts))
+
+
+def on(text: str, model: Any, args: str = "", **more: Any) -> Subject:
+    return subject(text, args, model=model, **more)
+
+
+def folder(text: str, base: CheckpointFacts, **facts: Any) -> Subject:
+    return subject(text, checkpoint=replace(base, **facts))
+
+
+def versions(text: str, args: str = "", model: Any = None, **installed: str) -> Subject:
+    return subject(text, args, model=model, versions=installed)
+
+
+NO_SYNC = "--gradient_accumulation_steps 4 --accelerator_config sync_each_batch"
+FACTS: dict[str, tuple[Subject, Subject]] = {
+    "AF319": (
+        subject(V2.replace("Layer\n", "Layer,Embedding\n"), model=TIED),
+        subject(V2.replace("Layer\n", "Layer,Embedding\n"), model=LLAMA),
+    ),
+    "AF217": (
+        subject(DS_FILE, absent={"deepspeed_config_file": ""}),
+        subject(DS_FILE),
+    ),
+    "AF320": (subject(V2.replace("FSDP", "XLA")), subject(V2)),
+    "AF321": (subject(FP8), subject(FP8.replace("AO", "TE"))),
+    "AF322": (subject(BF16.replace("es: 2", "es: 64")), subject(BF16)),
+    "AF408": (subject(V2, "--bf16", starter="torchrun"), subject(V2, "--bf16", starter="accelerate")),
+    "AF409": (subject(V2, "--multi_gpu", starter="accelerate"), subject(V2, "--multi_gpu")),
+    "AF410": (
+        subject(V2 + MESH, "--use_fsdp", starter="accelerate"),
+        subject(V2, "--use_fsdp", starter="accelerate"),
+    ),
+    "AF414": (
+        subject(V2, launcher={"mixed_precision": "fp16"}),
+        subject(V2, launcher={"mixed_precision": "no", "machine_rank": "1"}),
+    ),
+    "AF420": (here(V2, gpus=0), here(V2, gpus=None)),
+    "AF421": (here(V1, visible=""), here(V2, gpus=0)),
+    "AF422": (here(V2, visible="3"), here(V2, visible="3,5")),
+    "AF423": (
+        here(V1 + "  fsdp_sharding_strategy: HYBRID_SHARD\n"),
+        here(V1 + "  fsdp_sharding_strategy: HYBRID_SHARD\n", visible="0,1"),
+    ),
+    "AF424": (here(V2 + "gpu_ids: '0,1'\n", visible="2,3"), here(V2 + "gpu_ids: '0,1'\n")),
+    "AF425": (here(V2, default_config="/c/default_config.yaml"), here(V2)),
+    "AF426": (on(BF16, BIG, "--lr 1", here=EIGHT), on(BF16, BIG, "--use_peft", here=EIGHT)),
+    "AF427": (on(V2 + OFFLOAD, BIG, "--lr 1", here=EIGHT), on(V2 + OFFLOAD, LLAMA, "--lr 1", here=EIGHT)),
+    "AF428": (on(V2 + FULL, BIG, "--lr 1", here=EIGHT), on(V2 + SHARDED, BIG, "--lr 1", here=EIGHT)),
+    "AF429": (
+        on(V2, replace(LLAMA, parameters=5 * BILLION), "--save_total_limit 1", here=EIGHT),
+        on(V2, replace(LLAMA, parameters=4 * BILLION), "--save_total_limit 1", here=EIGHT),
+    ),
+    "AF430": (here(V2, torch_xla=True), here(V2, torch_xla=True, gpus=0)),
+    "AF431": (here(V2, port_in_use=True), here(V2)),
+    "AF432": (
+        subject(V2, here=EIGHT, versions={"safetensors": "0.8.0"}),
+        subject(V2, here=EIGHT, versions={"safetensors": "0.8.1"}),
+    ),
+    "AF433": (here(V2 + TWO, filesystem="ext4"), here(V2 + TWO, filesystem="nfs4")),
+    "AF503": (
+        on(UNNAMED, replace(LLAMA, declared_classes=("LlamaDecoderLayer", "VisionBlock"))),
+        on(UNNAMED, replace(LLAMA, declared_classes=("LlamaDecoderLayer",))),
+    ),
+    "AF504": (on(UNNAMED, replace(LLAMA, declared_classes=())), on(V2, replace(LLAMA, declared_classes=()))),
+    "AF505": (on(BF16_1, replace(LOW, kept_bf16="a.gate")), on(BF16, replace(LOW, kept_bf16="a.gate"))),
+    "AF506": (
+        on(V2, replace(TIED, tied_apart=True)),
+        on(V2 + "  fsdp_cpu_ram_efficient_loading: false\n", replace(TIED, tied_apart=True)),
+    ),
+    "AF507": (
+        on(V2, replace(LLAMA, expert_classes=frozenset({"LlamaDecoderLayer"}))),
+        on(V2, replace(LLAMA, expert_classes=frozenset({"Expert"}))),
+    ),
+    "AF508": (on(BF16, LOW, "--lr 1"), on(BF16, LOW, "--use_peft")),
+    "AF509": (
+        on(BF16, replace(LOW, quantized=4, quant_storage="uint8")),
+        on(BF16, replace(LOW, quantized=4, quant_storage="bfloat16")),
+    ),
+    "AF510": (on(V1, replace(LOW, quantized=8)), on(V2, replace(LOW, quantized=8))),
+    "AF511": (on(V2, LOW, "--lr 1"), on(V2, LOW, "--dtype float32")),
+    "AF512": (
+        on(V2, replace(LOW, quant_method="gptq"), "--lr 1"),
+        on(V2, replace(LOW, quant_method="gptq"), "--use_peft"),
+    ),
+    "AF616": (
+        subject(V1 + SHARDED, "--resume_from_checkpoint true"),
+        subject(V2 + SHARDED, "--resume_from_checkpoint true"),
+    ),
+    "AF617": (subject(V2, "--gradient_checkpointing"), subject(V2, "--gradient_checkpointing --use_peft")),
+    "AF618": (
+        subject(V2, '--fsdp_config={"cpu_offload":true}'),
+        subject(V2 + OFFLOAD, '--fsdp_config={"cpu_offload":true}'),
+    ),
+    "AF619": (
+        subject(V2, '--fsdp_config={"offload_params":true}'),
+        subject(V2, '--fsdp_config={"fsdp_version":2}'),
+    ),
+    "AF620": (subject(V2, "--fsdp_config f.json"), subject(V2, "--fsdp_config f.json --fsdp true")),
+    "AF621": (
+        subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP"}'),
+        subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP","min_num_params":9}'),
+    ),
+    "AF622": (on(V2, TIED, "--modules_to_save lm_head,embed_tokens"), on(V2, TIED, "--modules_to_save lm_head")),
+    "AF623": (on(V2, TIED, "--trainable_token_indices 1,2"), on(V1, TIED, "--trainable_token_indices 1,2")),
+    "AF624": (on(V2 + FULL, BIG, "--lr 1"), on(V2 + FULL, BIG, "--ddp_timeout 7200")),
+    "AF625": (on(V2, LLAMA, "--gradient_accumulation_steps 4"), on(V2, LLAMA, NO_SYNC)),
+    "AF626": (on(BF16, LOW, "--dtype float32"), on(BF16, LOW, "--dtype bfloat16")),
+    "AF627": (
+        subject(V2 + FULL, "--save_only_model --load_best_model_at_end"),
+        subject(V2 + FULL, "--save_only_model"),
+    ),
+    "AF628": (subject(V2, "--device_map auto"), subject(V2, "--device_map cpu")),
+    "AF629": (subject(V2, "--target_parameters mlp.experts.down_proj"), subject(V2, "--target_modules q_proj")),
+    "AF703": (
+        versions(V2, model=TIED, accelerate="1.14.0", torch="2.13.0"),
+        versions(V2, model=TIED, accelerate="1.14.0", torch="2.12.0"),
+    ),
+    "AF704": (
+        versions(V2, "--resume_from_checkpoint true", accelerate="1.12.0"),
+        versions(V2, "--resume_from_checkpoint true", accelerate="1.13.0"),
+    ),
+    "AF705": (versions(BF16, model=LOW, accelerate="1.13.0"), versions(BF16, model=LOW, accelerate="1.15.0")),
+    "AF706": (versions(V2 + OFFLOAD, accelerate="1.12.0"), versions(V2 + OFFLOAD, accelerate="1.15.0")),
+    "AF801": (folder(V2 + FULL, SHARDED_CHECKPOINT), folder(V2, SHARDED_CHECKPOINT)),
+    "AF802": (folder(V2, SHARDED_CHECKPOINT, scheduler=False), folder(V2, SHARDED_CHECKPOINT)),
+    "AF803": (folder(V2, SHARDED_CHECKPOINT, without_metadata=("optimizer_0",)), folder(V2, SHARDED_CHECKPOINT)),
+    "AF804": (folder(V2, SHARDED_CHECKPOINT, rng_states=4), folder(V2, SHARDED_CHECKPOINT)),
+    "AF805": (folder(V2, EXPORT, adapter_tensors=0), folder(V2, EXPORT, adapter_tensors=2)),
+    "AF806": (folder(V2, EXPORT, empty_tensor="lm_head.weight"), folder(V2, EXPORT)),
+    "AF807": (folder(V2, EXPORT, trainer_state=True), folder(V2, EXPORT)),
+    "AF808": (folder(V2, EXPORT, cache_off=True), folder(V2, FULL_CHECKPOINT, cache_off=True)),
+    "AF809": (folder(V2, EXPORT, tied_twice=True), folder(V2, EXPORT)),
+    "AF810": (
+        folder(V2, EXPORT, architecture="FSDPLlamaForCausalLM"),
+        folder(V2, EXPORT, architecture="LlamaForCausalLM"),
+    ),
+    "AF811": (folder(V1 + SHARDED, SHARDED_CHECKPOINT), folder(V1 + FULL, FULL_CHECKPOINT)),
+    "AF812": (folder(V2, EXPORT, hub=False), folder(V2, EXPORT)),
+    "AF814": (
+        subject(V2, checkpoint=CheckpointFacts("run/empty")),
+        subject(V2, checkpoint=EXPORT),
+    ),
+    "AF813": (folder(V2, EXPORT, private="model.safetensors"), folder(V2, EXPORT)),
+}
+
+
+@pytest.mark.parametrize("code", sorted(FACTS))
+def test_rule_on_facts(code: str) -> None:
+    bad, good = FACTS[code]
+    assert code in codes_of(bad)
+    assert code not in codes_of(good)
+
+
+BY_FILE_ALONE = {"AF320", "AF321", "AF322"}
+
+
+@pytest.mark.parametrize("code", sorted(set(FACTS) - BY_FILE_ALONE))
+def test_rule_is_silent_without_the_facts(code: str) -> None:
+    bad = FACTS[code][0]
+    assert code not in codes_of(Subject(bad.values, versions={"accelerate": "1.15.0"}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "usable"),
+    [
+        (8, None, 8),
+        (8, "", 0),
+        (8, "0,1", 2),
+        (8, "-1", 0),
+        (8, "1,1", 0),
+        (2, "0,7,1", 1),
+        (8, "GPU-a,GPU-b", 2),
+        (None, "0", None),
+    ],
+)
+def test_gpus_that_a_process_sees(gpus: int | None, visible: str | None, usable: int | None) -> None:
+    """As CUDA reads the variable: the first bad entry ends the list."""
+    assert HereFacts(gpus=gpus, visible=visible).usable_gpus == usable
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.text(max_size=6), st.sampled_from(["true", "{", '{"a": 1}', "[1]"])
+)
+NAMES = st.sampled_from([
+    "fsdp", "fsdp_config", "dtype", "optim", "output_dir", "save_total_limit", "ddp_timeout", "modules_to_save",
+    "gradient_accumulation_steps", "resume_from_checkpoint", "device_map", "bf16", "target_parameters",
+])  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(args=st.dictionaries(NAMES, st.one_of(VALUES, st.dictionaries(st.text(max_size=4), VALUES), st.lists(VALUES))))
+def test_odd_arguments_break_no_rule(args: dict[str, Any]) -> None:
+    """Whatever stands in the arguments, on whatever engine, rules answer and don't raise."""
+    for text in (V1, V2 + "gpu_ids: [a]\nmain_process_port: x\n", "distributed_type: XLA\nfp8_config: 3\n"):
+        found = codes_of(replace(subject(text, model=BIG, here=EIGHT, checkpoint=EXPORT), args=args))
+        assert found <= set(RULES)

@@ -1,0 +1,196 @@
+"""Odd files and the linter: it ends soon, without a traceback, and its repairs never make a file worse."""
+
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checking import DDP, V2
+from conftest import SFT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_check import GOLDEN
+
+from accel_fsdp import cli, linter
+from accel_fsdp.errors import UsageError, guard
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config", "gpu_ids")
+ODD: dict[str, bytes] = {
+    "aliases that explode": (V2 + BOMB + "gpu_ids: *a11\nfsdp_config2: *a11\n").encode(),
+    "a section of aliases": (BOMB + V2.replace("fsdp_version: 2", "fsdp_version: *a11")).encode(),
+    "a list that holds itself": V2.encode() + b"gpu_ids: &a [*a]\n",
+    "a section that holds itself": b"distributed_type: FSDP\nfsdp_config: &a {version: 2, ignored_modules: *a}\n",
+    "deep blocks": b"gpu_ids:\n  " + b"- " * 3000 + b"1\n",
+    "merge keys": b"x: &x {fsdp_version: 2}\ndistributed_type: FSDP\nnum_processes: 2\n"
+    b"fsdp_config: {<<: *x, fsdp_ofload_params: true, fsdp_use_orig_params: true}\n",
+    "a merge of a list": b"distributed_type: FSDP\nfsdp_config: {<<: [1, 2]}\n",
+    "duplicate keys": (V2 + "debug: false\ndebug: true\n").encode(),
+    "a duplicate section": (V2 + "fsdp_config: {fsdp_version: 1}\n").encode(),
+    "tabs": V2.replace("  ", "\t").encode(),
+    "a byte order mark": b"\xef\xbb\xbf" + V2.encode(),
+    "UTF-16": V2.encode("utf-16"),
+    "Latin-1": V2.encode() + "tpu_name: é\n".encode("latin-1"),
+    "Windows' line ends": V2.replace("\n", "\r\n").encode(),
+    "old Mac's line ends": V2.replace("\n", "\r").encode(),
+    "nothing": b"",
+    "null": b"null\n",
+    "only a comment": b"# hello\n",
+    "two documents": (V2 + "---\n" + V2).encode(),
+    "a document's end": (V2 + "...\n").encode(),
+    "a list": b"- distributed_type: FSDP\n",
+    "a number": b"42\n",
+    "NaN and infinity": (V2 + "machine_rank: .nan\nmain_process_port: .inf\nnum_machines: -.inf\n").encode(),
+    "a huge number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 4000).encode(),
+    "a huger number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 5000).encode(),
+    "a date": V2.encode() + b"main_process_ip: 2026-11-22\nmain_process_port: 2026-13-45\n",
+    "sexagesimals": V2.encode() + b"main_process_port: 29:50:00\n",
+    "keys that are no text": V2.encode() + b"1: a\nnull: b\ntrue: c\n2026-11-22: d\n",
+    "keys that are lists": V2.encode() + b"? [a, b]\n: c\n",
+    "tags": V2.encode() + b"tpu_env: !!python/object/apply:os.system [echo hi]\n",
+    "a set": V2.encode() + b"gpu_ids: !!set {a, b}\n",
+    "bytes": V2.encode() + b"gpu_ids: !!binary aGVsbG8=\n",
+    "control characters": V2.encode() + b"tpu_name: \"\\e[31m\\x00\"\n",
+    "deep lists": b"gpu_ids: " + b"[" * 3000 + b"]" * 3000 + b"\n",
+    "a path with a null": V2.encode() + b'deepspeed_config: {deepspeed_config_file: "\\0"}\n',
+    "a long path": DDP.replace("MULTI_GPU", "DEEPSPEED").encode()
+    + b"deepspeed_config: {deepspeed_config_file: " + b"a" * 5000 + b"}\n",
+    "100 MB": b"# " + b"x" * 100_000_000 + b"\n" + V2.encode(),
+    **{f"{section} is a list": f"distributed_type: FSDP\n{section}: [1, {{a: b}}]\n".encode() for section in SECTIONS},
+    **{f"{section} is true": f"distributed_type: DEEPSPEED\n{section}: true\n".encode() for section in SECTIONS},
+    **{f"{section} is a number": f"distributed_type: MULTI_GPU\n{section}: 1.5\n".encode() for section in SECTIONS},
+}  # fmt: skip
+SECONDS = 5
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_ends_well(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, start = tmp_path / "odd.yaml", time.process_time()
+    path.write_bytes(ODD[name])
+    for flag in ("--here", "--fix", "--json"):
+        codes: list[int] = []
+
+        def check(words: tuple[str, ...] = ("check", flag, str(path)), codes: list[int] = codes) -> None:
+            codes.append(cli._run(*cli._parse(list(words))))
+
+        ended = guard(check)
+        assert (codes or [ended])[0] in (0, 1, 2)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert len(said.out) + len(said.err) < 100_000
+    assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "pipe", "folder", "/dev/null"])
+def test_what_is_no_file_ends_well(place: str, tmp_path: Path) -> None:
+    path = tmp_path / place
+    if place == "pipe":
+        os.mkfifo(path)
+    if place == "folder":
+        path.mkdir()
+    with pytest.raises(UsageError):
+        linter.lint(path, linter.Options())
+
+
+def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Piped:
+        buffer = io.BytesIO((V2 + "  fsdp_ofload_params: true\n").encode())
+
+    monkeypatch.setattr("sys.stdin", Piped())
+    assert linter.lint_all((Path("-"),), linter.Options()) == 1
+    assert "-:8: error AF103" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--fix -"):
+        linter.lint_all((Path("-"),), linter.Options(fix=True))
+
+
+def test_a_json_file_must_be_json(tmp_path: Path) -> None:
+    """Accelerate chooses the parser by the name."""
+    path = tmp_path / "config.json"
+    path.write_text(V2)
+    with pytest.raises(UsageError, match="not JSON"):
+        linter.lint(path, linter.Options())
+
+
+@pytest.mark.parametrize(
+    ("version", "repaired"), [("2.0", 2), ("v2", 2), ("'2.0'", 2), ("1.0", 1), ("fsdp2", 2), ("3", 3), ("-1", -1)]
+)
+def test_an_odd_version_is_not_taken_for_fsdp1(version: str, repaired: int, tmp_path: Path) -> None:
+    """With a resharding that is right under FSDP2 and none of FSDP1's business."""
+    path = tmp_path / "fsdp.yaml"
+    rest = "  fsdp_reshard_after_forward: false\n" if repaired != 1 else ""
+    path.write_text(V2.replace("fsdp_version: 2", f"fsdp_version: {version}") + rest)
+    found = {one.code for one in linter.lint(path, linter.Options()) if one.severity == "error"}
+    assert found <= {"AF203", "AF204", "AF205"}
+    assert found
+    linter.lint(path, linter.Options(fix=True))
+    section = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert section["fsdp_version"] == repaired
+    assert section.get("fsdp_reshard_after_forward") is (False if rest else None)
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = {**one, **other}
+    for key in one.keys() & other.keys():
+        if isinstance(one[key], dict) and isinstance(other[key], dict):
+            both[key] = {**one[key], **other[key]}
+    return both
+
+
+BAD = [yaml.safe_load(bad) for bad, _ in GOLDEN.values()]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=st.lists(st.sampled_from(BAD), min_size=1, max_size=3), indent=st.sampled_from([2, 4]), data=st.data())
+def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: st.DataObject, tmp_path: Path) -> None:
+    """No error that wasn't there, and every key that no finding names keeps its value, as PyYAML reads it."""
+    content: dict[str, Any] = {}
+    for part in parts:
+        content = merged(content, part)
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        yaml.safe_dump(content, indent=indent, default_flow_style=data.draw(st.sampled_from([False, None])))
+    )
+    before = linter.lint(path, linter.Options())
+    named = {edit.key for one in before for edit in one.edits} | {edit.new_key for one in before for edit in one.edits}
+    after = linter.lint(path, linter.Options(fix=True))
+    errors = [{one.code for one in found if one.severity == "error"} for found in (before, after)]
+    assert errors[1] - errors[0] == set(), content
+    now = yaml.safe_load(path.read_text())
+    for key, value in content.items():
+        if key not in named and not isinstance(value, dict):
+            assert now[key] == value
+        for inner, one in value.items() if isinstance(value, dict) and isinstance(now.get(key), dict) else ():
+            if inner not in named and f"fsdp_{inner}" not in named and inner in now[key]:
+                assert now[key][inner] == one
+
+
+def ended(*words: str | Path) -> int:
+    """The exit code of a command, run in this process."""
+    return cli._run(*cli._parse([str(word) for word in words]))
+
+
+def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And launches all the same if it is told to; what train/sft.py mends is no reason to refuse it."""
+    path, script = tmp_path / "fsdp.yaml", tmp_path / "train.py"
+    path.write_text(V2)
+    script.write_text("print()\n")
+    assert ended("launch", "--dry-run", path, script, "--optim", "adafactor") == 1
+    said = capsys.readouterr()
+    assert "AF604" in said.out
+    assert "--no-check" in said.err
+    assert "accelerate launch" not in said.out
+    assert ended("launch", "--dry-run", "--no-check", path, script, "--optim", "adafactor") == 0
+    said = capsys.readouterr()
+    assert "AF604" in said.out
+    assert "--optim adafactor" in said.out
+    smooth = ("--label_smoothing_factor", "0.1")
+    assert ended("launch", "--dry-run", path, script, *smooth) == 1
+    assert "AF630" in capsys.readouterr().out
+    assert ended("launch", "--dry-run", path, SFT, *smooth) == 0
+    with pytest.raises(UsageError, match="--no-check after SCRIPT"):
+        ended("launch", path, script, "--no-check")

@@ -1,0 +1,268 @@
+"""What `check` reads, by the real command: models, checkpoints, machines; and that each pain has a rule or a reason."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_check
+import test_check_facts
+import test_check_script
+import yaml
+from accelerate.commands.config.config_args import default_yaml_config_file
+from checking import V1, V2, codes_of, subject
+from conftest import accel_fsdp, run
+
+from accel_fsdp import reference_docs
+from accel_fsdp.checkpoints import summary
+from accel_fsdp.hardware import host
+from accel_fsdp.linter import PAINS, UNSEEN, command_words, starter_of
+from accel_fsdp.linter.rules import RULES
+
+IDS = {f"P{number:02}" for number in range(1, 106)}
+LEAST_COVERED = 80
+
+
+def test_every_rule_has_a_golden_pair_and_a_docstring() -> None:
+    on_file = {*test_check.GOLDEN, *test_check.GOLDEN_WITH_ARGS, *test_check.GOLDEN_WITH_VERSION}
+    assert on_file | set(test_check_facts.FACTS) | set(test_check_script.SCRIPTS) == set(RULES)
+    assert all(rule.title.endswith((".", ":", '"')) for rule in RULES.values())
+
+
+def test_every_pain_has_a_rule_or_a_reason() -> None:
+    covered = {pain for rule in RULES.values() for pain in rule.pains}
+    assert set(PAINS) == IDS
+    assert covered | set(UNSEEN) == IDS
+    assert len(covered) >= LEAST_COVERED
+    assert reference_docs.covered().keys() == IDS
+
+
+@pytest.fixture
+def fsdp2(tmp_path: Path) -> Path:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(V2)
+    return path
+
+
+def found(*words: str | Path) -> dict[str, str]:
+    """The findings of the real command: code -> what."""
+    finished = run([sys.executable, "-m", "accel_fsdp", "check", *words, "--json"])
+    return {one["code"]: one["what"] for one in json.loads(finished.output[finished.output.index("[") :])}
+
+
+def sharded_checkpoint(folder: Path, ranks: int = 2) -> Path:
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (folder / name).mkdir(parents=True)
+        for rank in range(ranks):
+            (folder / name / f"__{rank}_0.distcp").write_bytes(b"")
+            (folder / f"rng_state_{rank}.pth").write_bytes(b"")
+        (folder / name / ".metadata").write_bytes(b"not unpickled")
+    (folder / "scheduler.pt").write_bytes(b"")
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_checkpoint_command(tmp_path: Path, fsdp2: Path) -> None:
+    good = sharded_checkpoint(tmp_path / "run" / "checkpoint-9")
+    assert found(fsdp2, "--checkpoint", good) == {}
+    fsdp2.write_text(V2.replace("num_processes: 2", "num_processes: 4") + "  fsdp_state_dict_type: FULL_STATE_DICT\n")
+    (good / "scheduler.pt").unlink()
+    assert set(found(fsdp2, "--checkpoint", good)) == {"AF801", "AF802", "AF804"}
+    newer = sharded_checkpoint(tmp_path / "run" / "checkpoint-10")
+    (newer / "trainer_state.json").unlink()
+    shutil.rmtree(newer / "optimizer_0")
+    (newer / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    assert "checkpoint-10" in found(fsdp2, "--checkpoint", tmp_path / "run")["AF803"]
+    assert accel_fsdp("check", fsdp2, "--checkpoint", tmp_path / "none").code == 2
+
+
+def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
+    (tmp_path / "run" / "notes.txt").write_text("")
+    assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
+
+
+def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
+    """`Accelerator.save_state` writes no trainer_state.json; an FSDP1 file of weights is no export."""
+    state = sharded_checkpoint(tmp_path / "state")
+    for path in [*state.glob("rng_state_*"), state / "trainer_state.json", state / "scheduler.pt"]:
+        path.unlink()
+    (state / "random_states_0.pkl").write_bytes(b"")
+    (state / "scheduler.bin").write_bytes(b"")
+    assert found(fsdp2, "--checkpoint", state) == {}
+    assert not summary.read_checkpoint(state).hub
+
+
+def test_an_export_is_looked_into(tmp_path: Path, fsdp2: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    export = tmp_path / "final"
+    export.mkdir()
+    (export / "config.json").write_text('{"use_cache": false, "tie_word_embeddings": true}')
+    assert set(found(fsdp2, "--checkpoint", export)) == {"AF808", "AF812"}
+    same = torch.ones(4, 2)
+    save_file({"lm_head.weight": same, "model.embed_tokens.weight": same.clone()}, export / "model.safetensors")
+    save_file({}, export / "adapter_model.safetensors")
+    for path in export.glob("*.safetensors"):
+        path.chmod(0o644)
+    assert set(found(fsdp2, "--checkpoint", export)) == {"AF808", "AF809", "AF805"}
+    save_file({"lm_head.weight": torch.zeros(0)}, export / "model.safetensors")
+    assert {"AF806", "AF813"} <= set(found(fsdp2, "--checkpoint", export))
+    content = (export / "adapter_model.safetensors").read_bytes()
+    (export / "model.safetensors").write_bytes(content[: len(content) // 2])
+    assert "cut short" in found(fsdp2, "--checkpoint", export)["AF803"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x09" + bytes(7) + b'{"a": {}}'])
+def test_what_is_no_safetensors_file_has_no_tensors(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    assert summary.tensors_of(path) is None
+
+
+def test_model_command(tiny_model: Path, tmp_path: Path, fsdp2: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    low = tmp_path / "low"
+    AutoModelForCausalLM.from_pretrained(tiny_model).to(torch.bfloat16).save_pretrained(low)
+    args = tmp_path / "args.yaml"
+    args.write_text("learning_rate: 0.1\n")
+    assert found(fsdp2, "--model", tiny_model, "--args", args) == {}
+    assert set(found(fsdp2, "--model", low, "--args", args)) == {"AF511"}
+    settings = json.loads((low / "config.json").read_text())
+    (low / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    assert "AF506" in found(fsdp2, "--model", low)
+
+
+def test_facts_of_models() -> None:
+    """Experts in lists and fused, parameters kept in float32, declared classes."""
+    import torch
+    from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GPTNeoXConfig, MixtralConfig
+
+    from accel_fsdp.models import expert_classes, kept_in_float32
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.device("meta"):
+        ernie = AutoModelForCausalLM.from_config(Ernie4_5_MoeConfig(**sizes, num_key_value_heads=2, vocab_size=16))
+        mixtral = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=16))
+        neox = AutoModelForCausalLM.from_config(GPTNeoXConfig(**sizes, vocab_size=16))
+    assert kept_in_float32(ernie, "bfloat16")[0].endswith("gate.weight")
+    assert kept_in_float32(neox, "bfloat16") == []
+    assert expert_classes(mixtral) == frozenset()
+    experts = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2, device="meta")])})
+    assert expert_classes(experts) == {"Linear"}
+
+
+def test_here_command(fsdp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy port, Accelerate's default config file, and a machine of 3 GPUs as a driver would list it."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\nfor n in 0 1 2; do echo GPU $n: NVIDIA H100; done\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text(V2)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        port = f"main_process_port: {listener.getsockname()[1]}\n"
+        fsdp2.write_text(V2.replace("num_processes: 2", "num_processes: 4") + port)
+        seen = found(fsdp2, "--here")
+        assert {"AF422", "AF425", "AF431"} <= set(seen)
+        assert seen["AF422"] == "4 processes and 3 GPUs on this machine"
+        assert not set(found(fsdp2)) & {"AF422", "AF425", "AF431"}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert "AF420" in found(fsdp2, "--here")
+
+
+def test_the_machine_is_measured(tmp_path: Path) -> None:
+    facts = host.read_here(0, str(tmp_path / "not" / "yet"))
+    assert facts.memory is None or facts.memory > 1 << 20
+    assert facts.free_disk is not None
+    assert facts.free_disk > 0
+    assert facts.filesystem == host.filesystem(tmp_path)
+    assert facts.default_config in ("", default_yaml_config_file, default_yaml_config_file.replace(".yaml", ".json"))
+
+
+@pytest.mark.parametrize(
+    ("line", "starter"),
+    [
+        ("accelerate launch --config_file a.yaml \\\n train.py", "accelerate"),
+        ("CUDA_VISIBLE_DEVICES=0 /opt/bin/torchrun --nproc 2 train.py", "torchrun"),
+        ("python -m accelerate.commands.launch train.py", "accelerate"),
+        ("python -m torch.distributed.run train.py", "torchrun"),
+        ("python train.py --bf16", "python"),
+        ("bf16: true", ""),
+        ("'", ""),
+    ],
+)
+def test_what_a_command_line_starts_with(line: str, starter: str, tmp_path: Path) -> None:
+    path = tmp_path / "args.sh"
+    path.write_text(line)
+    assert starter_of(command_words(path)) == starter
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "code"),
+    [("full_shard", "FULL_STATE_DICT", "AF304"), ("FULL_SHARD", "LOCAL_STATE_DICT", "AF309")],
+)
+def test_what_to_fsdp2_leaves_is_found(strategy: str, kind: str, code: str) -> None:
+    """Accelerate's own converter passes values through that FSDP2 can't read."""
+    from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+
+    given = yaml.safe_load(V1)
+    given["fsdp_config"] |= {"fsdp_sharding_strategy": strategy, "fsdp_state_dict_type": kind}
+    assert code in codes_of(subject(yaml.safe_dump(convert_config_to_fsdp2(given))))
+
+
+@pytest.mark.parametrize("flag", ["--multi_gpu", "--use_deepspeed"])
+def test_a_launch_flag_beats_the_file(flag: str, fsdp2: Path) -> None:
+    """AF409: red when the launcher looks at the file's type beside such a flag."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    words = [flag, "--config_file", str(fsdp2), "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert not args.use_fsdp
+
+
+def test_checking_a_file_is_quick(fsdp2: Path) -> None:
+    run([sys.executable, "-m", "accel_fsdp", "check", fsdp2])
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert accel_fsdp("check", fsdp2).code == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2, "0.3 s on an idle machine"
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin", "optimizer.pt"])
+@pytest.mark.parametrize(
+    "kind", ["a pipe", "a link to itself", "a link out", "a link to nothing", "a link to a folder"]
+)
+def test_only_plain_files_of_the_folder_count(name: str, kind: str, tmp_path: Path) -> None:
+    folder, path = tmp_path / "final", tmp_path / "final" / name
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "secret").write_bytes(b"")
+    (tmp_path / "elsewhere").mkdir()
+    targets = {"a link out": "../secret", "a link to nothing": "gone", "a link to a folder": "../elsewhere"}
+    os.mkfifo(path) if kind == "a pipe" else path.symlink_to(targets.get(kind, name))
+    facts = summary.read_checkpoint(folder)
+    assert facts.broken == (name,)
+    assert (facts.hub, facts.optimizer, facts.private) == (False, False, "")
+    assert "AF803" in codes_of(subject(V2, checkpoint=facts))
+
+
+@pytest.mark.parametrize("listed", ["5", '{"a": 1}', "[]", "[5]", "null", '"Llama"'])
+def test_architectures_that_are_no_list_of_names(listed: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": {listed}}}')
+    assert not summary.read_checkpoint(tmp_path).architecture

@@ -1,0 +1,431 @@
+"""Values that `check` finds fault with, and what Accelerate's own launcher and plugins do with them."""
+
+import dataclasses
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+    launch,
+)
+from accelerate.utils.dataclasses import FP8BackendType, TERecipeKwargs
+from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
+from conftest import accel_fsdp
+from jsonschema import Draft202012Validator
+
+from accel_fsdp import linter, reference_docs
+from accel_fsdp.config import BY_NAME, DYNAMO_FIELDS, FP8_FIELDS, MISNAMED, Kind
+from accel_fsdp.errors import UserError, edits, near_key, typo_of
+from accel_fsdp.launch import launcher as jobs
+from accel_fsdp.linter.rules import run
+
+EIGHT = V2.replace("num_processes: 2", "num_processes: 8")
+DDP = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n"
+ONE = "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n"
+ZERO = DS + "  zero_stage: 2\n"
+TWO = "num_machines: 2\nmain_process_ip: localhost\nmachine_rank: 1\n"
+
+
+def mesh(**sizes: int) -> str:
+    return "parallelism_config:\n" + "".join(f"  parallelism_config_{k}_size: {v}\n" for k, v in sizes.items())
+
+
+def accelerate_takes(text: str, folder: Path, *flags: str) -> dict[str, str]:
+    """The ranks' variables, after the plugins that read them have been made; raises what Accelerate raises."""
+    path = folder / "config.yaml"
+    path.write_text(text)
+    words = [*flags, "--config_file", str(path), str(Path(__file__))]
+    args, defaults, from_config = _validate_launch_command(launch_command_parser().parse_args(words))
+    args.main_process_port = args.main_process_port or 0
+    if args.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_config else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        environment = launch.prepare_deepspeed_cmd_env(args)[1]
+    elif args.use_fsdp or args.multi_gpu:
+        environment = launch.prepare_multi_gpu_env(args)
+    else:
+        environment = launch.prepare_simple_launcher_cmd_env(args)[1]
+    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        TorchDynamoPlugin()
+        if args.use_fsdp:
+            FullyShardedDataParallelPlugin()
+        if args.use_deepspeed:
+            DeepSpeedPlugin()
+        if "ACCELERATE_USE_PARALLELISM_CONFIG" in environment:
+            ranks = SimpleNamespace(
+                multi_device=args.multi_gpu,
+                num_processes=args.num_processes,
+                is_fsdp2=args.use_fsdp,
+                distributed_type="FSDP",
+                is_main_process=False,
+            )
+            ParallelismConfig()._validate_accelerator(ranks)
+    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "port in quotes": ("AF211", EIGHT + 'main_process_port: "29501"\n'),
+    "port in quotes, DDP": ("AF211", DDP + 'main_process_port: "29501"\n'),
+    "port in quotes, DeepSpeed": ("AF211", 'main_process_port: "29501"\n' + ZERO),
+    "machines in quotes": ("AF211", EIGHT + 'num_machines: "1"\n'),
+    "machines in quotes, one process": ("AF211", ONE + 'num_machines: "1"\n'),
+    "machines without a value": ("AF211", EIGHT + "num_machines:\n"),
+    "processes in quotes, two machines": ("AF211", EIGHT.replace("es: 8", "es: '8'") + TWO),
+    "processes in quotes, no engine": ("AF211", ONE.replace("es: 1", "es: '1'")),
+    "mesh in quotes": ("AF211", EIGHT + "parallelism_config: {parallelism_config_cp_size: '8'}\n"),
+    "port beyond the last": ("AF212", EIGHT + "main_process_port: 99999\n"),
+    "port below the first": ("AF212", EIGHT + "main_process_port: -1\n"),
+    "no such backend": ("AF203", EIGHT + "dynamo_config: {dynamo_backend: INDUCTR}\n"),
+    "no such backend, short": ("AF203", EIGHT + "dynamo_config: {backend: INDUCTR}\n"),
+    "backend no": ("AF201", EIGHT + "dynamo_config: {dynamo_backend: no}\n"),
+    "graph": ("AF204", EIGHT + "dynamo_config: {dynamo_backend: eager, use_fullgraph: maybe}\n"),
+    "graph without a value": ("AF202", EIGHT + "dynamo_config: {dynamo_backend: eager, use_fullgraph: }\n"),
+    "clipping none": ("AF213", ZERO + "  gradient_clipping: none\n"),
+    "clipping true": ("AF213", ZERO + "  gradient_clipping: true\n"),
+    "file and stage": ("AF324", ZERO.replace("mixed_precision: bf16\n", "") + "  deepspeed_config_file: FILE\n"),
+    "file and precision": ("AF324", DS + "  deepspeed_config_file: FILE\n"),
+    "replicas and tp, DDP": ("AF323", DDP + mesh(dp_replicate=2, tp=4)),
+    "replicas and tp": ("AF323", EIGHT + mesh(dp_replicate=2, tp=4)),
+    "size 0": ("AF323", DDP + mesh(dp_replicate=0)),
+    "cp and sp": ("AF323", EIGHT + mesh(cp=2, sp=4)),
+    "nothing to shard over": ("AF323", EIGHT + mesh(tp=8)),
+    "replicas only": ("AF323", EIGHT + mesh(dp_replicate=8)),
+    "another total, DDP": ("AF316", DDP + mesh(tp=4)),
+    "another total": ("AF316", EIGHT + mesh(dp_shard=4)),
+    "one GPU for DDP": ("AF413", DDP + "gpu_ids: '0'\n"),
+    "bare NO without processes": ("AF208", "distributed_type: NO\nmixed_precision: 'no'\n"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
+    code, text = REFUSED[name]
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    text = text.replace("FILE", str(tmp_path / "ds.json"))
+    assert code in codes_of(subject(text))
+    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError)):
+        accelerate_takes(text, tmp_path)
+
+
+TAKEN: dict[str, str] = {
+    "processes in quotes": EIGHT.replace("es: 8", "es: '8'"),
+    "port in quotes, one process": ONE + "main_process_port: '29501'\n",
+    "last port": EIGHT + "main_process_port: 65535\n",
+    "backend in small letters": EIGHT + "dynamo_config: {backend: inductor, mode: max-autotune}\n",
+    "backend without a value": EIGHT + "dynamo_config: {backend: }\n",
+    "old top-level backend": EIGHT + "dynamo_backend: INDUCTOR\n",
+    "clipping in quotes": ZERO + "  gradient_clipping: '1.0'\n",
+    "clipping AUTO": ZERO + "  gradient_clipping: AUTO\n",
+    "tp alone under DDP": DDP + mesh(tp=8),
+    "replicas under DDP": DDP + mesh(dp_replicate=8),
+    "a mesh of size 1": EIGHT + mesh(dp_replicate=1),
+    "shards and tp": EIGHT + mesh(dp_shard=4, tp=2),
+    "state dict by number": EIGHT + "  fsdp_state_dict_type: 1\n",
+    "state dict in small letters": EIGHT + "  fsdp_state_dict_type: full_state_dict\n",
+    "file and launcher": DS.replace("mixed_precision: bf16\n", "")
+    + "  deepspeed_config_file: FILE\n  zero3_init_flag: true\n",
+    "two spellings of nothing": EIGHT + "  offload_params: false\n",
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    text = TAKEN[name].replace("FILE", str(tmp_path / "ds.json"))
+    accelerate_takes(text, tmp_path)
+    path = tmp_path / "checked.yaml"
+    path.write_text(text)
+    assert [one for one in linter.lint(path, linter.Options()) if one.severity == "error"] == []
+
+
+def test_text_that_counts_as_true(tmp_path: Path) -> None:
+    """AF209: red when Accelerate reads the text."""
+    assert accelerate_takes(EIGHT + "debug: 'false'\n", tmp_path)["ACCELERATE_DEBUG_MODE"] == "true"
+    assert "ACCELERATE_DEBUG_MODE" not in accelerate_takes(EIGHT + "debug: false\n", tmp_path)
+
+
+@pytest.mark.parametrize("keys", [("offload_params", "fsdp_offload_params"), ("fsdp_offload_params", "offload_params")])
+def test_the_last_of_two_spellings_wins(keys: tuple[str, str], tmp_path: Path) -> None:
+    text = EIGHT + f"  {keys[0]}: false\n  {keys[1]}: true\n"
+    assert accelerate_takes(text, tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
+    (tmp_path / "two.yaml").write_text(text)
+    (found,) = (one for one in linter.lint(tmp_path / "two.yaml", linter.Options()) if one.code == "AF108")
+    assert (found.edits, "wins: True" in found.why) == ((), True)
+
+
+def test_a_list_of_ignored_modules_fits_no_module(tmp_path: Path) -> None:
+    from accelerate.utils.fsdp_utils import get_parameters_from_modules
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    variable = accelerate_takes(EIGHT + "  fsdp_ignored_modules: [mlp, head]\n", tmp_path)["FSDP_IGNORED_MODULES"]
+    named = nn.ModuleDict({"mlp": model, "head": nn.Linear(2, 2)})
+    assert get_parameters_from_modules(variable, named, "cpu") == set()
+    assert get_parameters_from_modules("mlp|head", named, "cpu") == set(named.parameters())
+    with pytest.raises(Exception, match="nothing to repeat"):
+        get_parameters_from_modules("*mlp", named, "cpu")
+    assert "AF210" in codes_of(subject(V2 + "  fsdp_ignored_modules: '*mlp'\n"))
+    assert "AF210" not in codes_of(subject(V2 + "  fsdp_ignored_modules: 'model\\.layers\\.0\\.mlp'\n"))
+
+
+def test_dynamo_and_fp8_keys_are_accelerates_own() -> None:
+    backends = {backend.value.lower() for backend in DynamoBackend}
+    assert set(BY_NAME["dynamo_config", "dynamo_backend"].choices) == backends
+    flags = vars(launch_command_parser().parse_args(["--config_file", "a", "b"]))
+    dynamo = {field.key for field in DYNAMO_FIELDS}
+    assert dynamo == {name for name in flags if name.startswith("dynamo_")}
+    recipe = {f"fp8_{field.name.removeprefix('fp8_')}" for field in dataclasses.fields(TERecipeKwargs)}
+    known = {field.key for field in FP8_FIELDS}
+    assert known == recipe | {name for name in flags if name.startswith("fp8_")}
+    assert set(BY_NAME["fp8_config", "fp8_backend"].choices) == {"AO", "TE", "MSAMP"}
+    with pytest.raises(ValueError, match="te"):
+        FP8BackendType("te")  # the launcher's own spelling: case matters
+    assert set(MISNAMED.values()) <= known
+    assert not set(MISNAMED) & set(flags)
+
+
+@pytest.mark.parametrize(("key", "value"), [("amax_history_length", 16), ("amax_compute_algorithm", "max")])
+def test_fp8_keys_that_accelerate_config_writes_in_vain(key: str, value: Any, tmp_path: Path) -> None:
+    """AF103: red when the launcher reads what the questions of `accelerate config` write."""
+    text = EIGHT.replace("'no'", "fp8") + f"fp8_config: {{backend: TE, {key}: {value}}}\n"
+    with mock.patch("accelerate.utils.launch.is_fp8_available", return_value=True):
+        environment = accelerate_takes(text, tmp_path)
+    name = MISNAMED[f"fp8_{key}"]
+    assert environment[f"ACCELERATE_{name.upper()}"] != str(value)
+    path = tmp_path / "fp8.yaml"
+    path.write_text(text)
+    assert [one.code for one in linter.lint(path, linter.Options(fix=True)) if one.severity != "note"] == []
+    with mock.patch("accelerate.utils.launch.is_fp8_available", return_value=True):
+        assert accelerate_takes(path.read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key"),
+    [
+        ("--mixed_precision", "fp16", "mixed_precision"),
+        ("--num_processes", "4", "num_processes"),
+        ("--num-processes", "4", "num_processes"),
+        ("--fsdp_offload_params", "true", "fsdp_offload_params"),
+        ("--dynamo_backend", "eager", "dynamo_backend"),
+    ],
+)
+def test_a_launcher_flag_wins_over_the_file(flag: str, value: str, key: str, tmp_path: Path) -> None:
+    text = EIGHT + "  fsdp_offload_params: false\ndynamo_config: {dynamo_backend: inductor}\n"
+    if flag == "--mixed_precision":
+        assert accelerate_takes(text, tmp_path, flag, value)["ACCELERATE_MIXED_PRECISION"] == value
+    (tmp_path / "config.yaml").write_text(text)
+    words = [flag, value, "--config_file", str(tmp_path / "config.yaml"), "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert str(getattr(args, key)) == value
+    line = tmp_path / "args.sh"
+    line.write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
+    found = linter.lint(tmp_path / "config.yaml", linter.Options(args=line))
+    assert [one.key.rpartition(".")[2] for one in found if one.code == "AF414"] == [key]
+    line.write_text(f"accelerate launch --machine_rank 3 train.py {flag} {value}\n")
+    assert "AF414" not in {one.code for one in linter.lint(tmp_path / "config.yaml", linter.Options(args=line))}
+
+
+@pytest.mark.parametrize("line", ['main_process_port: "29501"', "main_process_port: 99999", 'num_machines: "1"'])
+def test_launch_ends_in_one_error_message(line: str, tmp_path: Path) -> None:
+    path, script = tmp_path / "a.yaml", tmp_path / "train.py"
+    path.write_text(f"{line}\n{EIGHT}")
+    script.write_text("")
+    finished = accel_fsdp("launch", path, script)
+    assert finished.code == 1
+    assert "Traceback" not in finished.output
+    assert line.partition(":")[0] in finished.output
+    with pytest.raises(UserError, match="Accelerate refuses"):
+        jobs.launch(jobs.launcher_args(path, script, ()))
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mvapich", "mpich", "slurm", "nossh", ""])
+def test_deepspeeds_own_launchers_need_a_hostfile_only(launcher: str, tmp_path: Path) -> None:
+    text = "num_machines: 2\n" + ZERO + "  deepspeed_hostfile: hosts\n"
+    text += f"  deepspeed_multinode_launcher: {launcher}\n" if launcher else ""
+    assert "AF403" not in codes_of(subject(text))
+    assert "AF403" in codes_of(subject(text.replace("  deepspeed_hostfile: hosts\n", "")))
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    args = jobs.launcher_args(path, Path(__file__), ())
+    args.deepspeed_fields_from_accelerate_config, args.machine_rank = "", 1
+    with mock.patch("accelerate.utils.launch.compare_versions", return_value=False):
+        words, _ = launch.prepare_deepspeed_cmd_env(args)
+    assert words[:3] == ["deepspeed", "--hostfile", "hosts"]
+    assert "--master_addr" not in words
+
+
+def test_the_standard_launcher_needs_an_address() -> None:
+    assert "AF403" in codes_of(subject("num_machines: 2\n" + ZERO + "  deepspeed_multinode_launcher: standard\n"))
+
+
+@pytest.mark.parametrize("word", ["NO", "off", "false"])
+def test_a_bare_no_is_named_and_quoted(word: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n")
+    found = {one.code: one.what for one in linter.lint(path, linter.Options())}
+    assert f"distributed_type: {word} without quotes" in found["AF208"]
+    assert f"mixed_precision: {word.lower()} without quotes" in found["AF201"]
+    assert linter.lint(path, linter.Options(fix=True)) == []
+    assert yaml.safe_load(path.read_text()) == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
+
+
+def repaired(text: str, folder: Path) -> Any:
+    path = folder / "fixed.yaml"
+    path.write_text(text)
+    linter.lint(path, linter.Options(fix=True))
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ("deepspeed_config", "deepspeed_zero_stage", "zero_stage"),
+        ("fsdp_config", "fsdp_device_mesh", ""),
+        ("fsdp_config", "fsdp_offload_optimizer", ""),
+        ("fsdp_config", "fsdp_cpu_ram", "fsdp_cpu_ram_efficient_loading"),
+        ("fsdp_config", "fsdp_mixed_precision", ""),
+        ("parallelism_config", "parallelism_config_pp_size", ""),
+        ("deepspeed_config", "zero2_init_flag", ""),
+    ],
+)
+def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
+    text = f"distributed_type: FSDP\nnum_processes: 2\n{section}: {{{key}: 2}}\n"
+    assert repaired(text, tmp_path)[section][key] == 2
+    (found,) = (one for one in linter.lint(tmp_path / "fixed.yaml", linter.Options()) if one.code == "AF103")
+    assert ("Did you mean" in found.what) == bool(meant)
+    assert not meant or f"Did you mean {meant}?" in found.what
+
+
+@pytest.mark.parametrize(
+    ("key", "meant", "value"),
+    [
+        ("fsdp_ofload_params", "fsdp_offload_params", True),
+        ("fsdp_verison", "fsdp_version", 2),
+        ("fsdp_auto_wrap_polcy", "fsdp_auto_wrap_policy", "NO_WRAP"),
+        ("fsdp_sharding_stategy", "fsdp_sharding_strategy", 2),
+        ("use_orig_param", "fsdp_use_orig_params", True),
+    ],
+)
+def test_a_sure_typo_is_renamed(key: str, meant: str, value: Any, tmp_path: Path) -> None:
+    """And what it says stays, though other rules miss the key that was meant."""
+    text = f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{key}: {value}}}\n"
+    section = repaired(text, tmp_path)["fsdp_config"]
+    assert section[meant] == value
+    assert key not in section
+
+
+def test_distances() -> None:
+    assert [edits(*pair) for pair in (("", "ab"), ("ab", "ba"), ("abc", "ac"), ("kitten", "sitting"))] == [2, 1, 1, 3]
+    assert typo_of("dp_size", ["tp_size", "cp_size"]) == ""
+    assert near_key("anything", []) == ""
+
+
+@pytest.mark.parametrize("value", ["false", "true", "'false'"])
+def test_a_choice_between_versions_is_left_to_the_user(value: str, tmp_path: Path) -> None:
+    """No version and FSDP2's boolean: FSDP1 runs, FSDP2 was meant."""
+    text = TOP + "fsdp_config:\n" + WRAP + f"  fsdp_reshard_after_forward: {value}\n"
+    assert repaired(text, tmp_path) == yaml.safe_load(text)
+    found = {one.code: one for one in linter.lint(tmp_path / "fixed.yaml", linter.Options())}
+    for code in ("AF301", "AF302"):
+        assert found[code].edits == ()
+        assert "fsdp_version: 2" in found[code].fix
+        assert "fsdp_version: 1" in found[code].fix
+
+
+@pytest.mark.parametrize(
+    ("rest", "left"),
+    [
+        ("  fsdp_reshard_after_forward: true\n", {"fsdp_sharding_strategy": "FULL_SHARD"}),
+        ("  fsdp_reshard_after_forward: false\n", {"fsdp_reshard_after_forward": False}),
+        ("  fsdp_reshard_after_forward: HYBRID_SHARD\n", {"fsdp_sharding_strategy": "HYBRID_SHARD"}),
+        ("  fsdp_reshard_after_forward: false\n  fsdp_sharding_strategy: 2\n", {"fsdp_sharding_strategy": 2}),
+    ],
+)
+def test_reshard_under_fsdp1_keeps_its_meaning(rest: str, left: dict[str, Any], tmp_path: Path) -> None:
+    section = repaired(V1 + rest, tmp_path)["fsdp_config"]
+    assert {key: value for key, value in section.items() if key in ("fsdp_sharding_strategy", *left)} == left
+    assert ("fsdp_reshard_after_forward" in section) == ("fsdp_reshard_after_forward" in left)
+
+
+def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
+    text = DS + "  zero_stage: 2\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
+    assert repaired(text, tmp_path) == yaml.safe_load(text)
+    (found,) = (one for one in linter.lint(tmp_path / "fixed.yaml", linter.Options()) if one.code == "AF216")
+    assert "deepspeed_config_file" in found.fix
+    assert "as above" not in found.why
+    useless = repaired(text.replace("nvme\n", "cpu\n"), tmp_path)["deepspeed_config"]
+    assert "offload_param_nvme_path" not in useless
+
+
+def test_texts_say_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(TOP + "fsdp_config: {fsdp_version: 2}\n")
+    assert "is ignored" not in next(one.why for one in linter.lint(path, linter.Options()) if one.code == "AF306")
+    assert "AF318" not in codes_of(subject(V1.replace("version: 1", "version: 3").replace("'no'", "bf16")))
+    assert "AF314" in codes_of(subject(ZERO + "fsdp_config: {fsdp_version: 2}\n"))
+    assert "AF314" not in codes_of(subject(ZERO + "fsdp_config: {}\n"))
+
+
+SCHEMA = Draft202012Validator(reference_docs.schema())
+SPELLINGS = [
+    (section, key, spelling(choice))
+    for (section, key), field in BY_NAME.items()
+    for choice in field.choices
+    for spelling in (str, str.lower, str.upper, str.title)
+    if field.kind is Kind.CHOICE and section in ("fsdp_config", "parallelism_config", "dynamo_config")
+]
+
+
+def test_the_schema_and_the_linter_agree_on_case() -> None:
+    for section, key, text in SPELLINGS:
+        content = {"distributed_type": "FSDP", section: {key: text}}
+        clean = "AF203" not in codes_of(subject(yaml.safe_dump(content)))
+        assert SCHEMA.is_valid(content) == clean, (key, text)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_schema_accepts_what_accelerate_takes(name: str) -> None:
+    if "in quotes" not in name and name not in ("old top-level backend", "backend without a value"):
+        assert list(SCHEMA.iter_errors(yaml.safe_load(TAKEN[name]))) == []
+
+
+@pytest.mark.parametrize("key", ["cp_comm_strategy", "cp_backend"])
+def test_case_matters_in_a_mesh(key: str, tmp_path: Path) -> None:
+    choice = BY_NAME["parallelism_config", f"parallelism_config_{key}"].choices[-1]
+    text = EIGHT + mesh(cp=2, dp_shard=4) + f"  parallelism_config_{key}: {choice.upper()}\n"
+    assert "AF203" in codes_of(subject(text))
+    with pytest.raises(ValueError, match="cp_"):
+        accelerate_takes(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (V2.replace("FSDP", "fsdp"), {"AF203"}),
+        (V2 + "  fsdp_reshard_after_forward: FULL_SHARD\n", {"AF304"}),
+        (V2 + "  fsdp_reshard_after_forward: maybe\n", {"AF204"}),
+    ],
+)
+def test_one_error_is_one_finding(text: str, found: set[str]) -> None:
+    assert {one.code for one in run(subject(text)) if one.severity != "note"} == found
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", "Fp16", "'NO'"])
+def test_a_precision_in_any_case_is_the_same(word: str) -> None:
+    """The launcher makes small letters of it."""
+    text = V1.replace("es: 2", "es: 64")
+    small, given = (codes_of(subject(text.replace("'no'", one))) for one in (word.lower(), word))
+    assert given == small
+    assert ("AF318" in given) == ("16" in word)

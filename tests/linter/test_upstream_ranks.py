@@ -1,0 +1,471 @@
+"""What the libraries do on two real FSDP ranks today: the reasons for rules and workarounds. Red means: fixed upstream.
+
+Each launch runs many experiments in one process group (`upstream_probe.py`), the tests read what the ranks saw. `pain`
+marks the rows of the list of known pains that a test shows.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from accelerate.utils import merge_fsdp_weights
+from conftest import ROOT, accelerate_launch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from accel_fsdp.config import Engine, Setup, clashes
+
+PROBE = ROOT / "tests" / "upstream_probe.py"
+LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
+BESIDES_LAYERS = ["Embedding", "Linear", "LlamaForCausalLM", "LlamaRMSNorm"]
+SHARED = "is shared with a parameter already managed by another FSDP group"
+
+Seen = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("upstream")
+
+
+def launch(folder: Path, group: str, processes: int = 2) -> Seen:
+    """Runs a group of experiments; what each rank saw, by the experiment's name."""
+    (folder / group).mkdir()
+    config = folder / f"{group}.yaml"
+    content = {"distributed_type": "FSDP", "num_processes": processes, "num_machines": 1, "mixed_precision": "no"}
+    config.write_text(yaml.safe_dump({**content, "fsdp_config": {"fsdp_version": 2}}))
+    finished = accelerate_launch(config, PROBE, group, folder / group, CUDA_VISIBLE_DEVICES="")
+    assert finished.code == 0, finished.output[-5000:]
+    lines = [line.partition("PROBE ")[2] for line in finished.output.splitlines() if "PROBE {" in line]
+    return {found["name"]: found["ranks"] for found in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def sharding(folder: Path) -> Seen:
+    return launch(folder, "sharding")
+
+
+@pytest.fixture(scope="module")
+def saving(folder: Path) -> Seen:
+    return launch(folder, "saving")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, saving: Seen) -> Seen:
+    """One rank, after the two of `saving` have left it a checkpoint."""
+    assert saving
+    return launch(folder, "alone", processes=1)
+
+
+def same(ranks: list[Any]) -> Any:
+    """What all ranks saw alike."""
+    assert all(seen == ranks[0] for seen in ranks), ranks
+    return ranks[0]
+
+
+@pytest.mark.pain("P04")
+def test_reshard_after_forward_does_not_reach_fsdp1(sharding: Seen) -> None:
+    """AF302: NO_SHARD under that key, from the YAML or from TrainingArguments, still trains FULL_SHARD."""
+    assert same(sharding["reshard_key_under_fsdp1"]) == {"yaml": "FULL_SHARD", "arguments": "FULL_SHARD"}
+
+
+@pytest.mark.pain("P09")
+def test_without_a_policy_no_layer_is_a_unit(sharding: Seen) -> None:
+    """AF306: a layer class alone wraps nothing; FSDP2 still splits off the embedding, the head and the last norm."""
+    assert same(sharding["no_wrap_policy"]) == {"fsdp1": ["LlamaForCausalLM"], "fsdp2": BESIDES_LAYERS}
+
+
+@pytest.mark.pain("P11")
+def test_a_model_that_names_no_layer_is_not_wrapped(sharding: Seen) -> None:
+    """AF502: an empty `_no_split_modules` passes for an answer, and no layer becomes a unit."""
+    assert same(sharding["no_split_modules_empty"]) == {"fsdp1": ["LlamaForCausalLM"], "fsdp2": BESIDES_LAYERS}
+
+
+@pytest.mark.pain("P12")
+def test_each_rank_holds_a_full_float32_copy_before_it_shards(sharding: Seen) -> None:
+    """Even with RAM-efficient loading a 16-bit model is upcast whole, on every rank, before it goes to meta."""
+    seen = same(sharding["upcast_before_meta"])
+    assert seen["dtypes"] == ["torch.float32"]
+    assert seen["bytes"] == 4 * seen["elements"]
+
+
+@pytest.mark.pain("P13")
+def test_ram_efficient_loading_reads_the_weights_on_every_rank(sharding: Seen) -> None:
+    """`from_pretrained` gives rank 1 the real weights too, not empty or random ones."""
+    assert same(sharding["ram_efficient_loading"]) == {"real": True, "devices": ["cpu"]}
+
+
+@pytest.mark.pain("P14")
+def test_bf16_weights_stay_bf16_without_mixed_precision(sharding: Seen) -> None:
+    """AF613: weights, gradients and Adam's moments are all bf16; with mixed precision they are all float32."""
+    assert same(sharding["pure_bf16"]) == {"no": ["torch.bfloat16"], "bf16": ["torch.float32"]}
+
+
+@pytest.mark.pain("P15")
+def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
+    """AF318: FSDP1 casts buffers to bf16, FSDP2 leaves 10 ** -0.5 in float32."""
+    seen = same(sharding["rope_buffers"])
+    assert seen["fsdp1"] == ["torch.bfloat16", 0.31640625]
+    assert seen["fsdp2"] == ["torch.float32", pytest.approx(10**-0.5, rel=1e-6)]
+
+
+def test_size_based_checkpointing_measures_shards(sharding: Seen) -> None:
+    """AF325: a layer of 8768 parameters is a unit of 8000 and more, and half of it on each rank is none."""
+    seen = same(sharding["size_based_checkpointing"])
+    assert [name for name in seen["units"] if name in LAYERS] == LAYERS
+    assert not set(seen["checkpointed"]) & set(LAYERS)
+
+
+@pytest.mark.pain("P27")
+def test_size_based_wrapping_fails_under_fsdp2(sharding: Seen) -> None:
+    """AF307: the list of layers is large enough to be picked, and has no forward."""
+    assert "does not support containers that do not implement forward: ModuleList" in sharding["size_based"][0]["fsdp2"]
+
+
+@pytest.mark.pain("P28")
+def test_the_default_size_wraps_nothing_in_a_small_model(sharding: Seen) -> None:
+    """AF308: 1e8 parameters is more than a layer has, so there is one unit; a fitting size makes the layers units."""
+    seen = sharding["size_based"][0]
+    assert seen["default"] == ["LlamaForCausalLM"]
+    assert seen["fitting"] == [*LAYERS, "LlamaForCausalLM"]
+
+
+@pytest.mark.pain("P29")
+def test_flattened_parameters_lose_their_exemption_from_weight_decay(sharding: Seen) -> None:
+    """AF317: with `use_orig_params: false` Trainer finds none of the 5 norms that it would not decay."""
+    assert same(sharding["weight_decay_groups"]) == {"False": 0, "True": 5}
+
+
+@pytest.mark.pain("P30")
+def test_a_partly_frozen_unit_can_not_be_flattened(sharding: Seen) -> None:
+    """AF317: frozen and trained parameters in one layer; LoRA passes, as Trainer gives it a policy of its own."""
+    seen = same(sharding["partly_frozen"])
+    assert "Must flatten tensors with uniform `requires_grad`" in seen["layer"]
+    assert seen["lora"] == ""
+
+
+@pytest.mark.pain("P32")
+def test_a_unit_of_two_dtypes_fails_unless_fsdp2_upcasts_it(sharding: Seen) -> None:
+    """FSDP1 refuses it under any precision, FSDP2 only where it does not upcast first."""
+    for seen in sharding["mixed_dtypes"]:
+        assert "Must flatten tensors with uniform dtype" in seen["1-no"]
+        assert "Must flatten tensors with uniform dtype" in seen["1-bf16"]
+        assert "FSDP expects uniform original parameter dtype" in seen["2-no"]
+        assert seen["2-bf16"] == ""
+
+
+@pytest.mark.pain("P37")
+def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
+    """AF604: under FSDP1 it steps, and under FSDP2 the other optimizers do."""
+    seen = same(sharding["adafactor"])
+    assert "got mixed torch.Tensor and DTensor" in seen.pop("fsdp2")
+    assert set(seen.values()) == {""}
+
+
+@pytest.mark.pain("P36")
+@pytest.mark.parametrize("engine", [Engine.FSDP1, Engine.FSDP2])
+@pytest.mark.parametrize("name", ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd"])
+def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, sharding: Seen) -> None:
+    """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
+    step, save = sharding["optimizers"][0][name][engine.value]
+    said = [one.effect for one in clashes(Setup(engine, optimizer=name))]
+    assert said == (["stops"] if step else ["stops when it saves"] if save else [])
+
+
+@pytest.mark.pain("P99")
+def test_label_smoothing_compares_tokens_with_themselves_under_fsdp2(sharding: Seen) -> None:
+    """AF630: a billionth of smoothing must not change the loss; under FSDP2 it compares with other labels."""
+    seen = sharding["label_smoothing"][0]
+    plain, smoothed = seen["FSDP1"]
+    assert smoothed == pytest.approx(plain, rel=1e-4)
+    plain, smoothed = seen["FSDP2"]
+    assert abs(smoothed - plain) > 0.01 * plain
+
+
+@pytest.mark.pain("P100")
+def test_the_held_out_loss_depends_on_how_rows_fall_to_ranks(sharding: Seen) -> None:
+    """AF632: the last batch has a row for one rank only; its part is scaled by both ranks' tokens and then cut."""
+    seen = same(sharding["held_out_loss"])
+    assert abs(seen["Trainer"] - seen["alone"]) > 0.1 * seen["alone"]
+
+
+@pytest.mark.pain("P103")
+def test_hybrid_with_one_rank_a_copy_shards_nothing(sharding: Seen) -> None:
+    """AF328 of FSDP1 with one process on each machine; AF323 of FSDP2, which stops."""
+    seen = same(sharding["copies_of_one_rank"])
+    assert seen["FSDP1"] == {"2": 0.5, "1": 1.0}
+    assert "no dimension for FSDP to shard across" in seen["FSDP2"]
+
+
+@pytest.mark.pain("P40")
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+def test_fsdp2_shards_fully_whatever_the_strategy(strategy: str, sharding: Seen) -> None:
+    """AF303: the mesh is one row of all ranks, and each holds half."""
+    assert same(sharding["strategy_under_fsdp2"])[strategy] == [[2], 0.5]
+
+
+@pytest.mark.pain("P42")
+def test_a_mesh_larger_than_the_job_stops_it(sharding: Seen) -> None:
+    """AF316: 2 x 2 on two ranks."""
+    assert "Mesh should not be bigger than default world size 2, but found 4" in same(sharding["mesh_too_large"])
+
+
+@pytest.mark.pain("P24")
+def test_evaluate_before_train_fails(sharding: Seen) -> None:
+    """FSDP2 can't prepare a model without an optimizer; FSDP1 can, and then has none to train with."""
+    seen = same(sharding["evaluate_before_train"])
+    assert "a model and optimizer must be passed together" in seen["fsdp2"]
+    assert seen["fsdp1 evaluate"] == ""
+    assert seen["fsdp1 train"] == "AttributeError: 'NoneType' object has no attribute 'param_groups'"
+
+
+@pytest.mark.pain("P25")
+def test_trainer_refuses_activation_checkpointing_twice(sharding: Seen) -> None:
+    """AF603: FSDP's own in the YAML and the model's in the arguments."""
+    assert "can't both be set to True" in same(sharding["checkpointing_twice"])
+
+
+@pytest.mark.pain("P70")
+def test_activation_checkpointing_without_a_policy(sharding: Seen) -> None:
+    """AF312: FSDP2 calls a policy that is None; FSDP1 wraps each module, activation functions and norms included."""
+    seen = same(sharding["checkpointing_without_policy"])
+    assert seen["fsdp2"] == "TypeError: 'NoneType' object is not callable"
+    assert {"LlamaForCausalLM", "LlamaDecoderLayer", "Linear", "SiLUActivation", "LlamaRMSNorm"} <= set(seen["fsdp1"])
+
+
+@pytest.mark.pain("P61")
+def test_generate_works_under_fsdp2_only(sharding: Seen) -> None:
+    """AF609: Trainer registers `generate` with FSDP2's hooks; FSDP1 leaves it a flattened embedding."""
+    assert same(sharding["generating"]) == {"fsdp2": "", "fsdp1": "RuntimeError: 'weight' must be 2-D"}
+
+
+@pytest.mark.pain("P72")
+def test_a_tied_embedding_in_a_unit_of_its_own_is_refused(sharding: Seen) -> None:
+    """AF319: `Embedding` among the layer classes takes the weight that the head shares."""
+    seen = same(sharding["tied_embedding_class"])
+    assert SHARED in seen["with Embedding"]
+    assert seen["without"] == ""
+
+
+@pytest.mark.pain("P73")
+def test_adapters_on_tied_embeddings_fail_under_fsdp2(sharding: Seen) -> None:
+    """What fails, and how, depends on RAM-efficient loading: only with it can the embedding alone be trained."""
+    seen = same(sharding["tied_adapters"])
+    assert seen["both True"] == "KeyError: \"attribute 'weight' already exists\""
+    assert "`model.embed_tokens.weight` is neither a parameter, buffer" in seen["tokens True"]
+    assert seen["one True"] == ""
+    assert SHARED in seen["both False"]
+    assert SHARED in seen["one False"]
+    assert seen["tokens False"].startswith("TypeError")
+
+
+@pytest.mark.pain("P78")
+def test_checkpoints_of_the_model_alone_are_refused(sharding: Seen) -> None:
+    """AF608: sharded, or together with `load_best_model_at_end`."""
+    seen = same(sharding["only_model"])
+    assert "save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'" in seen["sharded"]
+    assert "FSDP can't be used with `save_only_model` along with `load_best_model_at_end`" in seen["best"]
+
+
+@pytest.mark.pain("P85")
+def test_dora_fails_under_fsdp1(sharding: Seen) -> None:
+    """AF610: it reads the shape of a weight that is flat."""
+    assert same(sharding["dora"]) == {"fsdp1": "IndexError: tuple index out of range", "fsdp2": ""}
+
+
+@pytest.mark.pain("P01", "P02")
+@pytest.mark.parametrize("lost", ["fsdp2 ac", "fsdp1"])
+def test_an_adapter_is_exported_empty(lost: str, saving: Seen) -> None:
+    """AF601, AF602: a file of 40 bytes without a tensor; FSDP2 without FSDP's checkpointing writes all 8."""
+    seen = same(saving["adapter_exports"])
+    assert seen[lost] == [0, 40]
+    assert seen["fsdp2"][0] == 8
+
+
+@pytest.mark.pain("P01", "P02")
+@pytest.mark.parametrize("lost", ["fsdp2 ac", "fsdp1"])
+def test_a_resumed_adapter_starts_anew(lost: str, saving: Seen) -> None:
+    """AF601, AF602: sharded checkpoints hold no adapter tensor either, so lora_B is zero again after a resume."""
+    for seen in saving["adapter_resumes"]:
+        assert seen["fsdp2"]["stored"] == 8
+        assert seen["fsdp2"]["resumed"] == pytest.approx(seen["fsdp2"]["trained"]) != 0
+        assert seen[lost]["stored"] == 0
+        assert seen[lost]["trained"] > 1
+        assert seen[lost]["resumed"] == 0
+
+
+@pytest.mark.pain("P105")
+def test_fsdp1_resumes_no_adapter_from_a_gathered_checkpoint(saving: Seen) -> None:
+    """AF602: PEFT writes none, and where the file holds the whole adapter, the resumed one is zero all the same."""
+    seen = {name: [one[name] for one in saving["gathered_adapter_resumes"]] for name in ("fsdp1", "fsdp2")}
+    trained = seen["fsdp2"][0]["trained"]
+    assert [one["stored"] for one in seen["fsdp2"]] == [8, 8]
+    assert sum(one["resumed"] for one in seen["fsdp2"]) == pytest.approx(trained) != 0
+    assert seen["fsdp1"][0]["trained"] == pytest.approx(trained)
+    assert [(one["stored"], one["resumed"]) for one in seen["fsdp1"]] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.pain("P98")
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1 flattened"])
+def test_fsdp1_forgets_adam_on_a_sharded_resume(engine: str, saving: Seen) -> None:
+    """The checkpoint has all 21 first moments, the resumed run has none; FSDP2 has them exactly."""
+    for seen in saving["resume_exact"]:
+        assert seen[engine]["stored"] == seen["fsdp2"]["stored"] == 21
+        assert seen[engine]["saved"] > 0.01
+        assert seen[engine]["resumed"] == 0
+        assert seen["fsdp2"]["resumed"] == pytest.approx(seen["fsdp2"]["saved"]) != 0
+
+
+@pytest.mark.pain("P03")
+def test_save_model_writes_nothing_when_sharded(saving: Seen) -> None:
+    """No folder, no file, no word, under both versions."""
+    assert same(saving["sharded_save_model"]) == {"fsdp1": False, "fsdp2": False}
+
+
+@pytest.mark.pain("P18")
+def test_save_pretrained_without_a_state_dict(saving: Seen) -> None:
+    """FSDP1 writes the shards of rank 0 as if they were the model, FSDP2 stops."""
+    seen = saving["unwrapped_save_pretrained"][0]
+    assert seen["fsdp1"]["lm_head.weight"] == [0]
+    assert len(seen["fsdp1"]["model.embed_tokens.weight"]) == 1
+    assert "Attempted to access the data pointer on an invalid python storage" in seen["fsdp2"]
+
+
+@pytest.mark.pain("P20")
+def test_a_switch_to_full_breaks_the_next_checkpoint_of_fsdp1(saving: Seen) -> None:
+    """`set_state_dict_type` keeps the sharded config object; FSDP1 checks its type, FSDP2 does not."""
+    seen = same(saving["full_after_sharded"])
+    assert seen["fsdp1"][0] == seen["fsdp2"][0] == "ShardedStateDictConfig"
+    assert seen["fsdp1"][1].startswith("RuntimeError: Expected state_dict_config of type")
+    assert seen["fsdp2"][1] == ""
+
+
+@pytest.mark.pain("P21")
+def test_a_checkpoint_of_the_other_type_is_not_found(saving: Seen) -> None:
+    """Sharded read as full, full read as sharded, and Hugging Face weights alone: each looks for files of its own."""
+    for seen in saving["resume_with_another_type"]:
+        assert seen["sharded"].startswith("FileNotFoundError")
+        assert "pytorch_model_fsdp.bin" in seen["sharded"]
+        assert "pytorch_model_fsdp_0/.metadata" in seen["full"]
+        assert seen["weights only"].startswith("FileNotFoundError")
+        assert "pytorch_model_fsdp.bin" in seen["weights only"]
+
+
+@pytest.mark.pain("P22")
+@pytest.mark.parametrize("missing", ["scheduler.pt", "optimizer_0"])
+def test_schedule_and_adam_are_loaded_together_or_not_at_all(missing: str, saving: Seen) -> None:
+    """Without one of the two files the other is not read either: the first rate, no moments, no error."""
+    seen = same(saving["resume_incomplete"])
+    assert seen["nothing"]["rate"] == 0.005
+    assert seen["nothing"]["adam"] > 0.01
+    assert seen[missing] == {"rate": 0.01, "adam": 0}
+
+
+@pytest.mark.pain("P23")
+def test_the_newest_checkpoint_is_taken_unfinished(saving: Seen) -> None:
+    """The highest number wins although `trainer_state.json`, which is written last, is not there."""
+    newest = same(saving["resume_incomplete"])["newest"]
+    assert newest.startswith("FileNotFoundError")
+    assert "checkpoint-9/trainer_state.json" in newest
+
+
+@pytest.mark.pain("P53")
+def test_a_full_checkpoint_holds_the_model_twice(saving: Seen) -> None:
+    """16 bytes a parameter (two models and two moments), 12 when sharded, and small change."""
+    seen = same(saving["bytes_per_parameter"])
+    assert seen["full"] == pytest.approx(16, abs=0.2)
+    assert seen["sharded"] == pytest.approx(12, abs=0.5)
+
+
+@pytest.mark.pain("P54")
+def test_a_bf16_base_is_exported_as_float32(saving: Seen) -> None:
+    """Mixed precision saves its master weights, and the config says so."""
+    seen = same(saving["exported_files"])
+    assert seen["dtypes"] == ["torch.float32"]
+    assert seen["config dtype"] == "float32"
+
+
+@pytest.mark.pain("P75")
+def test_a_tied_export_holds_the_embedding_twice(saving: Seen) -> None:
+    """Gathered copies no longer share memory, so the head is stored beside the embedding."""
+    seen = same(saving["exported_files"])
+    assert seen["says tied"]
+    assert seen["embedding twice"]
+
+
+@pytest.mark.pain("P77")
+def test_an_export_turns_the_cache_off(saving: Seen) -> None:
+    """Trainer writes its own `use_cache` into the model's config, and `save_model` keeps it."""
+    assert same(saving["exported_files"])["use_cache"] == [True, False]
+
+
+@pytest.mark.pain("P57")
+def test_one_rank_resumes_what_two_ranks_saved(alone: Seen, saving: Seen) -> None:
+    """FSDP2 reshards weights and moments; that no random state fits is told at a level that is not shown."""
+    seen, saved = same(alone["resume_on_one_rank"]), saving["for_later"][0]
+    assert seen["seen"] == [pytest.approx(saved["adam"], rel=1e-5), pytest.approx(saved["weights"], rel=1e-5)]
+    assert (seen["levels"], seen["usual"]) == (["INFO"], "WARNING")
+
+
+@pytest.mark.pain("P07")
+def test_an_fsdp_yaml_without_an_accelerator_shards_nothing(folder: Path) -> None:
+    """Each rank trains alone as a world of one; with `use_cpu` it is DDP. Both finish their steps without an error."""
+    seen = same(launch(folder, "stock")["fsdp_on_cpu"])
+    assert seen == {"False": [False, 1, "LlamaForCausalLM", 2], "True": [False, 2, "DistributedDataParallel", 2]}
+
+
+@pytest.fixture
+def merge(folder: Path, saving: Seen) -> Any:
+    """`accelerate merge-weights` from a folder of the saved checkpoints."""
+    yield lambda source, target: merge_fsdp_weights(str(folder / "saving" / "for_later" / source), str(target))
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+Merge = Callable[[str, Path], None]
+
+
+@pytest.mark.pain("P76")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_merge_weights_writes_float32_and_nothing_else(merge: Merge, tmp_path: Path) -> None:
+    """One file without config or tokenizer; an adapter gets the name of a model."""
+    merge("full/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "full")
+    merge("lora/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "lora")
+    for name in ("full", "lora"):
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["model.safetensors"]
+    assert {tensor.dtype for tensor in load_file(tmp_path / "full" / "model.safetensors").values()} == {torch.float32}
+    assert all("lora_" in key for key in load_file(tmp_path / "lora" / "model.safetensors"))
+
+
+@pytest.mark.pain("P76")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_what_merge_weights_trips_over(merge: Merge, tmp_path: Path) -> None:
+    """A checkpoint folder gets no hint, parents are not made, an optimizer is no model."""
+    with pytest.raises((AssertionError, CheckpointException), match="metadata is None"):
+        merge("full/checkpoint-1", tmp_path / "whole")
+    with pytest.raises(FileNotFoundError):
+        merge("full/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "a" / "b")
+    with pytest.raises(ValueError, match="Key `state` is invalid"):
+        merge("full/checkpoint-1/optimizer_0", tmp_path / "optimizer")
+
+
+@pytest.mark.pain("P101")
+def test_fsdp2_rounds_the_loss_to_16_bits(alone: Seen) -> None:
+    """AF633: under FSDP1 the same precision leaves it in float32."""
+    assert same(alone["loss_in_16_bits"]) == {"FSDP1": "torch.float32", "FSDP2": "torch.bfloat16"}
+
+
+@pytest.mark.pain("P102")
+def test_fsdp2_recomputes_dropout_with_other_numbers(alone: Seen) -> None:
+    """AF634: two layers run twice; under FSDP1 each begins with the random state that it had in forward."""
+    assert same(alone["dropout_when_recomputed"]) == {"FSDP1": [4, True], "FSDP2": [4, False]}
+
+
+@pytest.mark.pain("P104")
+def test_the_newest_sharded_checkpoint_is_not_noted_as_the_best(alone: Seen) -> None:
+    """AF635: Trainer looks for its folder before anything has made it; with gathered ones `save_model` has."""
+    assert same(alone["best_is_the_newest"]) == {"sharded": [1, False], "full": [1, True]}

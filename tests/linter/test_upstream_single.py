@@ -1,0 +1,344 @@
+"""What the libraries do in one process today: the reasons for rules and workarounds. Red means: fixed upstream.
+
+Settings travel as in a real launch: YAML, Accelerate's launcher parser, environment, plugin. `pain` marks the rows of
+the list of known pains that a test shows; the last test holds that list complete.
+"""
+
+import ast
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from conftest import ROOT
+from safetensors.torch import save_file
+from test_fields import environment
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from accel_fsdp import linter  # noqa: F401 (rules register)
+from accel_fsdp.errors import UserError
+from accel_fsdp.linter.rules import RULES
+
+NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
+LAYERWISE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+ONLY_CPU = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": False}
+
+# All rows that were reproduced on the tested versions.
+ROWS = """
+P01 P02 P03 P04 P05 P06 P07 P08 P09 P10 P11 P12 P13 P14 P15 P18 P20 P21 P22 P23 P24 P25 P27 P28 P29 P30 P32 P36 P37 P40
+P41 P42 P44 P46 P48 P51 P52 P53 P54 P57 P61 P62 P63 P64 P65 P66 P67 P68 P69 P70 P71 P72 P73 P75 P76 P77 P78 P80 P81 P82
+P83 P85 P90 P98 P99 P100 P101 P102 P103 P104 P105
+"""
+UNSHOWN: dict[str, str] = {}
+
+Plugin = Callable[..., FullyShardedDataParallelPlugin]
+Arguments = Callable[..., TrainingArguments]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """TrainingArguments and the plugin write to the environment, and both to Accelerate's state."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Plugin:
+    """The plugin that a rank builds for an `fsdp_config`; without the settings that need an accelerator."""
+
+    def make(version: int, **fsdp_config: Any) -> FullyShardedDataParallelPlugin:
+        for name in [name for name in os.environ if name.startswith("FSDP_")]:
+            del os.environ[name]
+        settings = {"fsdp_version": version, **ONLY_CPU, **fsdp_config}
+        os.environ.update(environment(tmp_path, fsdp_config=settings))
+        return FullyShardedDataParallelPlugin()
+
+    return make
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Arguments:
+    def make(**options: Any) -> TrainingArguments:
+        return TrainingArguments(output_dir=str(tmp_path), **{"use_cpu": True, "report_to": "none", **options})
+
+    return make
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+
+def on_meta(kind: str) -> torch.nn.Module:
+    """A model type at its default size, without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+
+
+@pytest.mark.pain("P04")
+def test_the_plugin_takes_the_exported_strategy(plugin: Plugin) -> None:
+    """AF302: it looks at `fsdp_reshard_after_forward` only without a strategy, and the launcher always exports one."""
+    made = plugin(1, fsdp_reshard_after_forward="NO_SHARD")
+    assert made.sharding_strategy is ShardingStrategy.FULL_SHARD
+
+
+@pytest.mark.pain("P06")
+def test_a_missing_version_means_2_in_the_arguments(arguments: Arguments) -> None:
+    """AF301: the same omission means 1 in the YAML."""
+    assert arguments(fsdp=True, fsdp_config={}).fsdp_plugin_args["fsdp_version"] == 2
+
+
+@pytest.mark.pain("P09")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_layer_class_without_a_policy_is_ignored(version: int, plugin: Plugin) -> None:
+    """AF306: no policy means NO_WRAP, and the class is not even read."""
+    made = plugin(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
+    assert made.auto_wrap_policy is None
+    assert made.transformer_cls_names_to_wrap is None
+
+
+@pytest.mark.pain("P10")
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_text", "mllama", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_model_names_layers_that_it_does_not_have(kind: str, plugin: Plugin) -> None:
+    """AF502: `_no_split_modules` of these text models names classes of the vision tower."""
+    with pytest.raises(ValueError, match="Could not find the transformer layer class"):
+        plugin(2, **LAYERWISE).set_auto_wrap_policy(on_meta(kind))
+
+
+@pytest.mark.pain("P11")
+@pytest.mark.parametrize("kind", ["bert-generation", "biogpt", "openai-gpt", "xlm"])
+def test_a_model_names_no_layer(kind: str, plugin: Plugin) -> None:
+    """AF502: nothing to wrap is no error, and no module then becomes a unit."""
+    made, model = plugin(2, **LAYERWISE), on_meta(kind)
+    made.set_auto_wrap_policy(model)
+    assert made.auto_wrap_policy.keywords["transformer_layer_cls"] == set()
+    policy = fsdp2_prepare_auto_wrap_policy(made, model)
+    assert policy is not None
+    assert not any(policy(module) for module in model.modules())
+
+
+@pytest.mark.pain("P28")
+def test_a_size_of_zero_means_no_policy(plugin: Plugin, arguments: Arguments) -> None:
+    """AF308: 0 is TrainingArguments' default, and Accelerate drops the policy without a word."""
+    args = arguments(fsdp=True, fsdp_config={"auto_wrap_policy": "SIZE_BASED_WRAP"})
+    from_arguments = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    for made in (from_arguments, plugin(1, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=0)):
+        assert made.auto_wrap_policy is not None
+        made.set_auto_wrap_policy(tiny_llama())
+        assert made.auto_wrap_policy is None
+
+
+@pytest.mark.pain("P51")
+def test_arguments_beside_a_yaml_win_and_let_leftovers_through(arguments: Arguments, tmp_path: Path) -> None:
+    """AF607: version, state dict and RAM loading are the arguments' defaults, offload is the YAML's."""
+    settings = {**LAYERWISE, "fsdp_version": 1, "fsdp_offload_params": True, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}
+    os.environ.update(environment(tmp_path, fsdp_config=settings))
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    made = FullyShardedDataParallelPlugin(**arguments(fsdp=True).fsdp_plugin_args)
+    assert made.fsdp_version == 2
+    assert made.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert type(made.cpu_offload).__name__ == "CPUOffloadPolicy"
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"].lower() == "false"
+
+
+@pytest.mark.pain("P52")
+@pytest.mark.parametrize(
+    ("key", "value", "offloads"), [("offload_params", True, False), ("cpu_offload", "false", True)], ids=str
+)
+def test_the_arguments_have_a_dialect(key: str, value: Any, offloads: bool, arguments: Arguments) -> None:
+    """AF607: the YAML's name is dropped there, and the text false is true."""
+    args = arguments(fsdp=True, fsdp_config={key: value, "anything": 1})
+    assert args.fsdp_plugin_args.get("cpu_offload", False) is offloads
+    assert "anything" not in args.fsdp_plugin_args
+
+
+@pytest.mark.pain("P52")
+def test_an_fsdp_config_without_fsdp_is_ignored(arguments: Arguments) -> None:
+    """AF607: half of the setting is nothing."""
+    assert arguments(fsdp_config={"version": 2}).fsdp_plugin_args is None
+
+
+@pytest.mark.pain("P62")
+def test_safetensors_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    """Whatever the umask says; a file made with `open` follows it."""
+    before = os.umask(0o022)
+    try:
+        save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+        (tmp_path / "plain").write_text("")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o600
+
+
+@pytest.mark.pain("P64")
+@pytest.mark.parametrize("number", ["1e8", "1.0e8", "1.0e+8"])
+def test_a_number_with_an_exponent_is_not_read(number: str, plugin: Plugin) -> None:
+    """AF205: YAML 1.1 makes it text or a float, and it travels as text."""
+    with pytest.raises(ValueError, match=r"invalid literal for int\(\) with base 10"):
+        plugin(1, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=yaml.safe_load(number))
+
+
+@pytest.mark.pain("P65")
+@pytest.mark.parametrize(
+    ("value", "missing"),
+    [
+        (["LlamaDecoderLayer"], "['LlamaDecoderLayer']"),
+        ("LlamaDecoderLayer, LlamaMLP", " LlamaMLP"),
+        ("llamadecoderlayer", "llamadecoderlayer"),
+    ],
+    ids=["list", "space", "case"],
+)
+def test_layer_classes_are_taken_to_the_letter(value: Any, missing: str, plugin: Plugin) -> None:
+    """AF206, and AF501 for the case: brackets, spaces and capitals belong to the name."""
+    made = plugin(2, **LAYERWISE, fsdp_transformer_layer_cls_to_wrap=value)
+    with pytest.raises(ValueError, match=re.escape(f"layer class {missing} in")):
+        made.set_auto_wrap_policy(tiny_llama())
+
+
+@pytest.mark.pain("P66")
+def test_a_null_is_no_boolean(plugin: Plugin) -> None:
+    """AF202: it arrives as the text None."""
+    with pytest.raises(ValueError, match="invalid truth value none"):
+        plugin(1, fsdp_offload_params=None)
+
+
+@pytest.mark.pain("P67")
+@pytest.mark.parametrize(
+    ("version", "settings", "error", "says"),
+    [
+        (2, {"fsdp_reshard_after_forward": "FULL_SHARD"}, ValueError, "invalid truth value full_shard"),
+        (3, {}, KeyError, "TRUE"),
+        (2.0, {}, ValueError, "invalid literal for int"),
+        (1, {"fsdp_sharding_strategy": "ZERO3"}, KeyError, "ZERO3"),
+    ],
+    ids=["strategy name", "version 3", "version 2.0", "ZERO3"],
+)
+def test_values_that_stop_the_ranks(
+    version: Any, settings: dict[str, Any], error: type[Exception], says: str, plugin: Plugin
+) -> None:
+    """AF304 for the name, AF203 for the others: the launcher lets them pass."""
+    with pytest.raises(error, match=says):
+        plugin(version, **settings)
+
+
+@pytest.mark.pain("P67")
+@pytest.mark.parametrize("strategy", [2, "2", "SHARD_GRAD_OP", "shard_grad_op"])
+def test_a_strategy_has_a_number_and_a_name(strategy: Any, plugin: Plugin) -> None:
+    """AF203 takes both, as Accelerate does."""
+    assert plugin(1, fsdp_sharding_strategy=strategy).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+
+
+@pytest.mark.pain("P68")
+def test_fsdp2_has_no_local_state_dict(plugin: Plugin) -> None:
+    """AF309."""
+    with pytest.raises(ValueError, match="FSDP2 does not support LOCAL_STATE_DICT"):
+        plugin(2, fsdp_state_dict_type="LOCAL_STATE_DICT")
+
+
+@pytest.mark.pain("P69")
+def test_the_launcher_checks_a_key_that_fsdp2_does_not_use(tmp_path: Path) -> None:
+    """AF311: a false is refused under version 2 too, the text 'false' slips past."""
+    with pytest.raises(UserError, match="set `--fsdp_sync_module_states` to `True`"):
+        environment(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_sync_module_states": False})
+    seen = environment(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_sync_module_states": "false"})
+    assert (seen["FSDP_SYNC_MODULE_STATES"], seen["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("false", "true")
+
+
+@NO_ACCELERATOR
+@pytest.mark.pain("P69", "P82")
+def test_fsdp1_syncs_nevertheless(plugin: Plugin) -> None:
+    """AF311: where the text 'false' slipped past the launcher, the plugin turns it on again, and needs a device."""
+    with (
+        pytest.warns(UserWarning, match="Setting sync_module_states to True"),
+        pytest.raises(RuntimeError, match="There are currently no available devices found"),
+    ):
+        plugin(1, fsdp_sync_module_states="false", fsdp_cpu_ram_efficient_loading=True)
+
+
+@pytest.mark.pain("P40", "P71")
+@pytest.mark.parametrize(
+    ("strategy", "becomes"),
+    [("FULL_SHARD", True), ("HYBRID_SHARD", True), ("NO_SHARD", False), (2, 2), ("full_shard", "full_shard")],
+)
+def test_to_fsdp2_changes_what_a_strategy_means(strategy: Any, becomes: Any, plugin: Plugin) -> None:
+    """AF303, AF304: hybrid becomes full, none becomes sharded, a number or small letters stop the ranks."""
+    new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}})
+    assert new["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": becomes}
+    if not isinstance(becomes, bool):
+        with pytest.raises(ValueError, match="invalid truth value"):
+            plugin(2, fsdp_reshard_after_forward=becomes)
+
+
+@pytest.mark.pain("P71")
+def test_to_fsdp2_keeps_what_fsdp2_can_not_read() -> None:
+    """AF103, AF309: unknown keys and LOCAL_STATE_DICT."""
+    rest = {"fsdp_state_dict_type": "LOCAL_STATE_DICT", "fsdp_anything": 1}
+    new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, **rest}})
+    assert new["fsdp_config"] == {"fsdp_version": 2, **rest}
+
+
+@pytest.mark.pain("P80")
+def test_fsdp2_ignores_keys_of_fsdp1(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
+    """AF305: in silence, except for backward prefetch."""
+    quiet = {"fsdp_forward_prefetch": True, "fsdp_use_orig_params": False, "fsdp_sync_module_states": True}
+    made = plugin(2, **quiet)
+    assert (made.forward_prefetch, made.use_orig_params, made.sync_module_states) == (None, None, None)
+    assert not caplog.records
+    assert plugin(2, fsdp_backward_prefetch="BACKWARD_PRE").backward_prefetch is None
+    assert "backward_prefetch is not supported in FSDP2" in caplog.text
+
+
+@pytest.mark.pain("P81")
+def test_bf16_in_the_arguments_beats_the_yaml(arguments: Arguments) -> None:
+    """AF606: the YAML's answer was no."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    assert arguments(bf16=True).mixed_precision == "bf16"
+
+
+@NO_ACCELERATOR
+@pytest.mark.pain("P81")
+def test_bf16_needs_an_accelerator_or_use_cpu(arguments: Arguments) -> None:
+    """AF606: and then a script that sets it for itself stops."""
+    with pytest.raises(ValueError, match="Your setup doesn't support bf16/gpu"):
+        arguments(bf16=True, use_cpu=False)
+
+
+@NO_ACCELERATOR
+@pytest.mark.pain("P82")
+def test_fsdp1_without_an_accelerator_can_not_sync(plugin: Plugin) -> None:
+    """What `cpu.enable` mends: the launcher's default asks for it."""
+    with pytest.raises(RuntimeError, match="There are currently no available devices found"):
+        plugin(1, fsdp_sync_module_states=True)
+
+
+def marked_rows() -> set[str]:
+    """The rows in the `pain` marks of all tests."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
+    marks = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [mark for mark in marks if ast.unparse(mark.func) == "pytest.mark.pain"]
+    return {ast.literal_eval(row) for mark in found for row in mark.args}
+
+
+def test_every_reproduced_row_is_shown() -> None:
+    shown = marked_rows()
+    assert not shown & set(UNSHOWN)
+    assert shown | set(UNSHOWN) == set(ROWS.split())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_upstream_*.py")), ids=lambda path: path.stem)
+def test_the_rules_that_docstrings_name_exist(path: Path) -> None:
+    assert set(re.findall(r"\bAF\d{3}\b", path.read_text())) <= set(RULES)

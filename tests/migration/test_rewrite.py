@@ -1,0 +1,126 @@
+"""The command `accel-fsdp migrate`: exit codes, what it writes, and what it leaves alone."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+from checking import V2
+from conftest import ROOT, accel_fsdp, run
+from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED, ZERO2_COMMENTED
+
+from accel_fsdp import migration
+from accel_fsdp.cli import Migrate
+from accel_fsdp.linter.rules import Subject
+from accel_fsdp.migration import TARGETS, plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: 'NO'\n", "can't be migrated"),
+        ("distributed_type: XLA\n", "can't be migrated"),
+        ("distributed_type: MEGATRON_LM\n", "can't be migrated"),
+        ("distributed_type: MULTI_CPU\n", "can't be migrated"),
+        ("num_processes: 2\n", "can't be migrated"),
+        ("distributed_type: FSDP\nfsdp_config: [a]\n", "not a mapping"),
+        ("distributed_type: FSDP\nfsdp_config: {1: a}\n", "is no text"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}\n", "neither 1 nor 2"),
+        ("distributed_type: FSDP\ncompute_environment: AMAZON_SAGEMAKER\n", "no config of a local machine"),
+        ("x: &x {a: 1}\ndistributed_type: FSDP\nfsdp_config: {<<: *x, fsdp_version: 1}\n", "keys from elsewhere"),
+        ("a: [1\n", "expected ','"),
+    ],
+)
+def test_what_cannot_be_migrated_is_one_clear_error(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    finished = accel_fsdp("migrate", path, "--to", "fsdp2")
+    assert finished.code == 2
+    assert message in finished.output
+    assert "Traceback" not in finished.output
+    assert path.read_text() == text
+
+
+def test_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(COMMENTED)
+    finished = accel_fsdp("migrate", path, "--to", "fsdp2")
+    assert finished.code == 0, finished.output
+    assert path.read_text() == FSDP2_COMMENTED
+    assert "+  fsdp_version: 2" in finished.output
+    assert [one.name for one in tmp_path.iterdir()] == ["fsdp.yaml"]
+    again = accel_fsdp("migrate", path, "--to", "fsdp2")
+    assert again.code == 0
+    assert "is FSDP2 already" in again.output
+    assert path.read_text() == FSDP2_COMMENTED
+
+
+def test_output_is_never_overwritten(tmp_path: Path) -> None:
+    path, output = tmp_path / "fsdp.yaml", tmp_path / "new.yaml"
+    path.write_text(COMMENTED)
+    assert accel_fsdp("migrate", path, "--to", "fsdp2", "-o", output).code == 0
+    assert (path.read_text(), output.read_text()) == (COMMENTED, FSDP2_COMMENTED)
+    refused = accel_fsdp("migrate", path, "--to", "zero2", "-o", output)
+    assert refused.code == 1
+    assert "exists" in refused.output
+    assert output.read_text() == FSDP2_COMMENTED
+    assert "--overwrite" in refused.output
+    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--force").code == 1
+    assert output.read_text() == FSDP2_COMMENTED
+    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--overwrite").code == 0
+    copied = tmp_path / "copy.yaml"
+    assert accel_fsdp("migrate", path, "--to", "fsdp1", "-o", copied).code == 0
+    assert copied.read_text() == COMMENTED
+    assert output.read_text() == ZERO2_COMMENTED
+
+
+def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    text = BREAKS["checkpointing to ZeRO"][0]
+    path.write_text(text)
+    refused = accel_fsdp("migrate", path, "--to", "zero3")
+    assert refused.code == 1
+    assert "type --gradient_checkpointing true" in refused.output
+    assert path.read_text() == text
+    assert accel_fsdp("migrate", path, "--to", "zero3", "--dry-run").code == 1
+    assert accel_fsdp("migrate", path, "--to", "zero3", "--force").code == 0
+    assert yaml.safe_load(path.read_text())["deepspeed_config"]["zero_stage"] == 3
+
+
+def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(COMMENTED)
+    assert migration.migrate(path, "fsdp2", migration.Options(dry_run=True)) == 0
+    assert capsys.readouterr().out == FSDP2_COMMENTED
+    assert migration.migrate(path, "fsdp2", migration.Options(json=True, dry_run=True)) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["yaml"] == FSDP2_COMMENTED
+    strategy = next(one for one in shown["changes"] if one["key"] == "fsdp_config.fsdp_sharding_strategy")
+    assert strategy == asdict(plan(Subject(yaml.safe_load(COMMENTED)), "fsdp2").changes[1])
+    assert (strategy["kind"], strategy["old"], strategy["new"]) == ("renamed", "2", "false")
+    assert path.read_text() == COMMENTED
+
+
+def test_the_command_takes_the_targets_there_are() -> None:
+    assert set(get_args(get_type_hints(Migrate)["to"])) == set(TARGETS)
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_advice_is_whole_at_any_width(columns: int, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(V2 + "  fsdp_activation_checkpointing: true\n")
+    words = [sys.executable, "-m", "accel_fsdp", "migrate", path, "--to", "zero3", "--force"]
+    shown = run(words, COLUMNS=str(columns)).output
+    row = shown[shown.index("lost!") :].partition("renamed")[0]
+    assert row.split().count("true") == 2, shown  # the key's value, and the end of the advice
+
+
+def test_the_header_says_what_the_file_is_now(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.yaml"
+    assert accel_fsdp("migrate", ROOT / "accelerate_configs/fsdp2.yaml", "--to", "zero3", "-o", path).code == 0
+    first, *rest = path.read_text().splitlines()
+    assert first.startswith("# Migrated from FSDP2 to DeepSpeed ZeRO-3.")
+    assert rest[:4] == (ROOT / "accelerate_configs/fsdp2.yaml").read_text().splitlines()[1:5]

@@ -1,0 +1,160 @@
+"""The page of `accel-fsdp plan --html`: whole, self-contained, and with the numbers of the plan."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import accel_fsdp
+
+from accel_fsdp.hardware import gpus
+from accel_fsdp.planner import html_report
+from accel_fsdp.prediction import search, trace_store
+from accel_fsdp.prediction.memory import KINDS, Layout, Recipe, step, variant_of
+
+VOID = {"meta", "link"}
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+class Balance(HTMLParser):
+    """Fails where a tag closes another; collects tags, texts and the cells of the first table."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attrs)) == len(attrs)
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "data":
+            self.rows[-1].append(dict(attrs)["value"] or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] in (["th"], ["td"]):
+            self.rows[-1].append(data)
+
+
+def job(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> search.Job:
+    found = trace_store.find(model)
+    assert found is not None
+    return search.Job(*found, recipe, gpus.find(gpu, 80), ranks, per_node)
+
+
+def made(given: search.Job) -> str:
+    return html_report.make_page(given, search.make_plan(given), "what is planned", ["what to take"])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, object], Path]:
+    file = tmp_path_factory.mktemp("page") / "plan.html"
+    words = ("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096", "--html", file)
+    shown = accel_fsdp(*words, "--json")
+    assert shown.code == 0
+    assert f"written: {file}" in shown.output
+    content: dict[str, object] = json.loads(shown.output.partition("written: ")[0])
+    return file.read_text(encoding="utf-8"), content, file
+
+
+def test_the_page_is_whole_and_asks_for_nothing(written: tuple[str, dict[str, object], Path]) -> None:
+    text, _, _ = written
+    tags = Balance(text).tags
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", text)
+    assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in tags}
+    assert [attrs["href"] for _, attrs in tags if "href" in attrs] == ["data:,"]
+    assert "default-src 'none'" in text
+
+
+def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, object], Path]) -> None:
+    text, content, _ = written
+    strategies = content["strategies"]
+    assert isinstance(strategies, list)
+    header, recommended, *rows = Balance(text).rows[: len(strategies) + 2]
+    assert header[0] == "strategy"
+    choice = content["choice"]
+    assert isinstance(choice, dict)
+    assert recommended[0] == f"{choice['strategy']} (recommended)"
+    for row, one in zip(rows, strategies, strict=True):
+        sizes = [one["peak_bytes"], *(one["breakdown_bytes"].get(kind, 0) for kind in KINDS)]
+        how = [one["strategy"], str(one["batch_per_gpu"]), one["checkpointing"], one["fits"]]
+        speed = [f"{one['step_seconds']:.2f}", f"{one['tokens_per_s_per_gpu']:,.0f}"]
+        assert row == [*how, *map(str, sizes), one["peak_phase"], *speed]
+        note = {"yes": "fits", "no": "over", "tight": "tight"}[one["fits"]]
+        assert text.count(f">{one['peak_bytes'] / (1 << 30):,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
+        assert text.count(f'class="name">{one["strategy"]}</text>') == len(html_report.WIDTHS)
+
+
+def test_every_figure_says_what_it_shows(written: tuple[str, dict[str, object], Path]) -> None:
+    text, _, _ = written
+    figures = re.findall(r"<svg role=\"img\".*?</svg>", text)
+    assert len(figures) == 5 * len(html_report.WIDTHS)
+    for figure in figures:
+        assert re.match(r"<svg [^>]*><title>[^<]+</title><desc>[^<]+</desc>", figure)
+    assert text.count("Predicted") >= 5
+
+
+def test_an_existing_file_is_kept(written: tuple[str, dict[str, object], Path]) -> None:
+    text, _, file = written
+    words = ("plan", "--model", "gpt2", "--gpus", "2xA100", "--seq-len", "512", "--html", file)
+    refused = accel_fsdp(*words)
+    assert refused.code == 1
+    assert "add --force" in refused.output
+    assert file.read_text(encoding="utf-8") == text
+    assert accel_fsdp(*words, "--force").code == 0
+    assert "openai-community/gpt2 on 2 x A100" in file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+
+
+def test_a_name_can_not_become_markup() -> None:
+    given = job(Recipe(length=512))
+    text = made(replace(given, shape=replace(given.shape, name="<script>alert(1)</script>&")))
+    assert "script" not in {tag for tag, _ in Balance(text).tags}
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        job(Recipe(length=512), "openai-community/gpt2", ranks=1, per_node=1),
+        job(Recipe(length=4096), "meta-llama/Llama-3.1-70B", "A100", ranks=1, per_node=1),
+        job(Recipe("lora", dtype="bfloat16", accumulation=4, checkpointing="full"), ranks=12, per_node=4),
+        job(Recipe(length=300), "openai-community/gpt2", ranks=2048),
+    ],
+    ids=["one small", "nothing fits", "micro-batches and machines", "many"],
+)
+def test_odd_plans_make_a_page(given: search.Job) -> None:
+    text = made(given)
+    Balance(text)
+    assert not re.search(r"nan|inf[^o]|-\d+\.\d\" (?:width|height)|(?:width|height)=\"-", text.partition("</style>")[2])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "zero"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(rows=4, checkpointing="full", accumulation=2)])
+def test_the_timeline_has_the_peaks_of_the_prediction(engine: str, recipe: Recipe) -> None:
+    layout = Layout(engine, 1, 8, 8)  # type: ignore[arg-type]
+    found = trace_store.find(LLAMA)
+    assert found is not None
+    shape, tapes = found[0], found[1][variant_of(recipe, layout.engine)]
+    moments = step.predict(shape, tapes, recipe, layout, 1000).moments
+    drawn = step.timeline(shape, tapes, recipe, layout, 1000)
+    for moment in moments:
+        assert moment in drawn.samples
+        assert moment.total == max(one.total for one in drawn.samples if one.phase == moment.phase)
+        assert all(moment.live[kind] <= drawn.most[kind] for kind in KINDS)
+    assert list(dict.fromkeys(one.phase for one in drawn.samples)) == [one.phase for one in moments]

@@ -1,0 +1,317 @@
+"""`accel-fsdp plan`: what it prints, that it is quick without torch, and that its numbers are those of known tables."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, accel_fsdp, run
+
+from accel_fsdp.hardware import gpus
+from accel_fsdp.prediction import RANGE, advice, search, trace_store
+from accel_fsdp.prediction.memory import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Block,
+    Layout,
+    Meter,
+    ModelShape,
+    Parameter,
+    Recipe,
+    shards,
+    step,
+    variant_of,
+)
+from accel_fsdp.wizard import Context, notes
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def predicted(recipe: Recipe, layout: Layout, name: str = LLAMA) -> step.Prediction:
+    found = trace_store.find(name)
+    assert found is not None
+    return step.predict(found[0], found[1][variant_of(recipe, layout.engine)], recipe, layout)
+
+
+def planned(*flags: str | Path) -> dict[str, object]:
+    finished = accel_fsdp("plan", *flags, "--json")
+    content: dict[str, object] = json.loads(finished.output)
+    return content
+
+
+def test_the_table_of_a_known_model() -> None:
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096")
+    assert shown.code == 0
+    for name in ("DDP", "FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "ZeRO-3"):
+        assert name in shown.output
+    assert "Take FSDP2" in shown.output
+    assert "As fast as far as a prediction can tell" in shown.output
+
+
+def test_no_heavy_library_is_imported() -> None:
+    code = (
+        "import sys; sys.argv = ['accel-fsdp', 'plan', '--model', 'gpt2', '--gpus', '2xA100']\n"
+        "from accel_fsdp.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'transformers', 'accelerate', 'numpy') if name in sys.modules])"
+    )
+    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
+
+
+def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "accel_fsdp", "plan", "--model", tiny_model, "--gpus", "2xA100", "--seq-len", "64"]
+    first = run(words, XDG_CACHE_HOME=str(tmp_path))
+    assert first.code == 0, first.output
+    kept = sorted(path.name for path in (tmp_path / "accel-fsdp").iterdir())
+    assert kept
+    code = (
+        f"import sys; sys.argv = {['accel-fsdp', *map(str, words[3:])]!r}\n"
+        "from accel_fsdp.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    second = run([sys.executable, "-c", code], XDG_CACHE_HOME=str(tmp_path))
+    assert second.output.endswith("False\n")
+    assert second.output.removesuffix("False\n") in first.output  # the first import of bitsandbytes may add a line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "gpt2", "--gpus", "8xH1000"], "Did you mean H100?"),
+        (["--model", "gpt2", "--gpus", "0xH100"], "can't be read"),
+        (["--model", "gpt2", "--gpus", "8xH100", "--batch", "0"], "--batch 0 is less than 1"),
+        (["--model", "openai-community/gpt2", "--gpus", "cpu"], "a plan is about GPUs"),
+        (["--model", "./no/such", "--gpus", "8xH100"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_clear_error(flags: list[str], said: str) -> None:
+    refused = accel_fsdp("plan", *flags)
+    assert refused.code in (1, 2)
+    assert said in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_what_does_not_fit_comes_with_what_would() -> None:
+    found = accel_fsdp("plan", "--model", "llama-3.1-70b", "--gpus", "1xA100", "--json")
+    assert found.code == 1
+    content = json.loads(found.output)
+    assert content["choice"] is None
+    assert content["changes"]
+
+
+def test_the_choice_fits_and_nothing_is_faster_by_more_than_a_prediction_can_tell() -> None:
+    """Differences below the range of a step's time are ties; of these the one with least to bear is taken."""
+    content = planned("--model", LLAMA, "--gpus", "8xH100-80GB", "--seq-len", "4096", "--checkpointing", "full")
+    choice, ties, second = content["choice"], content["ties"], content["runner_up"]
+    assert isinstance(choice, dict)
+    assert isinstance(ties, list)
+    assert choice["fits"] == "yes"
+    assert choice["strategy"] == "FSDP2 FULL_SHARD"
+    fastest = max(one["tokens_per_s_per_gpu"] for one in (choice, *ties))
+    for one in (choice, *ties):
+        assert one["fits"] == "yes"
+        assert one["tokens_per_s_per_gpu"] >= RANGE[0] * fastest
+    assert second is None or second["tokens_per_s_per_gpu"] < RANGE[0] * fastest
+    assert sum(choice["breakdown_bytes"].values()) == choice["peak_bytes"]
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_more_ranks_never_take_more_memory_each(ranks: int) -> None:
+    recipe = Recipe(length=2048)
+    few, more = (predicted(recipe, Layout("fsdp2", 1, count, 8)).peak.total for count in (ranks, ranks * 2))
+    assert more <= few
+
+
+def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
+    found = trace_store.find(LLAMA)
+    assert found is not None
+    recipe, layout = Recipe(length=2048, checkpointing="full"), Layout("fsdp2", 1, 8, 8)
+    job = search.Job(*found, recipe, gpus.find("H100", 80), 8, 8)
+    rows = search.largest_rows(job, recipe, layout)
+    at, above = (search.evaluate(job, replace(recipe, rows=count), layout).fits for count in (rows, rows + 1))
+    assert (at, above) == (True, False)
+
+
+def twelve_gigabytes() -> ModelShape:
+    """The lecture's model: 3 billion float32 parameters in 30 equal layers."""
+    layer = Block("Layer", tuple(range(30)), (Parameter("weight", (10_000, 10_000), "linear"),))
+    return ModelShape("lecture", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
+
+
+def test_the_lectures_picture() -> None:
+    """12 GB of parameters with Adam on 4 GPUs: 48 GB on each under DDP, 12 GB under FULL_SHARD beside one layer."""
+    recipe = Recipe(precision="no")
+
+    def held(layout: Layout) -> float:
+        units = step.units_of(twelve_gigabytes(), recipe, layout)
+        parameters = sum(shards.shard_bytes(unit, layout) for unit in units)
+        gradients = sum(shards.trained_bytes(unit, layout, 4, shard=True) for unit in units)
+        return (parameters + gradients + sum(shards.optimizer_bytes(unit, recipe, layout) for unit in units)) / 1e9
+
+    assert held(Layout("ddp", 1, 4, 4)) == 48
+    assert held(Layout("fsdp2", 1, 4, 4)) == 12
+    assert held(Layout("fsdp1", 1, 4, 4)) == pytest.approx(12, abs=1e-6)
+
+
+def test_steady_state_of_mixed_precision() -> None:
+    """12 bytes per parameter and rank between steps: float32 masters and two moments, no 16-bit copy."""
+    steady = predicted(Recipe(length=512), Layout("fsdp2", 1, 8, 8)).steady
+    assert steady == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
+
+
+def test_the_peak_names_what_is_alive() -> None:
+    peak = predicted(Recipe(rows=4, length=4096, checkpointing="full"), Layout("fsdp2", 1, 8, 8)).peak
+    assert peak.phase == "loss"
+    assert peak.live[PARAMETERS] > 0
+    assert peak.live[OPTIMIZER] == 2 * peak.live[PARAMETERS]
+    assert peak.live[GRADIENTS] == 0 or peak.live[GRADIENTS] < peak.live[PARAMETERS]
+
+
+def test_the_wizard_shows_the_same_prediction() -> None:
+    given = {"model": LLAMA, "method": "full", "gpus": "8xH100-80GB", "num_machines": 1, "fsdp_version": 2}
+    context = Context({**given, "engine": "fsdp"})
+    layout = Layout("fsdp2", 1, 8, 8)
+    peak = search.evaluate(job_of(layout), Recipe(length=advice.LENGTH), layout).prediction.peak.total
+    assert notes.note("strategy", 1, context) == f", ~{peak / 2**30:,.1f} GiB"
+    assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
+    assert notes.note("method", 1, context) == ""
+    assert notes.note("strategy", 1, Context({**given, "engine": "fsdp", "model": "./mine"})) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus_flag", "layout"),
+    [
+        ("fsdp1_shard_grad_op", "8xH100", Layout("fsdp1", 2, 8, 8)),
+        ("fsdp2_no_reshard", "8xH100", Layout("fsdp2", 2, 8, 8)),
+        ("fsdp2_hybrid_2x8", "2x8xH100", Layout("fsdp2", 4, 16, 8)),
+        ("fsdp2_offload", "8xH100", Layout("fsdp2", 1, 8, 8, offload=True)),
+        ("zero3", "8xH100", Layout("zero", 3, 8, 8)),
+        ("ddp", "8xH100", Layout("ddp", 1, 8, 8)),
+    ],
+)
+def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout) -> None:
+    path = ROOT / "accelerate_configs" / f"{name}.yaml"
+    finished = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", gpus_flag, "--json")
+    row = json.loads(finished.output)["strategies"]
+    assert len(row) == 1
+    assert row[0]["peak_bytes"] == search.evaluate(job_of(layout), Recipe(), layout).prediction.peak.total
+
+
+def job_of(layout: Layout) -> search.Job:
+    found = trace_store.find(LLAMA)
+    assert found is not None
+    return search.Job(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
+
+
+def test_a_yaml_for_other_gpus_is_refused() -> None:
+    path = ROOT / "accelerate_configs" / "fsdp2.yaml"
+    refused = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", "4xH100")
+    assert refused.code == 2
+    assert "8 processes" in refused.output
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters on 64 GPUs (arXiv 1910.02054, figure 1): weights, gradients and Adam, without buckets."""
+    layer = Block("Layer", tuple(range(30)), (Parameter("weight", (25_000, 10_000), "linear"),))
+    shape = ModelShape("paper", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
+    recipe, meter = Recipe(), Meter()
+    layout = Layout("zero", stage, 64, 8) if stage else Layout("ddp", 1, 64, 8)  # 16 bytes each without ZeRO
+    units = step.units_of(shape, recipe, layout)
+    engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], recipe, layout)
+    engine.begin()
+    for number, unit in enumerate(engine.units):
+        born = sum(one.numel for one in unit.held) * (2 if stage else 4)
+        meter.add(GRADIENTS, born)
+        engine.after_backward(number, born)
+    held = sum(meter.live[kind] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) / 1e9
+    assert round(held, 1) == gigabytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--accumulation", "0"), "--accumulation 0 is less than 1"),
+        (("--lora-rank", "-8"), "--lora-rank -8 is less than 1"),
+        (("--nodes", "0"), "--nodes 0 is less than 1"),
+        (("--gpus", "8xH100-0GB"), "8xH100-0GB can't be read"),
+        (("--gpus", "2x8xH100", "--nodes", "3"), "names 2 machines"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], message: str) -> None:
+    shown = accel_fsdp("plan", "--model", "gpt2", "--gpus", "8xH100", *flags)
+    assert shown.code == 2
+    assert message in shown.output
+
+
+def edited(tmp_path: Path, name: str, *pairs: tuple[str, str]) -> Path:
+    text = (ROOT / "accelerate_configs" / name).read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("fsdp2.yaml", "mixed_precision: bf16", "mixed_precision: fp8", "mixed_precision: fp8 can't be predicted"),
+        ("zero3.yaml", "zero_stage: 3", "zero_stage: 9", "zero_stage: 9 can't be predicted"),
+        ("zero3.yaml", "zero_stage: 3", "zero_stage: three", "zero_stage: three can't be predicted"),
+        ("fsdp2.yaml", "num_machines: 1", "num_machines: 2", "the YAML has num_machines: 2"),
+    ],
+)
+def test_a_yaml_that_cannot_be_predicted_is_refused(
+    name: str, old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    path = edited(tmp_path, name, (old, new))
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100", "--config", path)
+    assert shown.code == 2
+    assert message in " ".join(shown.output.split())
+
+
+def test_advice_for_a_yaml_that_does_not_fit_names_the_strategy_it_is_about() -> None:
+    path = ROOT / "accelerate_configs" / "ddp.yaml"
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--config", path)
+    assert shown.code == 1
+    assert "FSDP2 FULL_SHARD, 1 sequence per GPU" in shown.output
+
+
+def test_a_checkpoint_of_an_adapter_is_the_adapter_s() -> None:
+    found = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "lora", "--lora-rank", "16")
+    choice = found["choice"]
+    assert isinstance(choice, dict)
+    trained = 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # q, o; k, v; gate, up, down
+    assert choice["checkpoint_bytes"] == 12 * trained
+    assert choice["export_bytes"] == 4 * trained
+
+
+def test_a_checkpoint_takes_the_same_from_any_number_of_gpus() -> None:
+    sizes = set()
+    for machines in ("8xH100", "2048x8xH100"):
+        rows = planned("--model", "llama-3.1-8b", "--gpus", machines)["strategies"]
+        assert isinstance(rows, list)
+        sizes |= {row["checkpoint_bytes"] for row in rows if row["strategy"] == "FSDP2 FULL_SHARD"}
+    assert sizes == {12 * 8_030_261_248}
+
+
+def test_zero_has_the_optimizer_s_state() -> None:
+    by_optimizer = {}
+    for name in ("adamw_torch", "sgd"):
+        rows = planned("--model", "gpt2", "--gpus", "8xH100", "--optimizer", name)["strategies"]
+        assert isinstance(rows, list)
+        (row,) = (row for row in rows if row["strategy"] == "ZeRO-1")
+        by_optimizer[name] = row["steady_bytes"]
+    assert by_optimizer["adamw_torch"] - by_optimizer["sgd"] == pytest.approx(8 * 124_439_808 / 8, rel=1e-3)
+
+
+def test_the_default_length_is_the_model_s_where_it_has_fewer_positions() -> None:
+    assert planned("--model", "gpt2", "--gpus", "8xH100")["sequence_length"] == 1024
+    assert planned("--model", "llama-3.1-8b", "--gpus", "8xH100")["sequence_length"] == 2048

@@ -1,0 +1,255 @@
+"""What `accel-fsdp plan` recommends: it works, it fits, its YAML can be written, it is no larger than need be."""
+
+import contextlib
+import io
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, accel_fsdp
+
+from accel_fsdp import cli, linter, planner
+from accel_fsdp.config import Method
+from accel_fsdp.hardware import gpus
+from accel_fsdp.linter.rules import Subject, run
+from accel_fsdp.models import catalogue
+from accel_fsdp.planner import proposal, text_report
+from accel_fsdp.prediction import search, speed, trace_store
+from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.wizard import to_yaml
+
+MIXTRAL = "mistralai/Mixtral-8x7B-Instruct-v0.1"
+
+
+def here(*words: str | Path) -> str:
+    """What a command prints, in this process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        cli._run(*cli._parse([str(word) for word in words]))
+    return printed.getvalue()
+
+
+def planned(*flags: str | Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(here("plan", *flags, "--json"))
+    return content
+
+
+def shown(*flags: str | Path) -> str:
+    return " ".join(here("plan", *flags).split())
+
+
+def told(model: str, machine: str, method: Method = "full", **options: Any) -> text_report.Told:
+    """The plan as the command makes it."""
+    recipe = Recipe(method, dtype="float32" if method == "full" else "bfloat16")
+    return planner.make_plan(planner.Options(model, machine, None, recipe, **options))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model", "llama-3.1-8b", "--gpus", "8xH100-80GB"),
+        ("--model", "llama-3.1-8b", "--gpus", "2x4090", "--method", "lora"),
+        ("--model", MIXTRAL, "--gpus", "4x8xH100"),
+        ("--model", "llama-3.1-8b", "--gpus", "8xT4"),
+        ("--model", "llama-3.1-8b", "--gpus", "8xH100", "--optimizer", "adafactor", "--global-batch", "64"),
+    ],
+)
+def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """The command writes the YAML of -o, the linter finds nothing in it, and its own plan has the same peak."""
+    own = tmp_path / "own.yaml"
+    content = planned(*flags, "-o", own)
+    choice, path = content["choice"], tmp_path / "fsdp.yaml"
+    words = shlex.split(content["config_command"])
+    assert words[:5] == ["accel-fsdp", "config", "--yes", "-o", "fsdp.yaml"]
+    here("config", "--yes", "-o", path, *words[5:])
+    assert path.read_text() == own.read_text()
+    line = tmp_path / "arguments"
+    arguments = " ".join(f"--{name} {value}" for name, value in content["script_arguments"].items())
+    line.write_text(f"accelerate launch --config_file fsdp.yaml train/sft.py {arguments}\n")
+    checked = accel_fsdp("check", path, "--args", line, "--model", content["model"], "--strict")
+    assert checked.code == 0, checked.output
+    script = content["script_arguments"]
+    batch = ("--batch", str(choice["batch_per_gpu"]), "--accumulation", str(choice["accumulation"]))
+    checkpointing = ("--checkpointing", "full") if "gradient_checkpointing" in script else ()
+    rest = [flag for flag in flags if flag not in ("--global-batch", "64")]
+    judged = planned(*rest, *batch, *checkpointing, "--config", path)["strategies"][0]
+    assert (judged["fits"], judged["peak_bytes"]) == ("yes", choice["peak_bytes"])
+
+
+MACHINES = ("1xA100", "2xRTX4090", "8xA100-40GB", "8xH100", "4x8xH100")
+
+
+@pytest.mark.parametrize(("place", "method"), [(0, "full"), (1, "lora"), (2, "qlora")])
+def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: Method) -> None:
+    """A third of the catalogue with each method: wizard, linter and memory agree with the choice and its equals."""
+    rules = {one.code: one for one in linter.all_rules()}
+    distinct = [name for name in catalogue.entries() if trace_store.first_alike(name) == name]
+    for number, name in enumerate(distinct[place::3]):
+        found = told(name, MACHINES[(number + place) % len(MACHINES)], method)
+        ways = [found.plan.choice, *found.plan.ties, found.plan.runner_up]
+        for one in (way for way in ways if way is not None):
+            assert search.has_room(found.job, one.recipe, one.layout), name
+            if one.layout.engine == "single":
+                continue
+            assert found.proposer is not None
+            values = to_yaml.to_mapping(found.proposer.answers(one.recipe, one.layout))
+            faults = run(Subject(values, args=proposal.arguments(one.recipe, one.layout)), rules)
+            assert [fault for fault in faults if fault.severity != "note"] == [], name
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
+def test_an_optimizer_that_crashes_under_fsdp2_never_comes_with_it(optimizer: str) -> None:
+    content = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--optimizer", optimizer)
+    rows = {row["strategy"]: row for row in content["strategies"]}
+    assert rows["FSDP2 FULL_SHARD"]["fits"] == "fails"
+    assert rows["FSDP2 FULL_SHARD"]["refused"]
+    assert content["choice"] is None or not content["choice"]["strategy"].startswith("FSDP2")
+
+
+def test_checkpointing_of_an_adapter_is_the_script_s() -> None:
+    text = shown("--model", "llama-3.1-8b", "--gpus", "2x4090", "--method", "lora")
+    assert "2 sequences per GPU, activation checkpointing" in text
+    assert "--gradient_checkpointing true" in text
+    assert "--activation-checkpointing false" in text
+
+
+def test_experts_that_fsdp2_pads_are_sharded_by_an_engine_that_cuts_through_them() -> None:
+    content = planned("--model", MIXTRAL, "--gpus", "4x8xH100")
+    choice = content["choice"]
+    assert choice["strategy"] == "FSDP1 FULL_SHARD"
+    by_offload = 3_600  # tokens/s of FSDP2 with offload, the fastest of DDP and FSDP2
+    assert choice["tokens_per_s_per_gpu"] > by_offload
+    text = shown("--model", MIXTRAL, "--gpus", "4x8xH100")
+    assert "FSDP2 shares out a layer's 8 experts whole, so on 32 GPUs each holds and sends 3.9 times" in text
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash", "eager"])
+def test_a_model_with_eager_attention_alone_is_the_same_whatever_is_asked(attention: str) -> None:
+    content = planned("--model", "gpt-oss-20b", "--gpus", "8xH100", "--attention", attention, "--seq-len", "4096")
+    eager = planned("--model", "gpt-oss-20b", "--gpus", "8xH100", "--seq-len", "4096")
+    assert content["strategies"] == eager["strategies"]
+    if attention == "flash":
+        text = shown("--model", "gpt-oss-20b", "--gpus", "8xH100", "--attention", attention)
+        assert "runs eager attention; so does this plan" in text
+        assert "MXFP4" in text
+
+
+def test_attention_without_a_kernel_computes_all_keys() -> None:
+    """gpt-oss has no sdpa: it computes the half of the products that a kernel which knows the mask leaves out."""
+    found = trace_store.find("gpt-oss-20b")
+    assert found is not None
+    recipe, layout, gpu = Recipe(length=8192), Layout("fsdp2", 1, 8, 8), gpus.find("H100")
+    eager = speed.step_time(found[0], replace(recipe, attention="eager"), layout, gpu)
+    assert speed.step_time(found[0], recipe, layout, gpu) == eager
+    kernel = speed.step_time(replace(found[0], eager_only=False), recipe, layout, gpu)
+    assert eager.step_seconds > kernel.step_seconds
+
+
+def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
+    alone = planned("--model", "llama-3.1-70b", "--gpus", "1xA100-80GB")
+    assert alone["choice"] is None
+    assert alone["changes"][0].startswith("--method qlora")
+    largest = planned("--model", "meta-llama/Llama-3.1-405B", "--gpus", "8xH100")
+    assert largest["choice"] is None  # offload would take 6,048 GiB of a machine's memory
+    assert "6,048 GiB of memory on each machine, where 1,920 GiB are usual" in largest["changes"][-1]
+    none = planned("--model", "meta-llama/Llama-3.1-405B", "--gpus", "2xT4")  # a gathered layer is larger
+    assert "over 2,048 of these with --method qlora, each still holds 18.7 GiB" in none["changes"][0]
+    told_more = planned("--model", "meta-llama/Llama-3.1-405B", "--gpus", "8xH100", "--host-memory", "8000")
+    assert told_more["choice"]["strategy"] == "FSDP2 FULL_SHARD offload"
+
+
+def test_where_another_optimizer_fits_it_is_proposed() -> None:
+    crashing = ("--method", "qlora", "--optimizer", "adamw_8bit")
+    content = planned("--model", "openai/gpt-oss-20b", "--gpus", "2x4090", *crashing)
+    assert content["choice"] is None
+    assert content["changes"][0].startswith("--optimizer adamw_torch_fused, with FSDP2 FULL_SHARD")
+
+
+def test_the_least_method_that_is_proposed_fits() -> None:
+    fits = planned("--model", "llama-3.1-70b", "--gpus", "1xA100-80GB", "--method", "qlora")
+    assert fits["choice"]["fits"] == "yes"
+    assert fits["choice"]["checkpointing"] == "full"
+
+
+@pytest.mark.parametrize("total", [8, 64, 96, 1024])
+def test_a_global_batch_is_met_exactly(total: int) -> None:
+    content = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--global-batch", str(total))
+    for one in (content["choice"], *content["ties"]):
+        assert one["batch_per_gpu"] * one["accumulation"] * 8 == one["global_batch"] == total
+
+
+def test_a_micro_batch_is_no_larger_than_pays() -> None:
+    """One step with 256 sequences on each of 8 GPUs is no advice: a smaller batch is as fast."""
+    content = planned("--model", "gpt2", "--gpus", "8xH100")
+    choice = content["choice"]
+    assert choice["batch_per_gpu"] <= 16
+    most = planned("--model", "gpt2", "--gpus", "8xH100", "--batch", "64")
+    same = next(row for row in most["strategies"] if row["strategy"] == choice["strategy"])
+    assert choice["tokens_per_s_per_gpu"] >= 0.9 * same["tokens_per_s_per_gpu"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--global-batch", "100"), "--global-batch 96, or 104"),
+        (("--global-batch", "64", "--accumulation", "4"), "leave out one of them"),
+        (("--global-batch", "0"), "--global-batch 0 is less than 1"),
+        (("--host-memory", "-1"), "--host-memory -1 is less than 1"),
+        (("--config", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "-o", "x.yaml"), "recommends no other one"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(flags: tuple[str, ...], said: str) -> None:
+    refused = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100", *flags)
+    assert refused.code == 2
+    assert said in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize("name", ["8xT4", "8xV100-32GB"])
+def test_flash_attention_is_refused_on_a_gpu_that_does_not_run_it(name: str) -> None:
+    refused = accel_fsdp("plan", "--model", "gpt2", "--gpus", name, "--attention", "flash")
+    assert refused.code == 2
+    assert "flash_attention_2 needs compute capability 8.0" in " ".join(refused.output.split())
+    older = {gpu.name for gpu in gpus.GPUS if not gpu.has_flash}
+    assert older == {"T4", "V100"}
+
+
+def test_the_layer_class_of_another_model_is_no_fit(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text().replace("LlamaDecoderLayer", "GPT2Block"))
+    refused = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100", "--config", path)
+    assert refused.code == 1
+    text = " ".join(refused.output.split())
+    assert "has no GPT2Block" in text
+    assert "Accelerate stops" in text
+    assert "It fits" not in text
+
+
+def test_the_longest_sequence_is_that_of_the_batch_and_of_one() -> None:
+    content = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--batch", "2")
+    assert 1.9 < content["longest_sequence_alone"] / content["longest_sequence"] < 2.1
+
+
+def test_the_json_says_which_it_is_and_what_a_gpu_has() -> None:
+    content = planned("--model", "gpt2", "--gpus", "8xH100")
+    assert content["schema_version"] == text_report.SCHEMA_VERSION
+    assert content["gpu_memory_sold_gib"] == 80
+    assert content["gpu_memory_usable_bytes"] == round(gpus.find("H100").usable_gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("tight with less to spare", ("--gpus", "8xA100-40GB", "--checkpointing", "full", "--batch", "7")),
+        ("2.4 GiB more for CUDA and NCCL", ("--gpus", "8xH100")),
+        ("tokens/s per GPU", ("--gpus", "8xH100")),
+    ],
+)
+def test_the_table_explains_itself(word: str, flags: tuple[str, ...]) -> None:
+    text = here("plan", "--model", "llama-3.1-8b", *flags)
+    if "tight" in word:
+        assert any(" tight " in line for line in text.splitlines())
+    assert word in " ".join(text.split())
+    assert " row" not in text

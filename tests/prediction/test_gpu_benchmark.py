@@ -1,0 +1,65 @@
+"""The benchmark for a GPU, tried on the CPU: it measures, predicts, prints and keeps."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import gpu
+import gpu_training
+from conftest import ROOT, run
+
+from accel_fsdp.models import catalogue
+from accel_fsdp.prediction import trace_store
+from accel_fsdp.prediction.memory import variant_of
+
+
+def test_it_measures_on_the_cpu_and_replaces_what_it_kept(tmp_path: Path) -> None:
+    out = tmp_path / "cases.json"
+    old = {"case": "another", "device": "CPU", "versions": {}}
+    out.write_text(json.dumps({"cases": [old]}))
+    words = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--quick", "--out", out]
+    finished = run(words, CUDA_VISIBLE_DEVICES="")
+    assert finished.code == 0, finished.output[-3000:]
+    assert "3 of 3 cases" in finished.output
+    first, *rows = json.loads(out.read_text())["cases"]
+    assert first == old
+    assert {row["layout"]["engine"] for row in rows} == {"single", "fsdp2", "fsdp1"}
+    for row in rows:
+        assert abs(row["error"]["steady"]) < 0.01, row
+        assert abs(row["error"]["step"]) < 0.01, row
+        assert abs(row["error"]["peak"]) < 0.01, row
+    gpu.keep(out, rows)
+    assert len(json.loads(out.read_text())["cases"]) == 4
+
+
+def test_it_times_the_training_step_of_the_script_on_the_cpu() -> None:
+    words = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--training"]
+    finished = run(words, CUDA_VISIBLE_DEVICES="")
+    assert finished.code == 0, finished.output[-3000:]
+    found = re.search(
+        r"\| SmolLM2-135M 1x64 full \| cpu \| ([\d,]+) \| unknown \| unknown \| unknown \|", finished.output
+    )
+    assert found, finished.output[-3000:]
+    assert int(found[1].replace(",", "")) > 0
+
+
+def test_every_shape_of_the_training_step_is_in_the_catalogue() -> None:
+    for one in (*gpu_training.GPU, *gpu_training.CPU):
+        assert one.model in catalogue.entries()
+
+
+def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
+    cases = [*gpu.QUICK, *gpu.MORE, *gpu.CPU]
+    assert len({one.name for one in cases}) == len(cases) >= 27
+    for one in cases:
+        found = trace_store.find(one.model)
+        assert found is not None
+        assert variant_of(one.recipe, one.layout.engine) in found[1]
+
+
+def test_a_cut_model_is_built_and_predicted_alike() -> None:
+    one = next(one for one in gpu.MORE if one.model == gpu.GEMMA2 and one.layers == 8)
+    shape, _ = gpu.shape_and_tapes(one)
+    assert shape.layers == 8
+    assert len(gpu.config_of(one).get("layer_types", range(8))) == 8

@@ -1,0 +1,54 @@
+"""What the planner says a rank holds, against the storages of real ranks: to the byte, padding included."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, accelerate_launch
+from held import ODD
+
+from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe, shards, step
+
+HELD = ROOT / "tests" / "held.py"
+
+
+def odd_llama() -> ModelShape:
+    """The model of `held.py`: sizes that no number of ranks divides."""
+    vocab, hidden, inner = ODD["vocab_size"], ODD["hidden_size"], ODD["intermediate_size"]
+    heads, key_heads = ODD["num_attention_heads"], ODD["num_key_value_heads"]
+    head = hidden // heads
+    linear = {"q": (hidden, hidden), "k": (key_heads * head, hidden), "v": (key_heads * head, hidden)}
+    linear |= {"o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    layer = [Parameter(name, shape, "linear") for name, shape in linear.items()]
+    layer += [Parameter(name, (hidden,), "norm") for name in ("input_norm", "post_norm")]
+    table = Parameter("embed", (vocab, hidden), "embedding")
+    outer = (table, Parameter("norm", (hidden,), "norm"), Parameter("head", (vocab, hidden), "head"))
+    block = Block("LlamaDecoderLayer", (0, 1), tuple(layer))
+    return ModelShape("odd", "llama", hidden, vocab, heads, head, (block,), outer, tied=False)
+
+
+def predicted(name: str, ranks: int) -> dict[str, int]:
+    engine, strategy, *adapters = [*name.split(), "1"][:3] if name == "ddp" else name.split()
+    layout = Layout(engine, int(strategy), ranks, ranks)
+    recipe = Recipe("lora" if adapters else "full", precision="no", lora_rank=2)
+    units = step.units_of(odd_llama(), recipe, layout)
+    per_element = shards.master_bytes(recipe, layout)
+    return {
+        "parameters": sum(shards.shard_bytes(unit, layout) for unit in units),
+        "gradients": sum(shards.trained_bytes(unit, layout, per_element, shard=True) for unit in units),
+        "optimizer": sum(shards.optimizer_bytes(unit, recipe, layout) for unit in units),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_holds_what_is_predicted(ranks: int, tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    content = {"distributed_type": "FSDP", "num_processes": ranks, "num_machines": 1, "mixed_precision": "no"}
+    config.write_text(yaml.safe_dump({**content, "fsdp_config": {"fsdp_version": 2}}))
+    finished = accelerate_launch(config, HELD, "held", tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    assert finished.code == 0, finished.output[-3000:]
+    line = next(line for line in finished.output.splitlines() if "HELD {" in line)
+    seen = json.loads(line.partition("HELD ")[2])
+    assert seen == {name: predicted(name, ranks) for name in seen}
+    assert len(seen) == 9

@@ -1,0 +1,410 @@
+"""Tapes against real runs: what is recorded on fake tensors is what PyTorch's allocator does."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import catalogue, inspect_model
+from accel_fsdp.prediction import capacity, trace_store
+from accel_fsdp.prediction.memory import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    SHIPPED,
+    VARIANTS,
+    At,
+    Event,
+    Layout,
+    Recipe,
+    Tape,
+    Variant,
+    levels,
+    predict,
+    variant_of,
+)
+from accel_fsdp.prediction.tracing import Raw, Recorder, fit, model_shape
+
+LLAMA = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=1000,
+)
+MIXTRAL = MixtralConfig(
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    vocab_size=500,
+)
+LLAMA_8B = "meta-llama/Meta-Llama-3-8B"
+
+
+def recorder(variant: str, config: Any = LLAMA) -> Recorder:
+    return Recorder("tiny", config, Variant.of(variant))
+
+
+def total(events: tuple[Event, ...], at: At) -> float:
+    return sum(event.sign * event.size.exact(at) for event in events)
+
+
+def peak(events: tuple[Event, ...] | list[tuple[int, int]], at: At, gradients: bool = False) -> tuple[float, float]:
+    """The highest and the last level, parameter gradients included or not."""
+    alive = highest = 0.0
+    for sign, size in events:
+        size = size if isinstance(size, int) else size.exact(at)
+        alive += size if gradients and sign == 0 else sign * size
+        highest = max(highest, alive)
+    return highest, alive
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("bf16-amp-full-sdpa", "fp32-full-sdpa", "fp32-amp-lora-sdpa", "bf16-amp-qlora32-sdpa", "bf16-lora-eager"),
+        "bf16-amp-lora32-sdpa-sac",  # autocast's copies of adapters go in any order
+    ],
+)
+def test_a_tape_replays_to_the_byte_where_it_was_not_recorded(variant: str) -> None:
+    source = recorder(variant)
+    parts: list[tuple[Tape, Callable[[At], Raw]]] = [
+        (fit.record_block(source, 0), lambda at: source.block(0, at)),
+        (fit.record_head(source, False), lambda at: source.head(at, False)),
+    ]
+    for (tape, run), rows in itertools.product(parts, (1, 5)):
+        at = At(rows, 448, 0 if "full" in variant else 13)
+        raw, played = run(at), tape.of(rows)
+        assert [(e.sign, e.size.exact(at)) for e in played.forward] == raw.forward
+        assert [(e.sign, e.size.exact(at)) for e in played.backward] == raw.backward
+        assert played.keeps_input == raw.keeps_input
+
+
+def test_a_window_changes_the_tape_from_its_length_on() -> None:
+    assert fit.record(recorder("bf16-full-sdpa")).masked == (None,)
+    shape, tapes = trace_store.find("mistralai/Mistral-7B-v0.1") or pytest.fail("not bundled")
+    mistral = tapes["bf16-amp-full-sdpa"]
+    assert shape.window == 4096
+    assert mistral.block(0, 4095, shape.window) is mistral.blocks[0]
+    long = mistral.block(0, 4096, shape.window)
+    assert long is mistral.masked[0] is not mistral.blocks[0]
+    source = Recorder("m", _config("mistralai/Mistral-7B-v0.1"), Variant.of("bf16-amp-full-sdpa"))
+    at = At(1, 4096 + 640)
+    assert [(e.sign, e.size.exact(at)) for e in long.of(1).forward] == source.block(0, at).forward
+
+
+def _config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**catalogue.entries()[name]["config"])
+
+
+def test_llama_8b_saves_what_was_published() -> None:
+    """25.58 x 2h bytes a token are alive after a block's forward: saved, its output, and the rotary tables."""
+    _, tapes = trace_store.find(LLAMA_8B) or pytest.fail("not bundled")
+    block = tapes["bf16-full-sdpa"].blocks[0].of(1)
+    at = At(1, 8192)
+    saved, output, rotary = total(block.saved, at), block.output.exact(at), 2 * 2 * 128 * at.length
+    assert round((saved + output + rotary) / at.length) == 209_544
+    assert round(peak(block.forward, at)[0] + rotary) // at.length == 225_928  # 27.58 x 2h, published as well
+
+
+def test_the_loss_takes_10_bytes_a_logit_forward_and_12_backward() -> None:
+    shape, tapes = trace_store.find(LLAMA_8B) or pytest.fail("not bundled")
+    at = At(1, 4096)
+    head = tapes["bf16-amp-full-sdpa"].head.of(1)
+    logits, hidden = at.length * shape.vocab, 2 * at.length * shape.hidden
+    forward, saved = peak(head.forward, at)
+    backward = saved + peak(head.backward, at)[0]
+    assert 10 * logits + 3 * hidden <= forward < 10 * logits + 3.01 * hidden
+    assert 12 * logits + 4 * hidden <= backward < 12 * logits + 4.01 * hidden
+    chunked = tapes["bf16-amp-full-sdpa"].chunked_head.of(1)
+    assert peak(chunked.forward, at)[0] < 0.1 * forward
+
+
+class Given(torch.autograd.Function):
+    """Hands a module an input that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, switch: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype).fill_(0.5)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class Taken(torch.autograd.Function):
+    """Gives a module's output a gradient that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+        ctx.shape = out.shape
+        return out.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.ones(ctx.shape)
+
+
+def real_block(config: Any, at: At) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    """A float32 block on the CPU, an input like its own, and its other arguments."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+    calls = []
+    layer = model.model.layers[0]
+    handle = layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args[0], kwargs)), with_kwargs=True)
+    ids = torch.randint(0, config.vocab_size, (at.rows, at.length))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    handle.remove()
+    return layer, *calls[0]
+
+
+def measured(config: Any, at: At) -> tuple[int, int]:
+    """What a real block's forward and backward take at most, by the CPU allocator's own report to the profiler.
+
+    No dispatch mode is on, so that autograd sums in place as it does in training.
+    """
+    from torch.autograd.profiler import record_function
+    from torch.profiler import ProfilerActivity, profile
+
+    layer, hidden, kwargs = real_block(config, at)
+    switch = torch.ones((), requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        given = Given.apply(switch, hidden)
+        with record_function("forward starts"):
+            out = layer(given, **kwargs)
+        with record_function("backward starts"):
+            loss = Taken.apply(out[0] if isinstance(out, tuple) else out)
+        del out
+        loss.backward()
+    events = prof.profiler.kineto_results.events()
+    marks = {event.name(): event.start_ns() for event in events}
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    alive, highest = 0, {"forward starts": 0, "backward starts": 0}
+    for when, size in memory:
+        if when >= marks["forward starts"]:
+            alive += size
+            phase = "backward starts" if when >= marks["backward starts"] else "forward starts"
+            highest[phase] = max(highest[phase], alive)
+    return highest["forward starts"], highest["backward starts"]
+
+
+@pytest.mark.parametrize("at", [At(1, 128), At(2, 160)], ids=str)
+def test_the_peak_is_the_cpu_allocators(at: At) -> None:
+    raw = recorder("fp32-full-eager").block(0, at)
+    forward, saved = peak(raw.forward, at)
+    backward = saved + raw.output + peak(raw.backward, at, gradients=True)[0]  # the caller holds the output's gradient
+    assert (forward, backward) == pytest.approx(measured(LLAMA, at), abs=64)  # scalars
+
+
+def test_the_peak_of_a_mixture_of_experts_is_the_cpu_allocators() -> None:
+    at = At(2, 160)
+    raw = recorder("fp32-full-eager", MIXTRAL).block(0, at)
+    forward, saved = peak(raw.forward, at)
+    backward = saved + raw.output + peak(raw.backward, at, gradients=True)[0]
+    assert (forward, backward) == pytest.approx(measured(MIXTRAL, at), rel=0.01)
+
+
+def test_what_is_saved_is_what_autograd_packs() -> None:
+    at = At(2, 160)
+    layer, hidden, kwargs = real_block(LLAMA, at)
+    outside = [*layer.parameters(), *kwargs["position_embeddings"], kwargs["attention_mask"]]
+    known = {tensor.untyped_storage().data_ptr() for tensor in outside if tensor is not None}
+    packed: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        packed[storage.data_ptr()] = storage
+        return tensor.detach()
+
+    given = hidden.clone().requires_grad_()
+    known.add(given.untyped_storage().data_ptr())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layer(given, **kwargs)
+    taken = sum(storage.nbytes() for address, storage in packed.items() if address not in known)
+    raw = recorder("fp32-full-eager").block(0, at)
+    assert peak(raw.forward, at)[1] - raw.output == taken
+    assert raw.keeps_input == (given.untyped_storage().data_ptr() in packed)
+    assert out.shape == hidden.shape
+
+
+def test_lora_trains_adapters_only_and_qlora_unpacks_a_weight_at_a_time() -> None:
+    at = At(2, 96, 16)
+    lora, qlora = (recorder(f"bf16-amp-{method}-sdpa").block(0, at) for method in ("lora", "qlora"))
+    widths = {"q": (256, 256), "k": (256, 128), "v": (256, 128), "o": (256, 256)}
+    ends = sum(a + b for a, b in widths.values()) + 3 * (256 + 704)
+    assert sum(size for sign, size in lora.backward if sign == 0) == 2 * 16 * ends
+    assert peak(lora.forward, at)[1] == peak(qlora.forward, at)[1]
+    assert (1, 2 * 256 * 704) in qlora.forward
+    assert (1, 2 * 256 * 704) not in lora.forward
+
+
+def test_autocast_keeps_16_bit_copies_of_trained_weights_and_none_of_frozen_ones_at_the_end() -> None:
+    at = At(1, 64, 8)
+    linear = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704
+    wide, low = (recorder(variant).block(0, at) for variant in ("fp32-amp-full-sdpa", "bf16-amp-full-sdpa"))
+    assert peak(wide.forward, at)[1] - peak(low.forward, at)[1] > 2 * linear
+    assert peak(wide.backward, at)[1] < 0
+    assert sum(size for sign, size in wide.backward if sign == 0) == 4 * (linear + 2 * 256)
+
+
+def test_sizes_that_are_no_polynomial_are_named() -> None:
+    def run(power: float) -> Callable[[At], Raw]:
+        return lambda at: Raw([(1, round(at.length**power))], [], ["aten.odd.default"], 0, False)
+
+    assert fit.fit(run(2), (64, 128, 192, 256), False).forward[0].size.at(At(7, 1000)) == 1_000_448
+    with pytest.raises(RuntimeError, match=r"aten\.odd\.default"):
+        fit.fit(run(3), (64, 128, 192, 256), False)
+
+    def erratic(at: At) -> Raw:
+        return Raw([(1, 4)] * (1 + at.length // 192), [], ["aten.a.default", "aten.b.default"], 0, False)
+
+    with pytest.raises(RuntimeError, match="runs differ"):
+        fit.fit(erratic, (64, 128, 192, 256), False)
+
+
+def test_levels_are_rounded_as_the_allocator_does() -> None:
+    tape = fit.record_block(recorder("bf16-full-sdpa"), 0)
+    seen = levels(tape.forward, At(1, 130))
+    assert all(level % 512 == 0 for level in seen)
+
+
+@pytest.mark.parametrize("name", catalogue.entries())
+def test_every_model_of_the_catalogue_is_bundled(name: str) -> None:
+    shape, tapes = trace_store.find(name) or pytest.fail("not bundled")
+    assert shape.name == name
+    assert set(tapes) == set(SHIPPED)
+    facts = catalogue.find(name) or pytest.fail("unknown")
+    inside = sum(len(block.layers) * sum(p.numel for p in block.parameters) for block in shape.blocks)
+    assert inside + sum(p.numel for p in shape.outer) == facts.parameters
+    assert sorted(layer for block in shape.blocks for layer in block.layers) == list(range(shape.layers))
+    assert all(len(each.blocks) == len(shape.blocks) for each in tapes.values())
+
+
+def test_the_bundle_is_small_and_holds_nothing_else() -> None:
+    folder = ROOT / "accel_fsdp" / "prediction" / trace_store.FOLDER
+    wanted = {trace_store.file_name(trace_store.first_alike(name)) for name in catalogue.entries()}
+    assert {path.name for path in folder.iterdir()} == wanted
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 3_000_000
+
+
+def test_a_bundled_model_records_the_same_again() -> None:
+    name, variant = "HuggingFaceTB/SmolLM2-135M", "bf16-amp-lora-sdpa"
+    shape, tapes = trace_store.find(name) or pytest.fail("not bundled")
+    again = fit.record_model(name, _config(name), (variant,))
+    recorded_shape = replace(again[0], positions=shape.positions)  # the bundle says only what the hub's config says
+    assert (recorded_shape, again[1]) == (shape, {variant: tapes[variant]})
+
+
+def test_bundled_tapes_need_no_torch() -> None:
+    code = (
+        "import sys; from accel_fsdp.prediction import trace_store; "
+        f"assert trace_store.find({LLAMA_8B!r}); assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_tapes_of_other_models_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = fit.tapes_of("mine", LLAMA, "fp32-full-sdpa")
+    (file,) = (tmp_path / "accel-fsdp").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(fit, "record_model", lambda *_: pytest.fail("recorded again"))
+        assert fit.tapes_of("mine", LLAMA, "fp32-full-sdpa") == first
+    file.write_text(file.read_text()[:500])
+    assert fit.tapes_of("mine", LLAMA, "fp32-full-sdpa") == first
+
+
+def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
+    found = trace_store.find("google/gemma-2-2b") or pytest.fail("not bundled")
+    assert [block.layers for block in found[0].blocks] == [tuple(range(0, 26, 2)), tuple(range(1, 26, 2))]
+    shape = model_shape.shape_of("tiny", MIXTRAL, inspect_model.build("tiny", MIXTRAL))
+    kinds = {parameter.name: parameter.kind for parameter in shape.blocks[0].parameters}
+    assert kinds["self_attn.q_proj.weight"] == "linear"
+    assert kinds["mlp.experts.gate_up_proj"] == "experts"
+    assert kinds["input_layernorm.weight"] == "norm"
+    assert (shape.experts, shape.experts_used, shape.tied) == (4, 2, False)
+    gpt2 = trace_store.find("gpt2") or pytest.fail("not bundled")
+    assert {p.kind for p in gpt2[0].blocks[0].parameters if "c_attn.weight" in p.name} == {"linear"}
+    assert gpt2[0].tied
+    assert not [p for p in gpt2[0].outer if p.kind == "head"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "recipe", "name"),
+    [
+        ("fsdp2", Recipe(), "bf16-amp-full-sdpa"),
+        ("fsdp1", Recipe(method="lora"), "bf16-amp-lora-sdpa"),
+        ("fsdp2", Recipe(precision="no", dtype="bfloat16"), "bf16-full-sdpa"),
+        ("ddp", Recipe(), "fp32-amp-full-sdpa"),
+        ("single", Recipe(precision="no"), "fp32-full-sdpa"),
+        ("single", Recipe(method="qlora", dtype="bfloat16"), "bf16-amp-qlora32-sdpa"),
+        ("zero", Recipe(method="lora", attention="eager"), "bf16-lora-eager"),
+        ("fsdp2", Recipe(attention="flash", kernels="liger"), "bf16-amp-full-sdpa-liger"),
+        ("single", Recipe(method="qlora", dtype="bfloat16", wide="norms"), "bf16-amp-qlora32+norms32-sdpa"),
+        ("fsdp1", Recipe("lora", "no", "bfloat16", lora_dtype="base"), "bf16-lora-sdpa"),
+    ],
+)
+def test_a_recipe_has_a_variant(engine: str, recipe: Recipe, name: str) -> None:
+    assert variant_of(recipe, engine) == name
+    assert Variant.of(name) in VARIANTS
+
+
+def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
+    from transformers import Gemma3Config
+
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = Gemma3Config(text_config={**text, **heads}, vision_config=sight, mm_tokens_per_image=4)
+    shape, tapes = fit.record_model("sees", config, ("fp32-full-sdpa",))
+    assert [shape.blocks[index].name for index in shape.untraced] == ["SiglipEncoderLayer"]
+    alone, blind = fit.record_model("blind", config.text_config, ("fp32-full-sdpa",))
+    count = len(shape.untraced)
+    assert tapes["fp32-full-sdpa"].blocks[count:] == blind["fp32-full-sdpa"].blocks
+    layout, recipe = Layout("single", 1, 1, 1), Recipe(precision="no", rows=1, length=128)
+    made = [predict(one, each["fp32-full-sdpa"], recipe, layout) for one, each in ((shape, tapes), (alone, blind))]
+    more = sum(p.numel() for p in inspect_model.build("sees", config).parameters()) - capacity.model_numel(alone)
+    assert made[0].peak.live[OPTIMIZER] - made[1].peak.live[OPTIMIZER] == 8 * more
+    assert made[0].peak.live[ACTIVATIONS] == pytest.approx(made[1].peak.live[ACTIVATIONS], rel=0.001)
+
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+
+
+def test_a_model_that_cannot_be_recorded_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """In one message: torch would log the traceback of each operation that fails on fake tensors."""
+    config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=4)
+    with pytest.raises(UserError, match="can't be recorded"):
+        fit.record_model("too few experts", config, ("fp32-full-sdpa",))
+    assert "fake" not in capfd.readouterr().err
+
+
+def test_a_model_without_sdpa_is_recorded_with_eager_attention() -> None:
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16)
+    recorder = Recorder("capped", config, Variant.of("fp32-full-sdpa"))
+    assert recorder.shape.eager_only
+    assert recorder.model.config._attn_implementation == "eager"

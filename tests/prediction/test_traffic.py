@@ -1,0 +1,145 @@
+"""What a rank sends: against the ZeRO paper's statements, numbers worked by hand, and identities."""
+
+import dataclasses
+from math import isclose
+
+import pytest
+from throughput_accuracy import gated
+
+from accel_fsdp.prediction import Traffic, step_traffic, units
+from accel_fsdp.prediction.memory import NF4_BYTES, Layout, Recipe
+
+LLAMA = gated(
+    "Llama-2-7B",
+    {"vocab": 32000, "hidden": 4096, "intermediate": 11008, "layers": 32, "heads": 32, "kv_heads": 32}
+    | {"head_dim": 128, "tied": False},
+    2048,
+)
+P = 6_738_415_616
+OUTSIDE = 2 * 32000 * 4096 + 4096  # embedding, head, last norm
+LAST = 32000 * 4096 + 4096  # head and last norm, which FSDP2 never reshards
+BLOCKS_ONLY = dataclasses.replace(LLAMA, outer=(), tied=True)  # what the ZeRO paper speaks of: no unit is kept
+INSIDE = P - OUTSIDE
+HALF = Recipe(precision="no", dtype="bfloat16")
+MIXED = Recipe()
+
+
+def layout(engine: str, strategy: int = 1, ranks: int = 8, per_node: int = 8, **other: bool) -> Layout:
+    return Layout(engine, strategy, ranks, min(ranks, per_node), **other)  # type: ignore[arg-type]
+
+
+def sent(traffic: Traffic) -> float:
+    return traffic.intra_bytes + traffic.inter_bytes
+
+
+def test_the_test_model_has_its_published_size() -> None:
+    assert sum(unit.count * sum(one.numel for one in unit.parameters) for unit in units(LLAMA, layout("fsdp1"))) == P
+
+
+@pytest.mark.parametrize(("stage", "volumes"), [(1, 2), (2, 2), (3, 3)])
+def test_zero_sends_what_its_paper_says(stage: int, volumes: int) -> None:
+    """Section 7: stages 1 and 2 send 2 Psi like data parallelism, stage 3 sends 3 Psi."""
+    seen = sent(step_traffic(BLOCKS_ONLY, HALF, layout("zero", stage, ranks=64)))
+    assert isclose(seen, volumes * 2 * INSIDE * 63 / 64)
+    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout("ddp", ranks=64))), 2 * 2 * INSIDE * 63 / 64)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_full_shard_is_one_and_a_half_times_ddp_and_shard_grad_op_is_ddp(engine: str) -> None:
+    ddp = sent(step_traffic(BLOCKS_ONLY, HALF, layout("ddp")))
+    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout(engine, 1))), 1.5 * ddp)
+    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout(engine, 2))), ddp)
+    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout("fsdp1", 3))), ddp)
+
+
+def test_llama_2_7b_worked_by_hand() -> None:
+    """Bytes per element: DDP reduces float32; FSDP gathers and reduces bf16, and keeps what the engine keeps."""
+    by_hand = {
+        ("ddp", 1): 2 * 4 * P,
+        ("fsdp1", 1): 2 * (2 * INSIDE + OUTSIDE) + 2 * P,
+        ("fsdp2", 1): 2 * (2 * (P - LAST) + LAST) + 2 * P,
+        ("fsdp1", 2): 2 * P + 2 * P,
+        ("fsdp2", 2): 2 * P + 2 * P,
+        ("fsdp1", 3): 2 * 2 * P,
+        ("zero", 3): 2 * 2 * P + 2 * P,
+    }
+    for (engine, strategy), volume in by_hand.items():
+        assert isclose(sent(step_traffic(LLAMA, MIXED, layout(engine, strategy))), volume * 7 / 8), engine
+
+
+def test_one_rank_sends_nothing_and_many_ranks_send_a_bounded_volume() -> None:
+    for engine, strategy in (("ddp", 1), ("fsdp1", 1), ("fsdp2", 2), ("zero", 1), ("zero", 2), ("zero", 3)):
+        assert step_traffic(LLAMA, MIXED, layout(engine, strategy, ranks=1)) == Traffic()
+        volumes = [sent(step_traffic(LLAMA, MIXED, layout(engine, strategy, ranks=2**power))) for power in range(1, 15)]
+        assert volumes == sorted(volumes)
+        assert isclose(volumes[-1], 2 * volumes[0], rel_tol=1e-3)  # (W - 1) / W goes from 1/2 to 1
+
+
+def test_a_ring_over_machines_crosses_the_network_once_per_machine() -> None:
+    one, two = (step_traffic(LLAMA, MIXED, layout("fsdp2", ranks=ranks)) for ranks in (8, 16))
+    assert one.inter_bytes == 0
+    assert isclose(sent(two), sent(one) * (15 / 16) / (7 / 8))
+    assert isclose(two.inter_bytes, sent(two) / 8)
+    alone = step_traffic(LLAMA, MIXED, layout("fsdp2", ranks=16, per_node=1))
+    assert alone.intra_bytes == 0
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(("hybrid", "inside"), [(4, 1), (5, 2)])
+def test_hybrid_shards_inside_and_reduces_shards_outside(engine: str, hybrid: int, inside: int) -> None:
+    node = step_traffic(LLAMA, MIXED, layout(engine, inside))
+    seen = step_traffic(LLAMA, MIXED, layout(engine, hybrid, ranks=32))
+    assert isclose(seen.intra_bytes, node.intra_bytes)
+    assert isclose(seen.inter_bytes, 2 * 2 * P / 8 * 3 / 4)
+    assert step_traffic(LLAMA, MIXED, layout(engine, hybrid)) == node
+
+
+def test_accumulation_repeats_gathers_and_with_sync_reductions() -> None:
+    once = sent(step_traffic(BLOCKS_ONLY, MIXED, layout("fsdp2")))
+    four = dataclasses.replace(MIXED, accumulation=4)
+    assert isclose(sent(step_traffic(BLOCKS_ONLY, four, layout("fsdp2", sync_each_batch=True))), 4 * once)
+    assert isclose(sent(step_traffic(BLOCKS_ONLY, four, layout("fsdp2"))), once * (4 * 2 + 1) / 3)
+    ddp = sent(step_traffic(LLAMA, MIXED, layout("ddp")))
+    assert sent(step_traffic(LLAMA, four, layout("ddp"))) == ddp
+    assert isclose(sent(step_traffic(LLAMA, four, layout("ddp", sync_each_batch=True))), 4 * ddp)
+
+
+def test_zero_2_and_3_reduce_every_micro_batch() -> None:
+    four = dataclasses.replace(HALF, accumulation=4)
+    for stage, volumes in ((1, 2), (2, 4 + 1), (3, 4 * 3)):
+        seen = sent(step_traffic(LLAMA, four, layout("zero", stage)))
+        assert isclose(seen, volumes * 2 * P * 7 / 8), stage
+
+
+def test_fsdp1_keeps_shard_grad_op_gathered_until_gradients_are_reduced_and_fsdp2_does_not() -> None:
+    four = dataclasses.replace(MIXED, accumulation=4)
+    assert step_traffic(LLAMA, four, layout("fsdp1", 2)) == step_traffic(LLAMA, MIXED, layout("fsdp1", 2))
+    assert isclose(sent(step_traffic(LLAMA, four, layout("fsdp2", 2))), (4 + 1) * 2 * P * 7 / 8)
+
+
+ADAPTERS = 39_976_960  # what PEFT's print_trainable_parameters shows for Llama-2-7B, rank 16, all linear layers
+
+
+def test_lora_reduces_adapters_alone_and_gathers_the_base() -> None:
+    lora = Recipe(method="lora", dtype="bfloat16")
+    assert isclose(sent(step_traffic(LLAMA, lora, layout("ddp"))), 2 * 4 * ADAPTERS * 7 / 8)
+    gathered = 2 * (2 * (P - LAST + ADAPTERS) + LAST)
+    assert isclose(sent(step_traffic(LLAMA, lora, layout("fsdp2"))), (gathered + 2 * ADAPTERS) * 7 / 8)
+
+
+def test_qlora_gathers_4_bit_weights() -> None:
+    lora, qlora = (Recipe(method=method, dtype="bfloat16") for method in ("lora", "qlora"))  # type: ignore[arg-type]
+    saved = sent(step_traffic(LLAMA, lora, layout("fsdp2"))) - sent(step_traffic(LLAMA, qlora, layout("fsdp2")))
+    linear = INSIDE - 32 * 2 * 4096  # all of a block but its norms
+    assert isclose(saved, 2 * (2 - NF4_BYTES) * linear * 7 / 8)
+    assert round(NF4_BYTES, 5) == 0.51587
+
+
+def test_offload_moves_shards_down_and_gradients_up() -> None:
+    """FSDP keeps float32 on the host and casts on the GPU; ZeRO sends bf16 both ways."""
+    fsdp = step_traffic(LLAMA, MIXED, layout("fsdp2", offload=True))
+    assert isclose(fsdp.pcie_bytes, (4 * (2 * (P - LAST) + LAST) + 4 * P) / 8)
+    zero = step_traffic(LLAMA, MIXED, layout("zero", 3, offload=True))
+    assert isclose(zero.pcie_bytes, (2 * 2 * P + 2 * P) / 8)
+    assert step_traffic(LLAMA, MIXED, layout("fsdp2")).pcie_bytes == 0
+    assert isclose(step_traffic(LLAMA, MIXED, layout("zero", 2, offload=True)).pcie_bytes, (2 * P + 2 * P) / 8)

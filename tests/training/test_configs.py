@@ -1,0 +1,96 @@
+"""The ready-made YAMLs of accelerate_configs/: each really trains, and the linter finds nothing in them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHAT_DATA, PROBE, ROOT, accelerate_launch
+from offline import assert_exports_offline
+from test_engines import SHIPPED
+
+from accel_fsdp import linter, reference_docs
+from accel_fsdp.models import catalogue
+from accel_fsdp.training import arguments
+from accel_fsdp.wizard import MODEL, PRESETS
+
+FOLDER = ROOT / "accelerate_configs"
+ONE_MACHINE = ["--num_machines", "1"]
+SMALLER = {"fsdp2_two_nodes": ONE_MACHINE}
+METHOD = {"lora": ["--use_peft"], "qlora": ["--use_peft", "--load_in_4bit"], "full": []}
+SHARDS = {
+    "fsdp1": "sharding: FSDP1",
+    "fsdp2": "sharding: FSDP2",
+    "zero": "DEEPSPEED",
+}
+
+
+ALONE = "zero3_offload"
+TOGETHER = [name for name in PRESETS if name not in {"tpu", ALONE, *SHIPPED}]
+
+
+def launched(names: Sequence[str], model: Path, folder: Path) -> str:
+    """One launch of presets as shipped, bfloat16 too, but on 2 CPU processes instead of 8 or 16 GPUs."""
+    shared = ["--model_name_or_path", str(model), "--dataset_name", str(CHAT_DATA), "--max_steps", "2"]
+    shared += ["--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
+    words = {name: ["--output_dir", str(folder / name), *METHOD[PRESETS[name]["method"]]] for name in names}
+    more = {name: ["--config_file", str(FOLDER / f"{name}.yaml"), *words[name]] for name in names[1:]}
+    smaller = ["--num_processes", "2", *SMALLER.get(names[0], [])]
+    env = {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(more)}
+    config = FOLDER / f"{names[0]}.yaml"
+    finished = accelerate_launch(config, PROBE, *shared, *words[names[0]], launcher=smaller, **env)
+    assert finished.code == 0, finished.output
+    return f"job {names[0]}\n{finished.output}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, str]:
+    """The folder of all runs, and what they printed."""
+    folder = tmp_path_factory.mktemp("presets")
+    return folder, launched(TOGETHER, tiny_model, folder) + launched([ALONE], tiny_model, folder)
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, ALONE])
+def test_it_trains_on_two_ranks_and_exports(name: str, runs: tuple[Path, str], tmp_path: Path) -> None:
+    """The others are in test_engines.py."""
+    folder, printed = runs
+    output = printed.partition(f"job {name}\n")[2].partition("\njob ")[0]
+    assert "exported and verified" in output
+    assert next(text for start, text in SHARDS.items() if name.startswith(start)) in output
+    assert output.count("  loss ") == 2
+    trained_as = torch.bfloat16 if name.startswith("zero") else torch.float32
+    assert_exports_offline(folder / name, tmp_path / "offline", trained_as)
+
+
+def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:
+    """As far as it goes without a TPU: the settings that Trainer's XLA path reads."""
+    made = arguments.SftArguments(
+        output_dir=str(tmp_path), accelerate_config=str(FOLDER / "tpu.yaml"), use_cpu=True, report_to="none"
+    )
+    assert made.fsdp_config["xla"] is True
+    assert made.fsdp_config["xla_fsdp_v2"] is True
+    assert made.fsdp_config["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
+    assert arguments.xla_settings(FOLDER / "fsdp2.yaml") == {}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_linter_finds_nothing_with_their_model(path: Path) -> None:
+    findings = linter.lint(path, linter.Options(model=MODEL))
+    assert [one for one in findings if one.severity != "note"] == []
+
+
+def test_the_catalogue_is_what_the_library_builds() -> None:
+    for name, entry in catalogue.entries().items():
+        assert reference_docs.catalogue_facts(name, entry["config"]) == entry["facts"], f"{name}: run make docs"
+
+
+def test_the_catalogue_has_the_published_sizes() -> None:
+    published = {"meta-llama/Llama-3.1-8B": 8_030_261_248, "Qwen/Qwen2.5-7B": 7_615_616_512}
+    published |= {"mistralai/Mixtral-8x7B-v0.1": 46_702_792_704, "openai-community/gpt2": 124_439_808}
+    published |= {"Qwen3-235B-A22B": 235_093_634_560, "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200}
+    published |= {"google/gemma-3-4b-it": 4_300_079_472}
+    for name, parameters in published.items():
+        facts = catalogue.find(name.lower())
+        assert facts is not None
+        assert facts.parameters == parameters

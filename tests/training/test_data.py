@@ -1,0 +1,353 @@
+"""Data sets to tokens, compared with the tokenizer used directly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHAT_DATA, ROOT
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.training.data import DataArguments, chat_template, load, tokenizing
+
+SAID = '{"messages": [{"role": "user", "content": "a"}]}'
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tokens_of(path: Path, tokenizer: PreTrainedTokenizerBase, **flags: Any) -> tuple[Dataset, str]:
+    options = DataArguments(str(path), **{"max_length": 256, **flags})
+    found, summary = tokenizing.tokenize(load.split(load.load(str(path)), "train"), tokenizer, options)
+    return found, str(summary)
+
+
+def texts_of(path: Path, tokenizer: PreTrainedTokenizerBase, **flags: Any) -> list[str]:
+    return [tokenizer.decode(row["input_ids"]) for row in tokens_of(path, tokenizer, **flags)[0]]
+
+
+def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Is it sharded?"}, {"role": "assistant", "content": "Yes."}]
+    path = write(tmp_path / "chat.jsonl", {"messages": turns})
+    tokens, summary = tokens_of(path, tokenizer)
+    text = "<|im_start|>user\nIs it sharded?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+    assert tokens[0]["input_ids"] == tokenizer(text)["input_ids"]
+    assert tokens[0]["labels"] == tokens[0]["input_ids"]
+    assert summary == f"1 row, {len(tokens[0]['input_ids'])} tokens"
+
+
+def test_text_ends_with_the_end_token_and_long_rows_are_cut_or_dropped(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "text.jsonl", {"body": "short"}, {"body": "long " * 50})
+    short = [*tokenizer("short")["input_ids"], tokenizer.eos_token_id]
+    long = [*tokenizer("long " * 50)["input_ids"], tokenizer.eos_token_id]
+    for mode, kept in (("keep_start", long[:20]), ("keep_end", long[-20:]), ("drop", None)):
+        tokens, summary = tokens_of(path, tokenizer, max_length=20, dataset_text_field="body", truncation_mode=mode)
+        assert tokens["input_ids"][:] == ([short, kept] if kept else [short])
+        assert ("1 row cut at the length limit" if kept else "1 longer row dropped") in summary
+        assert f"{len(short) + (20 if kept else 0)} tokens" in summary
+
+
+def test_rows_that_the_limit_leaves_nothing_to_train_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "why " * n, "completion": "So."} for n in (2, 90)]
+    tokens, summary = tokens_of(write(tmp_path / "pairs.jsonl", *rows), tokenizer, max_length=40)
+    assert len(tokens) == 1
+    assert "1 row dropped that had no token to train" in summary
+    with pytest.raises(UserError, match=r"no row of .* has a token to train on"):
+        tokens_of(write(tmp_path / "long.jsonl", rows[1]), tokenizer, max_length=40)
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "csv", "saved", "folder"])
+def test_every_format_gives_the_same_tokens(kind: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["one", "two, 2", 'three "3"\nlines']})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "saved":
+        rows.save_to_disk(path)
+    elif kind == "folder":
+        path.mkdir()
+        rows.to_parquet(path / "train.parquet")
+        rows.to_parquet(path / "test.parquet")
+    else:
+        getattr(rows, f"to_{kind}")(path)
+    assert texts_of(path, tokenizer) == [f"{text}<|im_end|>" for text in rows["text"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "text"),
+    [
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}, {}, "CHAT"),
+        ({"conversation": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {}, "CHAT"),
+        ({"instruction": "Hi", "context": "", "response": "Ho", "category": "x"}, {}, "CHAT"),
+        ({"question": "Hi", "reply": "Ho"}, {"columns": ["instruction=question", "output=reply"]}, "CHAT"),
+        ({"text": "x", "q": "Hi", "a": " Ho"}, {"columns": ["prompt=q", "completion=a"]}, "Hi Ho<|im_end|>"),
+        ({"messages": [], "body": "Hi"}, {"dataset_text_field": "body"}, "Hi<|im_end|>"),
+        ({"prompt": "p", "messages": [{"role": "user", "content": "Hi"}]}, {}, "<|im_start|>user\nHi<|im_end|>\n"),
+    ],
+)
+def test_columns_are_found_or_named(
+    row: dict[str, Any], flags: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    chat = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+    assert texts_of(write(tmp_path / "rows.jsonl", row), tokenizer, **flags) == [chat if text == "CHAT" else text]
+
+
+def test_multiple_choice_rows_become_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Options in one list or in a column each, the answer as a letter or a number, inside the chat template or bare."""
+    listed = write(tmp_path / "listed.jsonl", {"question": "1+1?", "options": ["1", "2"], "answer": 1})
+    split = write(tmp_path / "split.jsonl", {"question": "1+1?", "A": "1", "B": "2", "answer": "B"})
+    template = r"{{ question }}\n{{ options | lettered }}\nAnswer:"
+    flags = {"prompt_template": template, "completion_template": "{{ 'AB'[answer] }}"}
+    prompt = "1+1?\nA. 1\nB. 2\nAnswer:"
+    chat = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+    assert texts_of(listed, tokenizer, **flags) == [chat]
+    file = tmp_path / "prompt.jinja"
+    file.write_text("{{ question }}\nA. {{ A }}\nB. {{ B }}\nAnswer:\n")
+    assert texts_of(split, tokenizer, prompt_template=str(file)) == [chat]
+    tokenizer.chat_template = None
+    assert texts_of(split, tokenizer, prompt_template=str(file)) == [f"{prompt}B<|im_end|>"]
+    (encoded,) = tokens_of(split, tokenizer, prompt_template=str(file))[0]
+    assert tokenizer.decode([label for label in encoded["labels"] if label != -100]) == "B<|im_end|>"
+
+
+def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.chat_template = None
+    path = write(tmp_path / "rows.jsonl", {"instruction": "Add", "input": "1 1", "output": "2"})
+    text = "### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:\n2<|im_end|>"
+    assert texts_of(path, tokenizer) == [text]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"columns": ["prompt"]}, "prompt is not PART=COLUMN"),
+        ({"columns": ["promt=question"]}, r"no part promt\. Did you mean prompt"),
+        ({"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
+        ({"prompt_template": "{{ questions }}"}, r"uses questions, which is no column\. Did you mean question"),
+        ({"prompt_template": "{{ question"}, "is no Jinja template"),
+        ({"prompt_template": "prompts/my.jinja"}, "uses no column: prompts/my.jinja"),
+        ({"prompt_template": "{{ question }}"}, "no column is named completion, output, answer, response"),
+        ({}, "neither messages, prompt and completion"),
+    ],
+)
+def test_columns_that_nobody_can_find_are_refused(
+    flags: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        tokens_of(write(tmp_path / "rows.jsonl", {"question": "a", "reply": "b"}), tokenizer, **flags)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"text": "a"}', '{"text": "b"'], r"two\.jsonl, line 2: .* at column"),
+        ([SAID, SAID.replace('"a"', "null")], r"two\.jsonl, row 2: messages is not a list of turns"),
+        ([SAID, *[SAID.replace('"a"', "null")] * 2], r"two\.jsonl, row 2: messages is .* \(2 such rows\)"),
+    ],
+)
+def test_a_corrupt_row_is_named_with_its_file(
+    lines: list[str], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """In a folder of several files, alone, and when the row comes from a stream."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    write(folder / "one.jsonl", json.loads(lines[0]), json.loads(lines[0]))
+    (folder / "two.jsonl").write_text("\n".join(lines) + "\n")
+    for path in (tmp_path, folder / "two.jsonl"):
+        with pytest.raises(UserError, match=message):
+            tokens_of(path, tokenizer)
+
+
+def test_a_bad_row_of_a_stream_is_shown(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    path = write(tmp_path / "rows.jsonl", {"messages": turns}, {"messages": [{"role": "user", "content": None}]})
+    rows = load.split(load.load(str(path), streaming=True), "train")
+    with pytest.raises(UserError, match=r"a row of .*rows.jsonl, .*: messages is not a list of turns"):
+        list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0).take(9))
+    assert len(load.whole(rows)) == 2
+
+
+@pytest.mark.parametrize(
+    ("full", "empty"),
+    [
+        ({"text": "a"}, [{"text": ""}, {"text": " \n"}, {"text": None}]),
+        ({"prompt": "a", "completion": "b"}, [{"prompt": "", "completion": ""}, {"prompt": "a", "completion": None}]),
+        ({"instruction": "a", "output": "b"}, [{"instruction": "a", "output": None}]),
+        ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": []}, {"messages": None}]),
+    ],
+)
+def test_empty_rows_are_dropped_and_counted(
+    full: dict[str, Any], empty: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Also the first one, which says how others are read; scraped data have some, and one of them ended the job."""
+    path = write(tmp_path / "rows.jsonl", *empty, full, *empty, full)
+    tokens, summary = tokens_of(path, tokenizer)
+    (expected, _), _ = tokens_of(write(tmp_path / "full.jsonl", full, full), tokenizer)
+    assert tokens["input_ids"][:] == [expected["input_ids"]] * 2
+    assert f"{2 * len(empty)} empty rows dropped" in summary
+    rows = load.split(load.load(str(path), streaming=True), "train")
+    options = DataArguments(str(path), streaming=True, max_length=256)
+    assert [list(row["input_ids"]) for row in tokenizing.stream(rows, tokenizer, options, seed=0).take(3)] == [
+        expected["input_ids"]
+    ] * 3
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [("prompt", "completion"), ("instruction", "output")])
+@pytest.mark.parametrize("nothing", ["", None])
+def test_an_answer_to_an_empty_prompt_is_trained(
+    prompt: str, answer: str, nothing: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """It was dropped before, and counted as an empty row."""
+    rows = [{prompt: nothing, answer: "So it is."}, {prompt: "why", answer: "So."}]
+    tokens, summary = tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer)
+    assert "dropped" not in summary
+    trained = [token for token in tokens[0]["labels"] if token != -100]
+    assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "So it is."
+
+
+@pytest.mark.parametrize("nothing", [[], None])
+def test_turns_that_answer_nothing_are_trained(
+    nothing: list[Any] | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    asked, answer = [{"role": "user", "content": "why"}], [{"role": "assistant", "content": "So it is."}]
+    rows = [{"prompt": nothing, "completion": answer}, {"prompt": asked, "completion": answer}]
+    tokens, summary = tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer)
+    assert "dropped" not in summary
+    trained = [token for token in tokens[0]["labels"] if token != -100]
+    assert "So it is." in tokenizer.decode(trained, skip_special_tokens=True)
+
+
+def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    empty = write(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""})
+    with pytest.raises(UserError, match="all rows are empty"):
+        tokens_of(empty, tokenizer)
+    silent = write(tmp_path / "silent.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
+    with pytest.raises(UserError, match="nowhere does an assistant speak") as refused:
+        tokens_of(silent, tokenizer, assistant_only_loss=True)
+    assert "--max_length" not in str(refused.value)
+    long = write(tmp_path / "long.jsonl", {"prompt": "why " * 90, "completion": "So."})
+    with pytest.raises(UserError, match="the prompts fill the length limit") as refused:
+        tokens_of(long, tokenizer, max_length=20)
+    assert "a larger --max_length" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["data/tran.jsonl", "tran.jsonl", "data/rows.parquet"])
+def test_a_file_that_is_not_there_is_no_matter_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", {"text": "a"})
+    with pytest.raises(UserError, match="does not exist") as refused:
+        load.load(name)
+    assert "Hub" not in str(refused.value)
+    if name == "data/tran.jsonl":
+        assert "Did you mean train.jsonl?" in str(refused.value)
+    with pytest.raises(UserError, match="there is no file or folder of that name here"):
+        load.load("data/nothing")
+
+
+def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n' * 40_000 + '{"text" "b"}\n')  # beyond the first block that is parsed
+    rows = load.split(load.load(str(path), streaming=True), "train")
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 40001: "), load.reading(str(path)):
+        list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0))
+    with pytest.raises(ValueError, match="another"), load.reading(str(write(tmp_path / "fine.jsonl", {"text": "a"}))):
+        raise ValueError("another")
+
+
+@pytest.mark.parametrize(
+    "bad", ["Hi", [{"role": "user"}], [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]]
+)
+def test_what_is_no_turn_is_refused(bad: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: "):
+        tokens_of(path, tokenizer)
+
+
+def test_plain_rows_among_conversations_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    turns = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    path = write(tmp_path / "rows.jsonl", turns, {"prompt": "a", "completion": "b"})
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: it is of another kind"):
+        tokens_of(path, tokenizer)
+
+
+def test_tokens_are_made_once_and_again_when_anything_changes(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """On several processes too, where the second call reads what the first wrote."""
+    path = write(tmp_path / "rows.jsonl", *[{"text": f"row {n}"} for n in range(50)])
+
+    def files(**flags: Any) -> list[tuple[str, int]]:
+        tokens = tokens_of(path, tokenizer, **flags)[0]
+        return [(one["filename"], Path(one["filename"]).stat().st_mtime_ns) for one in tokens.cache_files]
+
+    first = files(dataset_num_proc=2)
+    tokenizer("use changes a tokenizer's pickle", padding="max_length", truncation=True, max_length=9)
+    assert files(dataset_num_proc=2) == first
+    assert files(max_length=3) != first
+    tokenizer.chat_template += "{# another #}"
+    assert files(dataset_num_proc=2) != first
+    together = tokens_of(path, tokenizer)[0]
+    assert together[:] == tokens_of(path, tokenizer, dataset_num_proc=2)[0][:]
+
+
+def test_a_folder_has_its_splits_by_file_name() -> None:
+    splits = load.load(str(CHAT_DATA))
+    assert set(splits) == {"train", "test"}
+    with pytest.raises(UserError, match=r"no split tset\. Did you mean test"):
+        load.split(splits, "tset")
+
+
+def test_a_missing_file_is_told_with_the_name_of_a_data_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist") as refused:
+        load.load(str(tmp_path / "nothere.jsonl"))
+    assert "a hub id such as trl-lib/Capybara" in str(refused.value)
+    assert "SmolLM2" not in str(refused.value)
+
+
+def test_an_empty_split_is_refused() -> None:
+    with pytest.raises(UserError, match="split train of the data set is empty"):
+        load.split(DatasetDict(train=Dataset.from_dict({"text": []})), "train")
+
+
+def test_messages_need_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        tokens_of(CHAT_DATA, tokenizer)
+    chat_template.use_template(tokenizer, str(ROOT / "tests" / "templates" / "smollm2.jinja"))
+    assert texts_of(CHAT_DATA, tokenizer)[0].startswith("<|im_start|>system\nYou are a helpful")
+    with pytest.raises(UserError, match="no chat template from nowhere"):
+        chat_template.use_template(tokenizer, "nowhere")
+
+
+def test_an_unknown_file_ending_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.xlsx"
+    path.touch()
+    with pytest.raises(UserError, match="unknown ending"):
+        load.load(str(path))
+
+
+def test_the_shipped_chats_are_unique_and_well_formed() -> None:
+    rows = [
+        json.loads(line)
+        for name in ("train", "test")
+        for line in (CHAT_DATA / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) >= 150
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+    for row in rows:
+        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"] * (len(row["messages"]) // 2)
+        assert all(len(turn["content"].split()) >= 5 for turn in row["messages"] if turn["role"] == "assistant")

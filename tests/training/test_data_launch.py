@@ -1,0 +1,110 @@
+"""The data flags of `train/sft.py` on two processes: packing, masks, streams, and a row that stops the job."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHAT_DATA, SFT, accelerate_launch
+from datasets import Dataset
+from test_training import logged_losses, make_config, sft_args
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_fsdp.training.data import DataArguments, packing, tokenizing
+
+LEARNING_RATE = 0.5
+STEPS = 6
+TOLERANCE = 1e-5
+LIMIT = 128
+
+
+@pytest.fixture
+def chats(tiny_model: Path, tmp_path: Path) -> Path:
+    """Short chats, as many as fill exactly four rows of the limit: one step of two ranks with two rows each."""
+    lines = (CHAT_DATA / "train.jsonl").read_text().splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rows: list[dict[str, object]] = []
+    for number, line in enumerate(lines):
+        turns = [{**turn, "content": turn["content"][: 8 + 5 * (number % 7)]} for turn in json.loads(line)["messages"]]
+        more = [*rows, {"messages": turns}]
+        options = DataArguments("chats", max_length=LIMIT, packing=True)
+        packed = tokenizing.tokenize(Dataset.from_list(more), tokenizer, options)[0]
+        assert isinstance(packed, packing.Packed)
+        if len(packed) > 4:
+            break
+        rows = more
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def losses_one_by_one(model_folder: Path, path: Path) -> list[float]:
+    """Plain SGD on all documents at every step, each alone in its forward pass; only what the assistant says counts."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    documents = []
+    for line in path.read_text().splitlines():
+        text = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in json.loads(line)["messages"])
+        spoken = [
+            found.span(1) for found in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)
+        ]
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        inside = [any(start <= a and b <= end for start, end in spoken) for a, b in encoded["offset_mapping"]]
+        documents.append((torch.tensor(encoded["input_ids"]), torch.tensor(inside)))
+    trained = sum(int(inside[1:].sum()) for _, inside in documents)
+    losses = []
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for ids, inside in documents:
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            total = total + functional.cross_entropy(logits[inside[1:]], ids[1:][inside[1:]], reduction="sum")
+        optimizer.zero_grad()
+        (total / trained).backward()
+        optimizer.step()
+        losses.append(total.item() / trained)
+    return losses
+
+
+def test_packed_training_on_two_ranks_is_that_of_single_documents(
+    chats: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, tiny_model, fsdp_version="2")
+    flags = ("--packing", "--assistant_only_loss", "--max_length", str(LIMIT), "--optim", "sgd", "--max_grad_norm", "0")
+    rate = ("--learning_rate", str(LEARNING_RATE))
+    out = tmp_path / "run"
+    finished = accelerate_launch(config, SFT, *sft_args(tiny_model, chats, out, *flags, *rate))
+    assert finished.code == 0, finished.output
+    assert "packed into 4, padding " in finished.output
+    expected = losses_one_by_one(tiny_model, chats)
+    assert expected[0] - expected[-1] > 0.1
+    assert logged_losses(out) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_stream_trains_and_is_evaluated(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(chats.read_text())
+    flags = ("--streaming", "--packing", "--max_length", str(LIMIT), "--eval_strategy", "steps", "--eval_steps", "6")
+    finished = accelerate_launch(
+        make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, folder, tmp_path / "run", *flags)
+    )
+    assert finished.code == 0, finished.output
+    assert len(logged_losses(tmp_path / "run")) == STEPS
+    assert "held-out loss" in finished.output
+
+
+def test_a_corrupt_row_stops_all_ranks_with_one_message(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
+    lines = chats.read_text().splitlines()
+    chats.write_text("\n".join([*lines, '{"messages": [{"role": "user"}]}']) + "\n")
+    out = tmp_path / "run"
+    finished = accelerate_launch(make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, chats, out))
+    assert finished.code == 1
+    said = f"error: {chats}, row {len(lines) + 1}: "
+    assert finished.output.count(f"\n{said}") == 1
+    assert finished.output.count(said) == 2  # the launcher's account has it too
+    assert finished.output.count("Traceback") == 1  # the launcher's own
+    assert not (out / "final").exists()

@@ -1,0 +1,444 @@
+"""One job under every engine: `train/sft.py` with the shipped YAMLs, `train/native.py`, torchrun and one process.
+
+All must have the losses and weights of `reference.py`'s plain loop. A launch runs several jobs: most of it is imports.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROBE, ROOT, SFT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from offline import assert_exports_offline
+from peft import PeftModel
+from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from accel_fsdp import exporter
+
+FOLDER = ROOT / "accelerate_configs"
+PROBE_NATIVE = ROOT / "tests" / "probe_native.py"
+STEPS = 8
+GLOBAL_BATCH = 4
+RANKS = 2
+TOLERANCE = 1e-4
+LORA = ["--use_peft", "--lora_dropout", "0.0", "--learning_rate", str(LORA_LEARNING_RATE)]
+SMOOTH = ["--label_smoothing_factor", "0.5", "--eval_strategy", "steps", "--eval_steps", str(STEPS)]
+SMOOTH += ["--dataset_test_split", "train", "--per_device_eval_batch_size", "5"]
+"""48 rows: the last batches have 3 rows on one process, 5 and 3 on two, 5, 3, none and none on four."""
+HELD_OUT = {
+    "packed": [*SMOOTH, "--learning_rate", "0", "--packing", "true", "--max_length", "256"],
+    "streamed": [*SMOOTH, "--learning_rate", "0", "--streaming", "true", "--max_length", "256"],
+}
+"""Six packed rows: of four ranks three evaluate none."""
+MESH = ["--num_machines", "1", "--parallelism_config_dp_replicate_size", "2"]
+SHIPPED = {
+    "fsdp1_full_shard": 2,
+    "fsdp1_shard_grad_op": 2,
+    "fsdp1_no_shard": 1,
+    "fsdp1_hybrid_shard": 2,
+    "fsdp1_hybrid_shard_zero2": 2,
+    "fsdp2": 2,
+    "fsdp2_no_reshard": 2,
+    "fsdp2_hybrid_2x8": 2,
+    "ddp": 1,
+    "zero1": 1,
+    "zero2": 1,
+    "zero3": 1,
+}
+"""Ranks that share one copy of the parameters. DeepSpeed keeps tensors as small as these whole under ZeRO-3 too."""
+TOGETHER = (
+    "fsdp1_shard_grad_op",
+    "fsdp1_no_shard",
+    "fsdp1_hybrid_shard",
+    "fsdp1_hybrid_shard_zero2",
+    "fsdp2_no_reshard",
+)
+"""Those that share a launch; the others have one each."""
+SMOOTHED = ("fsdp1_full_shard", "fsdp2", "zero3")
+
+
+def sft_args(model: Path, data: Path, output: Path, per_rank: int = GLOBAL_BATCH // RANKS) -> list[str]:
+    fixed = {
+        "--model_name_or_path": model,
+        "--dataset_name": data,
+        "--output_dir": output,
+        "--max_steps": STEPS,
+        "--per_device_train_batch_size": per_rank,
+        "--learning_rate": LEARNING_RATE,
+        "--lr_scheduler_type": "constant",
+        "--train_sampling_strategy": "sequential",
+        "--logging_steps": 1,
+        "--save_strategy": "no",
+        "--disable_tqdm": "true",
+    }
+    return [str(word) for pair in fixed.items() for word in pair]
+
+
+def probed(folder: Path, more: dict[str, list[str]]) -> dict[str, str]:
+    """The environment for `probe.py`."""
+    return {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(more)}
+
+
+def noted(folder: Path, name: str, rank: int = 0) -> dict:
+    return json.loads((folder / f"{name}-rank{rank}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path, text_data: Path) -> Reference:
+    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH)
+
+
+@pytest.fixture(scope="module")
+def lora_reference(tiny_model: Path, text_data: Path) -> Reference:
+    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True)
+
+
+@pytest.fixture(scope="module")
+def smooth_reference(tiny_model: Path, text_data: Path) -> Reference:
+    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, smoothing=0.5)
+
+
+def assert_like(folder: Path, name: str, base: Path, reference: Reference) -> None:
+    """What was logged, exported weights and the logits before the export are the reference's; the folder loads."""
+    seen = noted(folder, name)
+    assert seen["losses"] == pytest.approx(reference.losses, abs=TOLERANCE)
+    assert seen["norms"] == pytest.approx(reference.norms, rel=20 * TOLERANCE)
+    assert seen["accuracies"][:STEPS] == pytest.approx(reference.accuracies, abs=1e-9)
+    if seen["held_out"]:
+        assert seen["accuracies"][STEPS:] == pytest.approx([reference.held_out_accuracy], abs=1e-9)
+        assert seen["held_out"] == pytest.approx([reference.held_out], abs=TOLERANCE / 10)
+    model = loaded(folder / name / "final", base)
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, reference.weights[key], atol=5 * TOLERANCE, rtol=0)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.arange(3, 43).reshape(2, 20)).logits
+    saved = torch.load(folder / f"{name}-logits.pt", weights_only=True)
+    torch.testing.assert_close(logits, saved, atol=1e-5, rtol=1e-5)
+
+
+def loaded(folder: Path, base: Path) -> torch.nn.Module:
+    if not (folder / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(folder)
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).merge_and_unload()
+
+
+@pytest.fixture(scope="module")
+def together_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path) -> tuple[Path, str]:
+    """The shipped YAMLs of TOGETHER in one launch, full training and LoRA of each: their folder and what they print."""
+    folder, jobs = tmp_path_factory.mktemp("together"), {}
+    for name in TOGETHER:
+        text = (FOLDER / f"{name}.yaml").read_text()
+        (folder / f"{name}.yaml").write_text(text.replace("mixed_precision: bf16", "mixed_precision: 'no'"))
+        for kind, more in {"full": [], "lora": LORA}.items():
+            jobs[f"{name}-{kind}"] = ["--config_file", str(folder / f"{name}.yaml"), *more]
+    first = next(iter(jobs))
+    args = sft_args(tiny_model, text_data, folder / first)
+    env = probed(folder, {job: words for job, words in jobs.items() if job != first})
+    finished = accelerate_launch(folder / f"{TOGETHER[0]}.yaml", PROBE, *args, launcher=["--num_processes", "2"], **env)
+    assert finished.code == 0, finished.output
+    return folder, f"\njob {first}\n{finished.output}"
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_shipped_yamls_together(
+    name: str,
+    together_runs: tuple[Path, str],
+    tiny_model: Path,
+    reference: Reference,
+    lora_reference: Reference,
+) -> None:
+    folder, printed = together_runs
+    assert_like(folder, f"{name}-full", tiny_model, reference)
+    assert_like(folder, f"{name}-lora", tiny_model, lora_reference)
+    output = printed.partition(f"\njob {name}-full\n")[2].partition("\njob ")[0]
+    assert_shared_out(name, folder, f"{name}-full", RANKS, reference, output)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in TOGETHER])
+def test_shipped_yaml_trains_as_plain_pytorch_does(
+    name: str,
+    tiny_model: Path,
+    text_data: Path,
+    reference: Reference,
+    lora_reference: Reference,
+    smooth_reference: Reference,
+    tmp_path: Path,
+) -> None:
+    """As shipped, but in float32 and with 2 CPU processes, or 4 where the YAML makes a mesh."""
+    ranks = 4 if "hybrid_2x8" in name else RANKS
+    mesh = [*MESH, "--parallelism_config_dp_shard_size", "2"] if ranks == 4 else []
+    flags = ["--mixed_precision", "no", "--num_processes", str(ranks), *mesh]
+    args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH // ranks)
+    args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
+    smooth = {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
+    held_out = HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
+    env = probed(tmp_path, {"lora": LORA, **smooth, **held_out})
+    finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
+    assert finished.code == 0, finished.output
+
+    assert_like(tmp_path, "full", tiny_model, reference)
+    assert_like(tmp_path, "lora", tiny_model, lora_reference)
+    if smooth:
+        assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
+        card = (tmp_path / "smooth" / "final" / "README.md").read_text()
+        assert "The training loss is smoothed (label_smoothing_factor 0.5)" in card
+        assert "| label_smoothing_factor | 0.5 |" in card
+        assert f" on {ranks} ranks, cpu" in card
+        adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
+        assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
+    for kind in held_out:
+        untrained = train(tiny_model, text_data, steps=0, global_batch=1)
+        assert noted(tmp_path, kind)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
+    assert_shared_out(name, tmp_path, "full", ranks, reference, finished.output)
+    if name.startswith("zero"):
+        assert_exports_offline(tmp_path / "full", tmp_path / "offline")
+        assert_exports_moments(tmp_path / "full", tmp_path / "with", reference)
+
+
+def assert_shared_out(name: str, folder: Path, run: str, ranks: int, reference: Reference, output: str) -> None:
+    """Each rank holds the share that the YAML asks for, and the run says so."""
+    total = sum(tensor.numel() for tensor in reference.weights.values())
+    for rank in range(ranks):
+        seen = noted(folder, run, rank)
+        assert seen["held"] == pytest.approx(total / SHIPPED[name], rel=0.02)
+        assert seen["kinds"] == (["DTensor"] if name.startswith("fsdp2") else ["Parameter"])
+        assert seen["stage"] == (int(name[-1]) if name.startswith("zero") else 0)
+    if name.startswith("fsdp"):
+        assert f"sharding: {name[:5].upper()}" in output
+        assert reported_share(output) == pytest.approx(1 / SHIPPED[name], abs=0.02)
+
+
+def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) -> None:
+    """Those of ZeRO's flat partitions, each under its parameter's name."""
+    options = exporter.Options(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
+    assert exporter.run(options) == 0
+    found = load_file(out / "optimizer.safetensors")
+    assert found.keys() == reference.moments.keys()
+    for name, moment in reference.moments.items():
+        torch.testing.assert_close(found[name], moment, rtol=1e-3, atol=1e-3 * moment.abs().max().item())
+
+
+def reported_share(output: str) -> float:
+    """The share of the parameters that each rank holds, as the first run reported it."""
+    found = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", output)
+    assert found, output
+    return float(found[1]) / float(found[2])
+
+
+def test_one_process(
+    tiny_model: Path,
+    text_data: Path,
+    reference: Reference,
+    lora_reference: Reference,
+    smooth_reference: Reference,
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "one.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
+    args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH)
+    one = {"RANK": "0", **probed(tmp_path, {"lora": LORA, "smooth": SMOOTH})}
+    finished = accelerate_launch(config, PROBE, *args, launcher=["--num_processes", "1"], **one)
+    assert finished.code == 0, finished.output
+    assert_like(tmp_path, "full", tiny_model, reference)
+    assert_like(tmp_path, "lora", tiny_model, lora_reference)
+    assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
+
+
+def torchrun(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
+def test_torchrun_on_two_nodes_reads_the_yaml(
+    engine: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
+) -> None:
+    """Two agents that meet by c10d, as on two machines; number and addresses of the YAML's machines don't count."""
+    config = tmp_path / "two.yaml"
+    shipped = "fsdp2_two_nodes" if engine == "fsdp2" else engine
+    config.write_text(
+        (FOLDER / f"{shipped}.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    )
+    args = [*sft_args(tiny_model, text_data, tmp_path / "full"), "--accelerate_config", str(config)]
+    port = free_port()
+    nodes = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", PROBE, *args),
+        )
+        for host in (1, 0)
+    ]
+    first, second = together(nodes, **probed(tmp_path, {"lora": LORA}))
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert ("sharding: FSDP2" if engine == "fsdp2" else "DEEPSPEED: no FSDP") in first.output + second.output
+    assert_like(tmp_path, "full", tiny_model, reference)
+    assert_like(tmp_path, "lora", tiny_model, lora_reference)
+
+
+def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Each would keep its own ranks' shards, and every checkpoint would look complete on the first of them."""
+    port = free_port()
+    nodes = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", SFT),
+            *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"),
+            *("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml"),
+        )
+        for host in (1, 0)
+    ]
+    first, second = together(nodes)
+    assert first.code != 0
+    assert second.code != 0
+    assert "is not the same folder on all machines" in first.output + second.output
+    assert not list(tmp_path.rglob("checkpoint-*"))
+    assert not list(tmp_path.rglob(".shared-*"))
+
+
+def test_one_yaml_decides(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    args = sft_args(tiny_model, text_data, tmp_path / "run")
+    none = run([sys.executable, ROOT / "train" / "sft.py", *args, "--accelerate_config", FOLDER / "fsdp2.yaml"])
+    assert none.code == 1
+    assert "torchrun --standalone --nproc-per-node N train/sft.py --accelerate_config" in none.output
+    started = {"ACCELERATE_MIXED_PRECISION": "no"}  # as its launcher leaves it
+    both = run(
+        [sys.executable, ROOT / "train" / "sft.py", *args, "--accelerate_config", FOLDER / "ddp.yaml"], **started
+    )
+    assert both.code == 2
+    assert "--accelerate_config under accelerate launch" in both.output
+
+
+def with_more_tokens(model: Path, folder: Path) -> Path:
+    """The same model with a tokenizer that has learnt two tokens."""
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["fsdp1_full_shard", "fsdp2_checkpointing", "zero3"])
+def test_methods_and_checkpointing(
+    name: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
+) -> None:
+    """Recomputing changes no loss; DoRA starts where LoRA does and goes elsewhere; new tokens have rows; QLoRA."""
+    larger = with_more_tokens(tiny_model, tmp_path / "larger")
+    more = {
+        "lora": [*LORA, "--gradient_checkpointing", "true"],
+        "resized": ["--model_name_or_path", str(larger), "--resize_vocab"],
+    }
+    if name != "fsdp1_full_shard":
+        more["dora"] = [*LORA, "--use_dora", "--lora_dropout", "0.1", "--gradient_checkpointing", "true"]
+    if name != "zero3":
+        more["qlora"] = [*LORA, "--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]
+    args = [*sft_args(tiny_model, text_data, tmp_path / "full"), "--gradient_checkpointing", "true"]
+    flags = ["--mixed_precision", "no", "--num_processes", str(RANKS)]
+    finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **probed(tmp_path, more))
+    assert finished.code == 0, finished.output
+    assert_like(tmp_path, "full", tiny_model, reference)
+    assert_like(tmp_path, "lora", tiny_model, lora_reference)
+    if "dora" in more:
+        dora = noted(tmp_path, "dora")["losses"]
+        assert dora[0] == pytest.approx(lora_reference.losses[0], abs=TOLERANCE)
+        assert dora != pytest.approx(lora_reference.losses, abs=TOLERANCE)
+        tensors = load_file(tmp_path / "dora" / "final" / "adapter_model.safetensors")
+        assert sum("magnitude" in key for key in tensors) == 28
+    if "qlora" in more:
+        quantized = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, quantized=True)
+        assert quantized.losses != pytest.approx(lora_reference.losses, abs=TOLERANCE)
+        assert noted(tmp_path, "qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
+    own = "checkpointing: FSDP's own, as the YAML says" in finished.output
+    layers = "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout" in finished.output
+    assert (own, layers) == ((name == "fsdp2_checkpointing",) * 2)
+    resized = load_file(tmp_path / "resized" / "final" / "model.safetensors")
+    assert [resized[key].shape[0] for key in ("model.embed_tokens.weight", "lm_head.weight")] == [511, 511]
+
+
+def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """A bfloat16 checkpoint of 50 M parameters is 200 MB in float32; transformers alone makes that on each rank."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 509}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8)).to(torch.bfloat16)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(made_yaml(model=str(tmp_path / "model"), num_processes="2", mixed_precision="no"))
+    args = [*sft_args(tmp_path / "model", text_data, tmp_path / "run"), "--max_steps", "1"]
+    finished = accelerate_launch(config, ROOT / "train" / "sft.py", *args)
+    assert finished.code == 0, finished.output
+    found = re.search(r"peak of rank 0 ([\d.]+) GiB, of the others at most ([\d.]+) GiB", finished.output)
+    assert found, finished.output
+    assert float(found[1]) - float(found[2]) > 0.5 * 4 * total / 2**30  # its shards and one tensor are there too
+
+
+NATIVE_RUNS = {
+    "fsdp2": [],
+    "fsdp2-size": ["--strategy", "shard_grad_op", "--wrap", "size", "--min_num_params", "10000"],
+    "fsdp2-hybrid": ["--strategy", "hybrid_shard", "--shard_ranks", "1", *("--gradient_accumulation_steps", "2")],
+    "fsdp1": ["--fsdp_version", "1"],
+    "fsdp1-grad": ["--fsdp_version", "1", "--strategy", "shard_grad_op", "--backward_prefetch", "BACKWARD_POST"],
+    "fsdp1-no": ["--fsdp_version", "1", "--strategy", "no_shard"],
+    "fsdp1-hybrid": ["--fsdp_version", "1", "--strategy", "hybrid_shard", "--cpu_offload"],
+    "fsdp1-size": ["--fsdp_version", "1", "--strategy", "hybrid_shard_zero2", "--wrap", "size"],
+    "fsdp1-lora": ["--fsdp_version", "1", "--strategy", "no_shard", "--lora_r", "16"],
+    "fsdp2-lora": ["--lora_r", "16"],
+    "fsdp1-bf16": ["--fsdp_version", "1", "--mixed_precision", "bf16"],
+    "fsdp2-bf16": ["--mixed_precision", "bf16"],
+}
+
+
+def native(ranks: int, model: Path, data: Path, runs: Sequence[Sequence[str]]) -> Finished:
+    shared = ["--model_name_or_path", model, "--dataset_name", data, "--learning_rate", str(LEARNING_RATE)]
+    shared += ["--lr_scheduler_type", "constant", "--no-shuffle", "--max_steps", str(STEPS), "--save_steps", "4"]
+    jobs = [word for one in runs for word in ("RUN", *one)]
+    return run(torchrun("--standalone", "--nproc-per-node", ranks, PROBE_NATIVE, *shared, *jobs))
+
+
+def test_native_trains_as_one_plain_process_does(
+    tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
+) -> None:
+    runs = []
+    for name, flags in NATIVE_RUNS.items():
+        batch = "1" if "--gradient_accumulation_steps" in flags else "2"
+        rate = ["--learning_rate", str(LORA_LEARNING_RATE)] if "lora" in name else []
+        runs.append(["--output_dir", str(tmp_path / name), "--per_device_train_batch_size", batch, *flags, *rate])
+    finished = native(RANKS, tiny_model, text_data, runs)
+    assert finished.code == 0, finished.output
+    for name in NATIVE_RUNS:
+        expected = lora_reference if "lora" in name else reference
+        tolerance = 3e-2 if "bf16" in name else TOLERANCE
+        measured = json.loads((tmp_path / name / "measured.json").read_text())
+        assert measured["losses"] == pytest.approx(expected.losses, abs=tolerance), name
+        assert measured["seconds"] > 0
+        assert measured["peak_bytes"] > 2**20
+        for key, tensor in loaded(tmp_path / name / "final", tiny_model).state_dict().items():
+            torch.testing.assert_close(tensor, expected.weights[key], atol=10 * tolerance, rtol=0)
+
+
+def test_native_resumes_on_three_ranks(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Step 4's checkpoint of 2 ranks goes on where it was on 3, under the other FSDP and in an epoch's middle."""
+    begun = [["--output_dir", str(tmp_path / f"from-{version}"), "--fsdp_version", str(version)] for version in (1, 2)]
+    batch = ["--per_device_train_batch_size", "3"]
+    assert (first := native(2, tiny_model, text_data, [[*one, *batch] for one in begun])).code == 0, first.output
+    expected = train(tiny_model, text_data, steps=STEPS, global_batch=6)
+    resumed = []
+    for version in (1, 2):
+        out = tmp_path / f"from-{version}"
+        assert json.loads((out / "measured.json").read_text())["losses"] == pytest.approx(
+            expected.losses, abs=TOLERANCE
+        )
+        (out / "checkpoint-8" / ".metadata").unlink()  # half-written
+        resumed.append(["--output_dir", str(out), "--fsdp_version", str(3 - version), "--resume"])
+    batch = ["--per_device_train_batch_size", "2"]
+    again = native(3, tiny_model, text_data, [[*one, *batch] for one in resumed])
+    assert again.code == 0, again.output
+    for version in (1, 2):
+        measured = json.loads((tmp_path / f"from-{version}" / "measured.json").read_text())
+        assert measured["losses"] == pytest.approx(expected.losses[4:], abs=TOLERANCE)
+        exported = load_file(tmp_path / f"from-{version}" / "final" / "model.safetensors")
+        for key, tensor in exported.items():
+            torch.testing.assert_close(tensor, expected.weights[key], atol=TOLERANCE, rtol=0)

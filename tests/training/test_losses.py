@@ -1,0 +1,310 @@
+"""The losses of a run on one process, held against plain loops; and what ends a run whose loss is no number.
+
+`test_engines.py` has the same of several processes. Here the script runs in the test's own process.
+"""
+
+import json
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from conftest import ROOT, Finished, accelerate_launch, free_port
+from reference import SGD_LEARNING_RATE, train
+from safetensors.torch import load_file
+from test_training import logged_losses, make_config, sft_args
+from torch.nn import functional
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from accel_fsdp import cpu
+from accel_fsdp.errors import guard
+from accel_fsdp.training import losses, run_record
+from accel_fsdp.training.data import IGNORED
+
+STEPS = 6
+PER_RANK, ACCUMULATED = 2, 2
+
+
+def saved(model: torch.nn.Module, folder: Path, tokenizer_of: Path) -> Path:
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
+    return folder
+
+
+def accumulating(model: Path, data: Path, out: Path) -> list[str]:
+    sgd = ("--optim", "sgd", "--max_grad_norm", "0", "--learning_rate", str(SGD_LEARNING_RATE))
+    return sft_args(model, data, out, "--gradient_accumulation_steps", str(ACCUMULATED), *sgd)
+
+
+def test_every_predicted_token_counts_once_whatever_the_class_is_called(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Trainer counts the first token of each row too, which nothing predicts, where no class says ForCausalLM."""
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=509, n_embd=32, n_layer=2, n_head=2, n_positions=256, **dropout)
+    model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2", tiny_model)
+    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
+    assert "PAD/BOS/EOS" not in finished.output  # the config's are others than the tokenizer's
+    expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
+
+
+def test_a_model_whose_own_loss_is_another_gets_the_next_tokens(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Bart's decoder compares each prediction with the token that it was made at, and learns to repeat it."""
+    torch.manual_seed(0)
+    dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    sizes = {"vocab_size": 509, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    config = BartConfig(**sizes, **dropout, is_decoder=True, is_encoder_decoder=False, pad_token_id=0)
+    model = saved(BartForCausalLM(config), tmp_path / "bart", tiny_model)
+    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
+    assert "the model's own loss is not the mean over next tokens" in finished.output
+    expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
+
+
+def test_a_routers_loss_weighs_the_same_however_many_micro_batches_there_are(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Trainer adds one for each micro-batch of each rank."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 509, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256}
+    config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
+    model = saved(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
+    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
+    assert finished.code == 0, finished.output
+    assert logged_losses(tmp_path / "run") == pytest.approx(losses_with_a_router(model, text_data), abs=1e-5)
+
+
+def losses_with_a_router(folder: Path, data: Path) -> list[float]:
+    """Plain SGD: the mean over a step's tokens, and the mean over its micro-batches of what the router loses."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    rows = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
+    found = []
+    for step in range(STEPS):
+        batches = [rows[start : start + PER_RANK] for start in range(step * 4, step * 4 + 4, PER_RANK)]
+        tokens = sum(len(row) - 1 for batch in batches for row in batch)
+        lost, routed = torch.tensor(0.0), torch.tensor(0.0)
+        for batch in batches:
+            ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
+            out = model(input_ids=ids, attention_mask=mask)
+            routed = routed + 0.5 * out.aux_loss / ACCUMULATED
+            for logits, row in zip(out.logits, batch, strict=True):
+                lost = lost + functional.cross_entropy(logits[: len(row) - 1], row[1:], reduction="sum")
+        optimizer.zero_grad()
+        (lost / tokens + routed).backward()
+        optimizer.step()
+        found.append((lost / tokens + routed).item())
+    return found
+
+
+def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Trainer multiplies it by their number, in place: that of two ranks is twice the mean, and no other loss."""
+    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
+    trainer.model = LlamaForCausalLM.from_pretrained(tiny_model)
+    trainer.args = SimpleNamespace(
+        average_tokens_across_devices=True, n_gpu=0, use_liger_kernel=False, device="cpu", process_index=0
+    )
+    trainer.accelerator = SimpleNamespace(num_processes=2, gather=lambda one: one, parallelism_config=None)
+    trainer.get_tp_size = lambda: 1
+    trainer._settings, trainer.model_accepts_loss_kwargs = trainer.model.config, True
+    trainer.label_smoother = trainer.compute_loss_func = None
+    ids = torch.arange(20)[None]
+    wanted = functional.cross_entropy(trainer.model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    for kept in (True, False):
+        trainer._compared, trainer._scored = False, 0.0
+        loss = trainer.compute_loss(trainer.model.train(), {"input_ids": ids, "labels": ids}, num_items_in_batch=19)
+        assert loss.item() == pytest.approx(2 * wanted.item(), rel=1e-5)
+        assert (trainer.compute_loss_func is None) is kept
+        assert ("the model's own loss is not" in capfd.readouterr().err) is not kept
+        trainer.model.loss_function = lambda logits, **_: logits.sum() * 0.0 + 50.0
+
+
+EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--save_steps", "1", "--save_total_limit", "1")
+
+
+def test_a_run_that_diverges_ends_there(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Weights of 1e28 after the first step; the second step's loss is NaN and nothing of it is kept."""
+    out = tmp_path / "run"
+    finished = sft(*sft_args(tiny_model, text_data, out, *EXPLODES, "--learning_rate", "1e30"))
+    assert finished.code == 1, finished.output
+    said = finished.output
+    assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in said
+    assert [said.count(f"step {step}/6  loss") for step in (1, 2)] == [1, 1]
+    assert f"the last finite weights are in {out / 'checkpoint-1'}" in said
+    assert "a lower --learning_rate than 1e+30" in said
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not (out / "final").exists()
+    account = run_record.read(out)
+    assert account["status"] == "diverged"
+    assert math.isnan([row["loss"] for row in account["log"] if "loss" in row][-1])
+    assert math.isnan(account["results"]["training loss"]["last"])
+    assert (out / "loss.svg").is_file()
+
+
+def test_the_plain_script_ends_there_too(
+    tiny_model: Path,
+    text_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cpu, "mend_fsdp1", lambda: None)  # it would outlast the test
+    words = {"model_name_or_path": tiny_model, "dataset_name": text_data, "output_dir": tmp_path, "max_steps": 3}
+    given = [f"--{name}={value}" for name, value in {**words, "learning_rate": 1e30, "max_grad_norm": 1e9}.items()]
+    monkeypatch.setattr("sys.argv", ["native.py", *given])
+    try:
+        assert guard(runpy.run_path(str(ROOT / "train" / "native.py"), run_name="native")["main"]) == 1
+    finally:
+        dist.destroy_process_group()
+    assert "error: training diverged: the loss is nan" in capfd.readouterr().err
+    assert not (tmp_path / "final").exists()
+
+
+def test_infinite_weights_are_never_saved(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Weights that one step makes infinite: no later loss has shown it when they would be saved, or exported."""
+    for name, steps in (("saved", "6"), ("exported", "1"), ("ignored", "1")):
+        more = (*EXPLODES, "--learning_rate", "1e38", "--weight_decay", "1e6", "--max_steps", steps)
+        more += ("--save_strategy", "no") if name == "exported" else ()
+        more += ("--ignore_nan_inf", "true") if name == "ignored" else ()
+        finished = sft(*sft_args(tiny_model, text_data, tmp_path / name, *more))
+        assert finished.code == 1
+        assert "error: training diverged: after step 1 the weights hold NaN or infinite values" in finished.output
+        assert run_record.read(tmp_path / name)["status"] == "diverged"
+        assert not list((tmp_path / name).glob("checkpoint-*/*.safetensors"))
+        assert not (tmp_path / name / "final").exists()
+
+
+def test_a_step_that_is_no_number_can_be_left_out(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Every step after the first is; none of them changes a weight, and nobody reads a zero."""
+    out = tmp_path / "run"
+    more = (*EXPLODES, "--learning_rate", "1e30", "--ignore_nan_inf", "true", "--max_steps", "3")
+    finished = sft(*sft_args(tiny_model, text_data, out, *more))
+    assert finished.code == 0, finished.output
+    said = finished.output
+    assert "in step 3 the loss is nan, the gradient norm nan; its update is left out" in said
+    assert "training loss: 6.2" in said
+    assert "-> nan" in said
+    weights = load_file(out / "final" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert "| nan |" in (out / "final" / "README.md").read_text()
+
+
+def test_a_held_out_loss_that_is_no_number_is_never_the_best(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    best = ("--early_stopping_patience", "1", "--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1")
+    more = (*EXPLODES, *best, "--learning_rate", "1e30", "--dataset_test_split", "train")
+    finished = sft(*sft_args(tiny_model, text_data, tmp_path / "run", *more))
+    assert finished.code == 1, finished.output
+    assert "after step 1 the held-out loss is nan" in finished.output
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize(("precision", "left_out"), [("fp16", losses.SKIPPED_IN_A_ROW - 1), ("bf16", 0)])
+def test_what_a_scaler_leaves_out_is_no_divergence(precision: str, left_out: int) -> None:
+    """fp16 begins with gradients that are too large, and looks for the scale; unless it never finds one."""
+    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
+    trainer.args = SimpleNamespace(
+        device="cpu", ignore_nan_inf=False, output_dir="none", learning_rate=1e-3, max_grad_norm=1.0
+    )
+    trainer.accelerator = SimpleNamespace(
+        mixed_precision=precision, gather=lambda one: one, distributed_type=DistributedType.NO
+    )
+    trainer.state, trainer._skipped, trainer._step_loss = SimpleNamespace(global_step=0), 0, 0.0
+    trainer.log, trainer._get_learning_rate = lambda logs: None, lambda: 1e-3
+    for _ in range(left_out):
+        trainer._check_step(torch.tensor(math.inf))
+    with pytest.raises(losses.Diverged, match="gradient norm inf"):
+        trainer._check_step(torch.tensor(math.inf))
+    trainer._skipped = 0
+    trainer._step_loss = torch.tensor(math.nan)
+    with pytest.raises(losses.Diverged, match="loss is nan"):
+        trainer._check_step(torch.tensor(1.0))
+
+
+def test_one_ranks_infinite_loss_stops_all(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Its gradients may be finite; the others know nothing of it and must not wait for a rank that has left."""
+    config = make_config(tmp_path, tiny_model, fsdp_version="2", mixed_precision="bf16")
+    scarce = ROOT / "tests" / "scarce.py"
+    finished = accelerate_launch(config, scarce, *sft_args(tiny_model, text_data, tmp_path / "run"), SCARCE="number")
+    assert finished.code == 1
+    assert "error: training diverged: in step 2 the loss is inf, the gradient norm 0." in finished.output
+    assert "another rank is gone" not in finished.output
+    _, _, account = finished.output.partition("Root Cause (first observed failure)")
+    assert "traceback : error: training diverged: in step 2 the loss is inf" in account  # the launcher's last words
+    [first, *_] = [row["loss"] for row in run_record.read(tmp_path / "run")["log"] if "loss" in row]
+    assert first != torch.tensor(first).bfloat16().item()  # FSDP2 would round it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_ties_nor_ignored_places_count(dtype: torch.dtype) -> None:
+    """Dead logits are all the same, and predict nothing; the ones that are looked at stay as they are."""
+    given = torch.tensor([[[1.0, 2.0, 0.0], [3.0, 3.0, 0.0], [0.0, 0.0, 9.0]]], dtype=dtype, requires_grad=True)
+    logits = given * 1.0
+    assert losses.right_tokens(logits, torch.tensor([[1, 0, IGNORED]])).item() == 1
+    assert losses.right_tokens(logits, torch.tensor([[0, 2, 2]])).item() == 1
+    assert losses.right_tokens(torch.zeros(1, 10, 509, dtype=dtype), torch.arange(10)[None]).item() == 0
+    assert torch.equal(logits, given)
+    logits.square().sum().backward()
+    assert torch.equal(given.grad, 2 * given)
+
+
+def test_a_broken_checkpoint_is_no_matter_of_the_learning_rate(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    model.model.norm.weight.data[3] = -math.inf
+    broken = saved(model, tmp_path / "broken", tiny_model)
+    for ignores in ("false", "true"):
+        finished = sft(*sft_args(broken, text_data, tmp_path / "run", "--ignore_nan_inf", ignores))
+        assert finished.code == 1
+        assert "the loaded weights hold NaN or infinite values: model.norm.weight\n" in finished.output
+        assert f"{broken} is broken" in " ".join(finished.output.split())
+        assert "learning_rate" not in finished.output
+        assert "step 1/" not in finished.output
+
+
+def test_a_kernel_that_keeps_the_logits_counts_itself() -> None:
+    """Liger hands out the share of right tokens, of which two out of four have a target."""
+    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
+    trainer._scored = 0.0
+    wanted = torch.tensor([[1, IGNORED, 2, IGNORED]])
+    trainer._score({"logits": None}, wanted)
+    assert trainer._scored == 0.0
+    trainer._score({"logits": None, "token_accuracy": torch.tensor(0.5)}, wanted)
+    assert trainer._scored.tolist() == [1, 2]

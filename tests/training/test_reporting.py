@@ -1,0 +1,295 @@
+"""What a run says of itself: rate and memory, advice when memory is used up, the best model, and what it leaves."""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, SFT, Finished, accelerate_launch
+from huggingface_hub import ModelCard
+from reference import LEARNING_RATE, train
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from accel_fsdp import svg
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import gpus, host
+from accel_fsdp.linter import read_subject
+from accel_fsdp.prediction import from_yaml, smaller, trace_store
+from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.svg import Curve, Words
+from accel_fsdp.training import Tally, arguments, beginning, gather, line, run_plan, run_record
+
+SCARCE = ROOT / "tests" / "scarce.py"
+LLAMA = "meta-llama/Llama-3.1-8B"
+SHARDED = Layout("fsdp2", 1, 8, 8)
+
+
+def llama(**recipe: object) -> run_plan.Forecast:
+    found = trace_store.find(LLAMA)
+    assert found
+    return run_plan.Forecast(run_plan.Job(LLAMA, Recipe(**recipe), SHARDED), *found)  # type: ignore[arg-type]
+
+
+def test_mfu_follows_the_rule_of_six() -> None:
+    """6 FLOPs per weight and token, and 12 · layers · width · keys of attention, half of them masked."""
+    config = {"layers": 32, "width": 4096, "head_and_blocks": 8_030_261_248 - 128_256 * 4096, "length": 4096}
+    norms = (2 * 32 + 1) * 4096
+    per_token = 6 * (config["head_and_blocks"] - norms) + 12 * 32 * 4096 * config["length"] / 2
+    h100 = gpus.find("H100")
+    assert llama().mfu(80_000, 4096, h100) == pytest.approx(80_000 * per_token / (8 * 989.4e12), rel=1e-9)
+
+
+def test_advice_frees_what_the_plan_then_says_less() -> None:
+    one = llama(rows=4, length=4096)
+    now = one.peak_bytes(4, 4096, None)
+    found = {each.change: each.freed_bytes for each in smaller.savings(one.shape, one.tapes, one.job.recipe, SHARDED)}
+    halved = found["--per_device_train_batch_size 2 --gradient_accumulation_steps 2"]
+    fewer = llama(rows=2, length=4096, accumulation=2).peak_bytes(2, 4096, None)
+    assert halved == now - fewer
+    assert found["--max_length 2048"] > 0
+    assert found["fsdp_activation_checkpointing: true in the YAML"] > halved
+    assert "fsdp_reshard_after_forward: true in the YAML" not in found  # it is on
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_tokens_are_counted_without_padding_and_documents_apart() -> None:
+    tally = Tally()
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    tally.count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask})
+    packed = {"input_ids": torch.zeros(1, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}
+    tally.count(packed)
+    assert tally._counted.tolist() == [5 + 6, 2 + 3]  # type: ignore[union-attr]
+    assert (tally.rows, tally.length) == (2, 4)
+
+
+def test_the_line_of_a_step() -> None:
+    logs = {"loss": 1.25, "learning_rate": 1e-4, "tokens_per_second": 12345.6, "mfu": 0.412, "peak_memory_gib": 40.0}
+    assert line(logs, 10, 110, 0.6) == (
+        "step 10/110  loss 1.2500  lr 0.0001  12,346 tokens/s  MFU 41.2%  40.00 GiB  01:00 left"
+    )
+    del logs["mfu"]
+    assert "tokens/s  40.00 GiB" in line(logs, 10, 110, 0.6)
+    assert "left" not in line(logs, 109, 110, 0.6)  # 00:00
+    assert "  loss 1.2500  accuracy 12.5%  lr" in line({**logs, "mean_token_accuracy": 0.125}, 10, 110, 0.6)
+    held_out = {"eval_loss": 2.0, "eval_mean_token_accuracy": 0.5}
+    assert line(held_out, 10, 110, 0.6) == "step 10/110  held-out loss 2.0000  accuracy 50.0%"
+    assert line({"train_runtime": 2.0}, 10, 110, 0.6) == ""
+
+
+@pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 3.0), (2, float("nan")), (200, 1.0)]])
+def test_the_curve_is_a_picture_of_its_own(points: list[tuple[int, float]]) -> None:
+    figure = svg.losses(Words("Loss", "falls"), [Curve("training", "c1", points)], 720)
+    root = ElementTree.fromstring(svg.standalone(figure))
+    drawn = next(element for element in root.iter() if element.tag.endswith("polyline"))
+    assert len(drawn.get("points", "").split()) == sum(loss == loss for _, loss in points)
+
+
+def test_what_a_run_says_of_itself_without_being_told(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """A tenth of the lines in a short run, the first and the last step among them; and nothing that tells nothing."""
+    words = sft_args(tiny_model, text_data, tmp_path / "run", "--max_steps", "25", "--save_strategy", "no")
+    at = words.index("--logging_steps")
+    finished = sft(*words[:at], *words[at + 2 :], "--gradient_accumulation_steps", "2", "--use_peft")
+    assert finished.code == 0, finished.output
+    said = finished.output
+    assert [int(step) for step in re.findall(r"step (\d+)/25  loss", said)] == [1, *range(2, 25, 2), 25]
+    trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/final/adapter_model.safetensors").values())
+    assert f"trained: {trained / 1e6:.2f} M of 0." in said
+    assert "batch: 4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all" in said
+    assert "1 step per epoch, 2 in all" in beginning(1, 1, (48, 1, 1), (1, 0, 2))[1]
+    assert "one process, which holds the whole model" in said
+    for nothing in ("MFU", "the plan", "as the YAML says", "00:00 left", "PAD/BOS/EOS", "1 rows"):
+        assert nothing not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--report_to", "tensorbord,trackio"], "Did you mean tensorboard?"),
+        (["--report_to", "clearml"], "pip install clearml"),
+        (["--early_stopping_patience", "2"], "--early_stopping_patience without evaluation"),
+        (["--early_stopping_patience", "0", "--eval_strategy", "steps"], "--early_stopping_patience 3"),
+    ],
+)
+def test_refused_before_anything_is_loaded(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    given = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", str(tmp_path), *flags]
+    monkeypatch.setattr("sys.argv", ["sft.py", *given])
+    with pytest.raises(UserError) as refused:
+        arguments.parse()
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "attention"), [("eager", "eager"), ("sdpa", "sdpa"), ("flash_attention_2", "flash")]
+)
+def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention: str, tmp_path: Path) -> None:
+    config = SimpleNamespace(_name_or_path=LLAMA, _attn_implementation=implementation)
+    model = SimpleNamespace(dtype=torch.float32, config=config)
+    alone = SimpleNamespace(value="NO")
+    accelerator = SimpleNamespace(num_processes=1, mixed_precision="no", distributed_type=alone, state=None)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    for uses, kernels in ((False, "none"), (True, "liger")):
+        given.use_liger_kernel = uses
+        job = run_plan.job_of(model, given, accelerator)  # type: ignore[arg-type]
+        assert job is not None
+        assert (job.recipe.attention, job.recipe.kernels) == (attention, kernels)
+
+
+def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """From one rank only, with the strategy and the batch of this run, and no traceback."""
+    config = make_config(tmp_path, tiny_model, strategy="2")
+    finished = accelerate_launch(
+        config, SCARCE, *sft_args(tiny_model, text_data, tmp_path / "run"), SCARCE="gpu", XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert finished.code == 1
+    said = finished.output[finished.output.index("error: out of memory") :]
+    assert re.search(r"the plan says [\d.]+ GiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", said)
+    for change in ("--per_device_train_batch_size 1 --gradient_accumulation_steps 2", "fsdp_activation_checkpointing"):
+        assert re.search(rf"[\d.]+ [GM]iB less: {change}", said), said
+    assert "[rank1]: Traceback" not in finished.output
+    assert not (tmp_path / "run" / "final").exists()
+    assert run_record.read(tmp_path / "run")["status"] == "running"
+
+
+def test_a_host_too_small_for_the_model_keeps_a_checkpoint(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    config = make_config(tmp_path, tiny_model, fsdp_version="1", state_dict_type="FULL_STATE_DICT")
+    args = sft_args(tiny_model, text_data, out, "--save_strategy", "no", "--max_steps", "2")
+    finished = accelerate_launch(config, SCARCE, *args, SCARCE="host")
+    assert finished.code == 1
+    assert "of host memory, 0.0 GiB are free" in finished.output
+    assert f"accel-fsdp export {out / 'checkpoint-2'} {out / 'final'}" in finished.output
+    assert (out / "checkpoint-2" / "pytorch_model_fsdp_0" / ".metadata").is_file()
+    assert not (out / "final").exists()
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """The highest loss is taken for the best, so the first step's model is; the second evaluation then stops it.
+
+    Trainer alone doesn't note a best model whose shards are only being written, and may hang.
+    """
+    config = make_config(tmp_path, tiny_model, fsdp_version=version)
+    low = tmp_path / "low"
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(low)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(low)
+    every_step = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+    every_step += ("--report_to", "tensorboard") if version == "2" else ()
+    stop = ("--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+    out = tmp_path / "run"
+    finished = accelerate_launch(config, ROOT / "train" / "sft.py", *sft_args(low, text_data, out, *every_step, *stop))
+    assert finished.code == 0, finished.output
+    assert not (out / "checkpoint-3").exists()
+    assert "stopped early: after step 2 of 6\nthe best model is exported: checkpoint-1, " in finished.output
+    best = train(low, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
+    exported = load_file(out / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}  # the base model's
+    settings = json.loads((out / "final" / "config.json").read_text())
+    assert settings["dtype"] == "bfloat16"
+    assert settings["use_cache"] is True
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, best[name].bfloat16(), atol=TOLERANCE, rtol=1e-2)
+    assert (
+        run_record.read(out)["results"]["held-out loss"]["last"]
+        < run_record.read(out)["results"]["held-out loss"]["first"]
+    )
+    assert_accounted_for(out, config, finished, low, text_data, steps=2)
+    if version == "2":
+        assert_on_the_board(out, run_record.read(out))
+
+
+def test_the_best_model_is_read_as_it_was_stored(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """The best checkpoint is sharded, the YAML of the resumed run writes full state dicts."""
+    out = tmp_path / "run"
+    best = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+    best += ("--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+    best += ("--lr_scheduler_type", "linear")
+    for kind, steps in (("SHARDED_STATE_DICT", 2), ("FULL_STATE_DICT", 3)):
+        config = make_config(tmp_path, tiny_model, fsdp_version="2", state_dict_type=kind)
+        more = ("--max_steps", str(steps), "--resume_from_checkpoint", "auto")
+        finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, out, *best, *more))
+        assert finished.code == 0, finished.output
+    assert (out / "checkpoint-3" / "pytorch_model_fsdp.bin").is_file()
+    rates = {entry["step"]: entry["learning_rate"] for entry in run_record.read(out)["log"] if "learning_rate" in entry}
+    assert rates[2] == pytest.approx(LEARNING_RATE / 2)
+    assert rates[3] == pytest.approx(LEARNING_RATE / 3)  # not the zero at which the first schedule had ended
+    wanted = train(tiny_model, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
+    for name, tensor in load_file(out / "final" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, wanted[name], atol=TOLERANCE, rtol=1e-3)
+
+
+def assert_on_the_board(folder: Path, account: dict) -> None:
+    """TensorBoard has what was printed."""
+    [events] = folder.rglob("events.out.*")
+    found = EventAccumulator(str(events)).Reload()
+    for name, tag in (("loss", "train/loss"), ("tokens_per_second", "train/tokens_per_second")):
+        logged = [entry[name] for entry in account["log"] if name in entry]
+        assert [event.value for event in found.Scalars(tag)] == pytest.approx(logged)
+    assert found.Scalars("train/peak_host_memory_gib")
+
+
+def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Path, data: Path, steps: int) -> None:
+    """run.json, the curve and the card say what the YAML, the log and the data say."""
+    account = json.loads((out / "run.json").read_text())
+    assert account["status"] == "finished"
+    wanted, _ = from_yaml.of_config(read_subject(config)[0], Recipe())
+    assert Layout(**account["plan"]["layout"]) == wanted
+    state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert [entry["loss"] for entry in account["log"] if "loss" in entry] == losses
+    assert account["results"]["training loss"] == {"first": losses[0], "best": min(losses), "last": losses[-1]}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line)["text"] for line in data.read_text().splitlines()][: steps * PER_RANK * RANKS]
+    assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
+    assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
+    assert account["versions"]["torch"] == torch.__version__
+    assert len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  [\d.]+ GiB of host", finished.output)) == steps
+    assert "peak memory after step 2: " in finished.output
+    assert (out / "loss.svg").read_text().count("<polyline") == 2
+    card = ModelCard.load(out / "final" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"| training loss | {losses[0]:.4f} |" in card.text
+    assert str(out) not in card.content
+    readable = 0o666 & ~current_umask()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (out / "final").iterdir()} == {readable}
+    assert not list((out / "final").glob("*.bin"))
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_collectives_get_the_time_that_writing_takes(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert gather.lengthen_timeouts(10**9, least_seconds=1800) == 1800
+        seconds = gather.lengthen_timeouts(280 * 10**9, least_seconds=1800)  # 70 B parameters in float32
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert backend.options._timeout.total_seconds() == pytest.approx(seconds)
+        assert seconds > 1.5 * 3600
+    finally:
+        dist.destroy_process_group()
+
+
+def test_free_memory_is_within_the_limit() -> None:
+    free, limit = host.free_memory(), host.memory_limit()
+    assert free is not None
+    assert limit is not None
+    assert 0 < free < limit
+    assert host.peak_memory() < limit

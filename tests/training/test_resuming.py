@@ -1,0 +1,238 @@
+"""What a run says of a checkpoint before it loads anything, and which ones it keeps. No launches."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from accel_fsdp.checkpoints import Origin, completeness, discover
+from accel_fsdp.errors import UserError
+from accel_fsdp.training import resuming
+
+HERE = Origin("FSDP", ranks=2, rows_per_step=8)
+SHARDED = ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp")
+REST = ("optimizer_0/.metadata", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
+WHOLE = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth")
+ZERO = tuple(f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+
+
+def written(folder: Path, *names: str, origin: Origin | None = HERE) -> Path:
+    """A checkpoint of these files; without origin as plain Trainer leaves it."""
+    folder.mkdir(parents=True)
+    if origin:
+        completeness.begin(folder)
+    for name in (*names, "trainer_state.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}" if name.endswith(".safetensors") else '{"global_step": 4}')
+    if origin:
+        completeness.seal(folder, origin)
+    return folder
+
+
+def run_of(folder: Path, *steps: int) -> list[Path]:
+    return [written(folder / f"checkpoint-{step}", *SHARDED, *REST) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("names", "origin", "here", "said"),
+    [
+        ((*SHARDED, *REST), HERE, Origin("FSDP", 3, 8), ""),
+        ((*SHARDED, *REST), None, HERE, ""),
+        ((*SHARDED, *REST), HERE, Origin("FSDP", 3, 12), "counts steps of 8 rows, this run steps of 12"),
+        ((*SHARDED, *REST), HERE, Origin("DDP", 2, 8), "was written under FSDP, this run is under DDP"),
+        (WHOLE, None, HERE, "was written under DDP, this run is under FSDP"),
+        (("model.safetensors",), None, HERE, "holds no optimizer state and no schedule"),
+        (SHARDED[:2], HERE, HERE, "holds no optimizer state and no schedule"),
+        ((*SHARDED, REST[0]), HERE, HERE, "holds no schedule (scheduler.pt)"),
+        ((*SHARDED[2:], *REST), HERE, HERE, "holds no model weights"),
+        (("pytorch_model_fsdp_rank0.bin", "optimizer_0/.metadata", "scheduler.pt"), HERE, HERE, "by 1 ranks"),
+        ((*ZERO, "latest"), Origin("ZeRO-2", 2, 8), Origin("ZeRO-2", 4, 8), "holds no model weights"),
+        (
+            (*ZERO, "global_step4/mp_rank_00_model_states.pt"),
+            Origin("ZeRO-2", 2, 8),
+            Origin("ZeRO-2", 4, 8),
+            "by 2 ranks",
+        ),
+        ((*ZERO, "global_step4/mp_rank_00_model_states.pt"), Origin("ZeRO-2", 2, 8), Origin("ZeRO-3", 2, 8), "ZeRO-3"),
+    ],
+)
+def test_a_checkpoint_is_held_against_the_run(
+    names: tuple[str, ...], origin: Origin | None, here: Origin, said: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "checkpoint-4", *names, origin=origin)
+    if any(name.startswith("global_step") for name in names):
+        (folder / "latest").write_text("global_step4")
+    if not said:
+        resuming.check(folder, here)
+        return
+    with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        resuming.check(folder, here)
+
+
+def test_data_that_start_anew_need_no_place(tmp_path: Path) -> None:
+    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)
+    resuming.check(folder, Origin("FSDP", 3, 12), skips_data=False)
+    with pytest.raises(UserError, match="by 2 ranks, this run has 4"):
+        resuming.check(folder, Origin("FSDP", 4, 8), order_depends_on_ranks=True)
+
+
+@pytest.mark.parametrize("wanted", ["true", "checkpoint-4"])
+def test_steps_of_another_size_are_refused_before_anything_is_loaded(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)  # steps of 8 rows
+    monkeypatch.setattr(resuming, "_agreed", list)
+    resume = "true" if wanted == "true" else str(folder)
+    run = {"output_dir": str(tmp_path), "world_size": 2, "process_index": 0, "save_on_each_node": False}
+    run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": resume}
+    with pytest.raises(UserError, match="counts steps of 8 rows, this run steps of 16"):
+        resuming.chosen(SimpleNamespace(**run, train_batch_size=4))
+    assert resuming.chosen(SimpleNamespace(**run, train_batch_size=2)) == str(folder)
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")  # both ranks have a part of the same rows
+    assert resuming.chosen(SimpleNamespace(**run, train_batch_size=4)) == str(folder)
+
+
+def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+    first, second, cut, short, begun = run_of(tmp_path, 2, 4, 6, 8, 10)
+    (cut / "scheduler.pt").unlink()
+    (short / "optimizer_0" / "__0_0.distcp").write_text("{")
+    completeness.begin(tmp_path / "checkpoint-12")
+    (begun / completeness.MARKER).write_text(json.dumps({"complete": False}))
+    choice = completeness.choose(tmp_path)
+    assert choice.newest == second
+    assert list(choice.skipped) == [tmp_path / "checkpoint-12", begun, short, cut]
+    assert choice.skipped[cut] == "scheduler.pt is missing"
+    assert choice.skipped[short] == "__0_0.distcp has 1 of 18 bytes"
+    assert choice.skipped[begun] == "its run ended while it was written"
+    assert first.exists()
+
+
+def test_plain_trainers_checkpoints_are_judged_by_what_is_written_last(tmp_path: Path) -> None:
+    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST, origin=None)
+    assert completeness.flaw(folder) == ""
+    (folder / "trainer_state.json").write_text('{"global_')
+    assert "cut short" in completeness.flaw(folder)
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
+    (folder / "optimizer_0" / ".metadata").unlink()
+    assert completeness.flaw(folder) == "optimizer_0/.metadata is missing"
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [
+        (None, None, [2, 4, 6, 8, 10]),
+        (1, None, [6, 8, 10]),
+        (2, None, [4, 6, 8, 10]),
+        (1, 2, [2, 6, 8, 10]),
+        (2, 2, [2, 6, 8, 10]),
+    ],
+)
+def test_the_last_complete_one_is_never_deleted(
+    keep: int | None, best: int | None, left: list[int], tmp_path: Path
+) -> None:
+    """8 and 10 are half-written: they are newer than the last complete one and may be being written."""
+    *_, eight, ten = run_of(tmp_path, 2, 4, 6, 8, 10)
+    for folder in (eight, ten):
+        (folder / "scheduler.pt").unlink()
+    completeness.retire(tmp_path, keep, f"elsewhere/checkpoint-{best}" if best else None)
+    assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == left
+
+
+def test_a_step_saved_again_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    (folder,) = run_of(tmp_path, 4)
+    completeness.begin(folder)
+    assert completeness.flaw(folder)
+    assert not completeness.flaw(tmp_path / ".checkpoint-4.old")
+    completeness.retire(tmp_path, 1, None)
+    (folder / "trainer_state.json").write_text("{}")
+    completeness.seal(folder, HERE)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+def swapped(folder: Path) -> None:
+    first, second = folder / "rng_state_0.pth", folder / "rng_state_1.pth"
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+
+
+def flipped(folder: Path) -> None:
+    path = folder / "optimizer_0" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_other_bytes_of_the_right_size_are_seen_by_one_of_the_ranks(tmp_path: Path) -> None:
+    """Swapped files and flipped bits; each rank reads its share, and the shares cover everything once."""
+    for number, spoil in enumerate((swapped, flipped)):
+        folder = written(tmp_path / str(number), *SHARDED, *REST)
+        for name in REST[1:]:
+            (folder / name).write_text(f'"{name}"')
+        completeness.seal(folder, HERE)
+        assert completeness.damage(folder) == ""
+        spoil(folder)
+        assert completeness.flaw(folder) == ""  # sizes alone don't tell
+        assert "other bytes than were written" in completeness.damage(folder)
+        assert sum(bool(completeness.damage(folder, part=rank, of=3)) for rank in range(3)) in (1, 2)
+        names = [
+            name for rank in range(3) for name in completeness._share(completeness.read(folder).sizes, {}, rank, 3)
+        ]  # type: ignore[union-attr]
+        assert sorted(names) == sorted(completeness.read(folder).sizes)  # type: ignore[union-attr]
+
+
+def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
+    names = (*SHARDED, *REST, "pytorch_model_fsdp_0/__1_0.distcp", *ZERO, "checkpoint.json")
+    folder = written(tmp_path / "checkpoint-4", *names)
+    parts = [completeness.own_hashes(folder, rank, 2) for rank in range(2)]
+    assert set(parts[1]) == {"rng_state_1.pth", "pytorch_model_fsdp_0/__1_0.distcp", ZERO[1]}
+    whole = completeness.read(folder)
+    assert whole is not None
+    assert {**parts[0], **parts[1]} == whole.hashes
+    assert whole.hashes.keys() == whole.sizes.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", "3", '{"complete": true}', '{"complete": true, "files": []}', '{"complete": 1}'),
+        '{"complete": true, "files": {"a": "1"}}',
+        '{"complete": true, "files": {"../../x": 1}}',
+        '{"complete": true, "files": {"/etc/shadow": 1}}',
+        '{"complete": true, "files": {}, "hashes": {"scheduler.pt": 3}}',
+        '{"complete": true, "files": {}, "origin": []}',
+        '{"complete": true, "files": {}, "origin": [1]}',
+        '{"complete": true, "files": {}, "origin": {"engine": "FSDP", "ranks": "two"}}',
+        '{"complete": true, "files": {}, "origin": {"engine": "FSDP", "settings": {"model": 3}}}',
+        '{"complete": true, "files": {}, "origin": {"engine": "FSDP", "before": [3]}}',
+        '{"complete": true, "files": {}, "origin": {"other": 1}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_marker_that_is_cut_or_odd_is_damaged_and_not_none(text: str, tmp_path: Path) -> None:
+    older, folder = run_of(tmp_path, 2, 4)
+    (folder / completeness.MARKER).write_text(text)
+    choice = completeness.choose(tmp_path)
+    if text == '{"complete": true, "files": {}, "origin": []}':  # says nothing of the run, as earlier versions did
+        assert choice.newest == folder
+        return
+    assert choice.newest == older
+    assert "complete.json" in choice.skipped[folder]
+    assert "damaged" in choice.skipped[folder]
+    with pytest.raises(UserError, match="damaged"):
+        completeness.read(folder)
+    found, passed = discover.find(tmp_path)
+    assert found.folder == older
+    assert "marker" in str(passed[0])
+
+
+def test_a_marker_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    older, piped, endless = run_of(tmp_path, 2, 4, 6)
+    for folder in (piped, endless):
+        (folder / completeness.MARKER).unlink()
+    os.mkfifo(piped / completeness.MARKER)
+    (endless / completeness.MARKER).symlink_to("/dev/zero")
+    choice = completeness.choose(tmp_path)
+    assert choice.newest == older
+    assert "a pipe" in choice.skipped[piped]
+    assert "link to /dev/zero" in choice.skipped[endless]

@@ -1,0 +1,61 @@
+"""Ctrl-C in training: one saves and stops, a second ends the process. One process, no launch."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finished
+
+from accel_fsdp.checkpoints import completeness
+from accel_fsdp.training import SAME_KEY_SECONDS, SIGNALS, Stop, trainer
+
+
+def test_ctrl_c_saves_and_stops_and_the_run_goes_on(
+    tiny_model: Path, text_data: Path, tmp_path: Path, sft: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
+    flags += ["--max_steps", "6", "--per_device_train_batch_size", "4", "--disable_tqdm", "true"]
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    step = trainer.SftTrainer.training_step
+    calls: list[int] = []
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # the thread that notes it
+        return step(self, *args)
+
+    monkeypatch.setattr(trainer.SftTrainer, "training_step", interrupted)
+    stopped = sft(*flags)
+    assert stopped.code == 75, stopped.output
+    assert "Ctrl-C: saves after this step, and stops; a second one ends it at once" in stopped.output
+    assert "stopped: SIGINT after step 3" in stopped.output
+    assert completeness.choose(tmp_path / "run").newest == tmp_path / "run" / "checkpoint-3"
+    for number, handler in before.items():  # which a process that has saved ignores while it leaves
+        assert signal.signal(number, handler) == signal.SIG_IGN
+    resumed = sft(*flags, "--resume_from_checkpoint", "true")
+    assert resumed.code == 0, resumed.output
+    assert len(calls) == 6
+    assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
+
+
+def test_a_second_ctrl_c_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An echo of the first, by the launcher, doesn't."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    stop = Stop()
+    stop._listen()
+    try:
+        for seconds in (0.0, 0.1, SAME_KEY_SECONDS + 0.1):
+            time.sleep(seconds)
+            assert not ended
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        assert ended == [130]
+    finally:
+        stop.release()

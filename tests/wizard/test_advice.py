@@ -1,0 +1,91 @@
+"""What the plan tells the wizard: the choice of checkpointing and offload, and whether the result fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import accel_fsdp
+
+from accel_fsdp.config import Method
+from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.prediction import GIB, advice
+from accel_fsdp.prediction.memory import Layout
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "count", "checkpointing", "offload"),
+    [
+        ("Qwen/Qwen3-32B", "8xA100-40GB", 4, True, False),
+        ("llama-3.1-8b", "8xH100", 1, False, False),
+        ("llama-3.1-8b", "8xT4", 1, True, True),
+    ],
+)
+def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
+    model: str, machine: str, count: int, checkpointing: bool, offload: bool, tmp_path: Path
+) -> None:
+    one, _ = machines.parse(machine)
+    found = advice.advise(model, one, Layout("fsdp2", 1, one.count * count, one.count))
+    assert found is not None
+    assert (found.checkpointing, found.offload, found.fits) == (checkpointing, offload, True)
+    path, number = tmp_path / "fsdp.yaml", str(count)
+    switched = {True: "true", False: "false"}
+    config = ("config", "--yes", "-o", path, "--model", model, "--gpus", machine, "--num-machines", number)
+    where = ("--main-process-ip", "10.0.0.1") if count > 1 else ()
+    how = ("--cpu-offload", switched[offload], "--activation-checkpointing", switched[checkpointing])
+    assert accel_fsdp(*config, *where, *how).code == 0
+    judged = accel_fsdp("plan", "--config", path, "--model", model, "--gpus", machine, "--nodes", number, "--json")
+    row = json.loads(judged.output)["strategies"][0]
+    assert (row["fits"], row["peak_bytes"]) == ("yes", found.chosen.prediction.peak.total)
+
+
+@pytest.mark.parametrize(("method", "verdict"), [("full", "no"), ("qlora", "yes")])
+def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
+    one, _ = machines.parse("1xA100-80GB")
+    found = advice.advise("meta-llama/Llama-3.1-70B", one, Layout("single", 1, 1, 1), method)
+    assert found is not None
+    assert found.verdict == verdict
+    assert found.words.startswith(f"needs {found.needed_gib:.1f} of 79.2 GiB")
+    assert not found.offload  # one GPU has nobody to shard with
+
+
+def test_there_is_no_advice_without_the_model_or_the_gpu() -> None:
+    layout = Layout("fsdp2", 1, 8, 8)
+    assert advice.advise("me/unheard-of", machines.parse("8xH100")[0], layout) is None
+    assert advice.advise("gpt2", machines.parse("8xH1OO")[0], layout) is None
+    assert advice.advise("gpt2", machines.CPU, layout) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "name", "gib"),
+    [
+        ("8xA100", 8, "A100", 79.25),
+        ("8xA100-80GB", 8, "A100", 79.25),
+        ("A100-80GB", 1, "A100", 79.25),
+        ("h100", 1, "H100", 79.1),
+        ("2x4090", 2, "RTX 4090", 23.64),
+        ("1x3090", 1, "RTX 3090", 23.68),
+        ("RTX4090", 1, "RTX 4090", 23.64),
+        ("8xT4", 8, "T4", 14.75),
+    ],
+)
+def test_a_gpu_is_the_same_by_every_name(words: str, count: int, name: str, gib: float) -> None:
+    machine, _ = machines.parse(words)
+    assert machine.accelerator is not None
+    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    assert (machine.count, gpu.name, gpu.usable_gib) == (count, name, gib)
+
+
+def test_no_gpu_has_all_the_memory_that_is_sold() -> None:
+    for gpu in gpus.GPUS:
+        sold = gpu.memory_gib * (15 / 16 if gpu.name in gpus.INLINE_ECC else 1)
+        assert 0.975 * sold < gpu.usable_gib < 0.995 * sold
+    assert gpus.find("NVIDIA H100 80GB HBM3", 79.18).usable_gib == 79.18  # a driver's own word
+    assert gpus.find("A100", 64).usable_gib == pytest.approx(64 * 0.985)
+
+
+def test_one_number_says_what_a_gpu_has() -> None:
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4").output
+    assert "14.8 GiB" in shown
+    assert "16 GiB" not in shown
+    content = json.loads(accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4", "--json").output)
+    assert content["gpu_memory_usable_bytes"] == round(14.75 * GIB)

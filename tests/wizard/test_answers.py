@@ -1,0 +1,371 @@
+"""Answers that can't be used are refused with words that fit; names that people use are understood. In-process."""
+
+import dataclasses
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_fsdp import cli, linter, planner, wizard
+from accel_fsdp.config import Engine, Method, combinations
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import MachineFacts, find, machines
+from accel_fsdp.linter import read_subject
+from accel_fsdp.models import catalogue, config_json, inspect_model
+from accel_fsdp.prediction import GIB, from_yaml, search
+from accel_fsdp.prediction.memory import Checkpointing, Recipe
+from accel_fsdp.wizard import Answers, interview, questions, to_yaml
+
+Captured = pytest.CaptureFixture[str]
+TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
+
+
+def settled(**flags: str) -> Answers:
+    return interview.answers(interview.interview(flags, {}, "defaults"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a small model of a kind, with a config alone."""
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    configs: dict[str, dict[str, Any]] = {
+        "t5": {"model_type": "t5", "is_encoder_decoder": True, **sizes},
+        "roberta": {"model_type": "roberta", **text},
+        "classifier": {"model_type": "bert", "architectures": ["BertForSequenceClassification"], **text},
+        "llava": {
+            "model_type": "llava",
+            "text_config": {"model_type": "llama", "num_key_value_heads": 4, **text},
+            "vision_config": {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **text},
+        },
+        "llama": {"model_type": "llama", "num_key_value_heads": 4, **text},
+    }
+
+    def made(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        (path / "config.json").write_text(json.dumps(configs[kind]))
+        return path
+
+    return made
+
+
+def refusal(**flags: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        settled(**{**TWO_MACHINES, **flags})
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["a b c", "http://node1", "node1:29500", "127.0.0.1", "localhost", "10.0.0", "10.0.0.300", "::1", "-", "a\x1b[2J"],
+)
+def test_an_address_where_machines_cannot_meet_is_refused(address: str) -> None:
+    assert "--main-process-ip" in refusal(main_process_ip=address).what
+
+
+@pytest.mark.parametrize("address", ["node-1", "node_1.cluster.local", "10.0.0.1", "fe80::1", "gpu01"])
+def test_an_address_is_taken(address: str) -> None:
+    assert settled(**{**TWO_MACHINES, "main_process_ip": address}).main_process_ip == address
+
+
+def test_a_mistyped_gpu_is_refused_and_the_fix_works() -> None:
+    error = refusal(gpus="8xH1OO")
+    assert "Did you mean H100?" in error.what
+    assert settled(model="gpt2", gpus=error.fix.removeprefix("--gpus ")).gpus == "8xH100"
+    assert "no GPU that this tool knows" in refusal(gpus="8xFoo").what
+    assert refusal(gpus="8xH1000").fix.startswith("--gpus 8xH100; or 8xH1000-80GB, with the memory")
+    for typed, meant in (("8xA100-80GB1", "8xA100-80GB"), ("8xH100-80", "8xH100-80GB")):
+        assert refusal(gpus=typed).fix == f"--gpus {meant}"
+    assert settled(model="gpt2", gpus="8 x H100").engine == settled(model="gpt2", gpus="8xH100").engine
+    assert settled(model="gpt2", gpus="8xB300-288GB").gpus == "8xB300-288GB"  # newer than the table, with its memory
+
+
+def test_a_short_name_is_the_catalogues_model() -> None:
+    made = settled(model="llama-3.1-8b", gpus="8xH100")
+    assert made.model == "meta-llama/Llama-3.1-8B"  # what `train/sft.py` can load
+    assert inspect_model.read_model("llama-3.1-8b").parameters == 8_030_261_248  # `check --model`
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto_class", "layer"),
+    [
+        ("t5", "AutoModelForSeq2SeqLM", "T5Block"),
+        ("roberta", "AutoModelForMaskedLM", "RobertaLayer"),
+        ("classifier", "AutoModelForSequenceClassification", "BertLayer"),
+        ("llava", "AutoModelForImageTextToText", "LlamaDecoderLayer"),
+        ("llama", "", "LlamaDecoderLayer"),
+    ],
+)
+def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
+    kind: str,
+    auto_class: str,
+    layer: str,
+    folder: Callable[[str], Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """T5 too, which `check` then reads with the model."""
+    path = tmp_path / "made.yaml"
+    flags = {"model": str(folder(kind)), "gpus": "2xA100"}
+    assert wizard.configure(wizard.Options(path, yes=True), flags) == 0
+    assert layer in path.read_text()
+    assert [one for one in linter.lint(path, linter.Options(model=flags["model"])) if one.severity != "note"] == []
+    shown = "".join(capfd.readouterr())
+    told = " ".join(shown.split())
+    launch = "YOUR_SCRIPT.py" if auto_class else "train/sft.py --model_name_or_path"
+    assert f"accelerate launch --config_file {path} {launch}" in shown
+    assert launch in path.read_text().splitlines()[4]
+    assert ("a script of your own" in told) == bool(auto_class)
+    assert auto_class in told
+
+
+def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match="has an encoder and a decoder"):
+        planner.make_job(planner.Options(str(folder("t5")), "2xA100", None, Recipe()))
+
+
+def test_a_number_out_of_range_gets_a_fix_that_works() -> None:
+    for field, wrong in {"main_process_port": "99999", "num_processes": "0", "num_machines": "-1"}.items():
+        flag, value = refusal(**{field: wrong}).fix.split()
+        assert flag == "--" + field.replace("_", "-")
+        settled(**{**TWO_MACHINES, field: value})
+    assert refusal(main_process_port="99999").fix == "--main-process-port 29500"
+
+
+ENGINES = {"fsdp2": {"engine": "fsdp"}, "fsdp1": {"engine": "fsdp", "fsdp_version": "1"}} | {
+    name: {"engine": name} for name in ("deepspeed", "ddp")
+}
+MACHINES = ("8xH100", "2x8xA100-40GB", "2xRTX4090", "8xT4", "1xH100", "cpu")
+LARGE, SMALL = ("Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70B"), ("openai-community/gpt2", "openai/gpt-oss-20b")
+
+
+def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: Path) -> None:
+    """The judges are `check --model` and `plan --config`, which read the file and know nothing of the answers."""
+    path, fitting = tmp_path / "made.yaml", set()
+    ways = itertools.product((*LARGE, *SMALL), MACHINES, ("full", "lora", "qlora"), ENGINES)
+    for number, (model, gpus, method, engine) in enumerate(ways):
+        if number % 3 or (engine == "ddp" and gpus == "1xH100"):  # a third of them, of each kind some
+            continue
+        if (method, engine) in {("lora", "fsdp1"), ("qlora", "fsdp1"), ("qlora", "deepspeed")}:
+            continue
+        flags = {"model": model, "gpus": gpus, "method": method, **ENGINES[engine], "main_process_ip": "10.0.0.1"}
+        if not gpus.startswith("2x8"):
+            del flags["main_process_ip"]
+        talk = interview.interview(flags, {}, "defaults")
+        made = interview.answers(talk)
+        path.write_text(to_yaml.to_text(made))
+        assert [one for one in linter.lint(path, linter.Options(model=model)) if one.severity != "note"] == [], flags
+        warned = any(line.startswith("warning: this ") for line in interview.warnings(talk))
+        if gpus != "cpu":
+            assert warned != judged_to_fit(path, made), flags
+        fitting.add(warned)
+    assert fitting == {True, False}
+
+
+def judged_to_fit(path: Path, made: Answers) -> bool:
+    """`accel-fsdp plan --config`, with the script's part of checkpointing."""
+    subject, _ = read_subject(path)
+    checkpointing: Checkpointing = "full" if made.script_checkpoints else "none"
+    recipe = Recipe(made.method, dtype="float32" if made.method == "full" else "bfloat16", checkpointing=checkpointing)
+    layout, recipe = from_yaml.of_config(subject, recipe)
+    options = planner.Options(made.model, made.gpus, None, recipe)
+    return search.judge(planner.make_job(options, layout, made.num_machines), layout).choice is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        (("Qwen/Qwen3-32B", "4x8xA100-40GB", "full"), {"activation_checkpointing"}),
+        (("meta-llama/Llama-3.1-70B", "2xRTX4090", "qlora"), {"cpu_offload", "script_checkpoints"}),
+        (("llama-3.1-8b", "8xH100", "full"), set()),
+    ],
+)
+def test_defaults_come_from_the_plan(flags: tuple[str, str, str], on: set[str]) -> None:
+    model, gpus, method = flags
+    several = {"main_process_ip": "10.0.0.1"} if gpus.count("x") == 2 else {}
+    made = settled(model=model, gpus=gpus, method=method, **several)
+    switches = ("activation_checkpointing", "cpu_offload", "script_checkpoints")
+    assert {name for name in switches if getattr(made, name)} == on
+    assert ("--gradient_checkpointing true" in to_yaml.to_text(made)) == ("script_checkpoints" in on)
+
+
+def test_a_folder_gets_the_same_answers_as_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name, gpus = "Qwen/Qwen2.5-7B", "4xA100-40GB"
+    (tmp_path / "config.json").write_text(json.dumps(catalogue.entries()[name]["config"]))
+    known, traced = settled(model=name, gpus=gpus), settled(model=str(tmp_path), gpus=gpus)
+    assert known.activation_checkpointing
+    assert dataclasses.replace(traced, model=name) == known
+
+
+def test_a_gpus_memory_need_not_be_typed() -> None:
+    named, sized = (settled(model="Qwen/Qwen3-32B", gpus=gpus) for gpus in ("8xA100", "8xA100-80GB"))
+    assert dataclasses.replace(named, gpus="8xA100-80GB") == sized
+
+
+def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> None:
+    flags = {"model": "llama-3.1-8b", "gpus": "2x4090", "engine": "ddp"}
+    assert wizard.configure(wizard.Options(Path("-"), yes=True), flags) == 0  # written, as was asked
+    shown = capsys.readouterr()
+    assert re.search(r"warning: this doesn't fit: it needs 15\d\.\d of 23\.6 GiB", shown.err)
+    assert "--engine fsdp" in shown.err
+    assert "warning" not in shown.out
+
+
+def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
+    """Llama 405B fits on eight GPUs by offload, with 6 TB on the machine."""
+    flags = {"model": "llama-3.1-405b", "gpus": "8xH100"}
+    first, second = interview.warnings(interview.interview(flags, {}, "defaults"))
+    assert re.fullmatch(r"warning: CPU offload needs 6,\d+ GiB of memory on each machine, where 1,920 GiB .*", first)
+    assert second == "  what fits: --method lora; 4 machines: --gpus 4x8xH100"
+    for better in ({"method": "lora"}, {"gpus": "4x8xH100", "main_process_ip": "node1"}):
+        said = interview.warnings(interview.interview({**flags, **better}, {}, "defaults"))
+        assert [line.partition(":")[0] for line in said] == ["note"]
+
+
+def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
+    """GPT-2 too, which has 1,024 positions."""
+    for model, length in (("llama-3.1-8b", "2,048"), ("gpt2", "1,024")):
+        context = interview.interview({"model": model, "gpus": "8xH100"}, {}, "defaults").settled(until="strategy")
+        question = questions.BY_FIELD["strategy"]
+        assert f"1 x {length} tokens" in question.default(context)[1]
+        job = planner.make_job(planner.Options(model, "8xH100", None, Recipe()))
+        table = {search.name_of(one.layout): one for one in search.table(job)}
+        for option, name in zip(
+            question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
+        ):
+            assert option.label.endswith(f"~{table[name].device.allocated / GIB:,.1f} GiB")
+
+
+@pytest.mark.parametrize(
+    ("driver", "memory", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "8xH100-79GB"),
+        ("NVIDIA H100 PCIe", 79.1, "8xH100-PCIe-79GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "8xA100-PCIE-39GB"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "8xRTX 4090-24GB"),
+    ],
+)
+def test_a_gpu_stays_the_same_in_the_words_for_it(driver: str, memory: float, said: str) -> None:
+    words = machines.describe(MachineFacts(driver, 8, memory))
+    assert words == said
+    name = machines.parse(words)[0].accelerator
+    assert name is not None
+    assert find(name, memory) == find(driver, memory)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["plan", "--model", model, "--gpus", "8xH100"] for model in ("/no/such", "no/such", "gtp2")),
+        *(["plan", "--model", "gpt2", "--gpus", gpus] for gpus in ("8x", "8xFoo", "cpu", "2xcpu", "")),
+        ["plan", "--model", "gpt2", "--gpus", "8xH100", "--seq-len", "2048"],
+        *(["config", "--yes", "--model", model, "-o", "-"] for model in ("/no/such", "no/such", "")),
+        *(["config", "--yes", "--model", "gpt2", "--gpus", gpus] for gpus in ("8x", "8xFoo", "1xH100 --engine ddp")),
+        ["config", "--yes", "--model", "gpt2", "--layer-class", "Block", "-o", "-"],
+        ["config", "--yes", "--model", "gpt2", "--main-process-port", "1", "-o", "-"],
+        ["check", "{yaml}", "--model", "/no/such"],
+        ["check", "{yaml}", "--args", "/no/such"],
+        ["check", "/no/such.yaml"],
+        ["migrate", "/no/such.yaml", "--to", "fsdp2"],
+    ],
+)
+def test_a_fix_names_flags_that_the_command_has(words: list[str], tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "made.yaml"
+    path.write_text(to_yaml.to_text(settled(model="gpt2", gpus="8xH100")))
+    typed = " ".join(words).format(yaml=path).split(" ")
+    try:
+        cli._run(*cli._parse(typed))
+        said = capsys.readouterr().err
+    except UserError as error:
+        said = str(error)
+    fix = said.partition("  fix: ")[2]
+    assert fix
+    command = {"plan": cli.PlanCommand, "config": cli.Config, "check": cli.Check, "migrate": cli.Migrate}[words[0]]
+    known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(command)} | {"--to"}
+    another = r"(accel-fsdp|accelerate) \w+ [^;,]*|pip install [^;,]*|train/sft\.py [^;,]*"  # with flags of its own
+    other = re.sub(another, "", fix)
+    assert set(re.findall(r"--[a-z][a-z0-9_-]+", other)) <= known
+
+
+NONSENSE = st.one_of(
+    st.text(max_size=40),
+    st.text(alphabet="8xH10-GB. :/#'\"\\$;`\n\x1b\x00é\u202e\ud800", max_size=20),
+    st.sampled_from(["", " ", "-1", "1e9", "9" * 5000, "x" * 5000, "--help", "NO", "null", "2xcpu", "8xH100-99999GB"]),
+)
+TEXTS: dict[str, dict[str, str]] = {
+    "model": {"layer_class": "Layer", "gpus": "8xH100"},
+    "layer_class": {"model": "/no/such/folder", "gpus": "8xH100"},
+    "gpus": {"model": "gpt2"},
+    "min_num_params": {"model": "gpt2", "gpus": "8xH100", "fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP"},
+    "num_processes": {"model": "gpt2", "gpus": "8xH100"},
+    **dict.fromkeys(("num_machines", "main_process_ip", "main_process_port"), TWO_MACHINES),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(field=st.sampled_from(sorted(TEXTS)), text=NONSENSE)
+def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str) -> None:
+    """The judges are PyYAML, and the shell that would read the command in the header."""
+    refused = ""
+    try:
+        made = settled(**{**TEXTS[field], field: text})
+    except UserError as error:
+        refused = str(error)
+    if refused:
+        assert field in ("model", "layer_class") or f"--{field.replace('_', '-')}" in refused
+        assert len(refused) < 1500
+        assert "\x1b" not in refused
+        return
+    written = to_yaml.to_text(made)
+    assert yaml.safe_load(written) == to_yaml.to_mapping(made)
+    lines = written.splitlines()
+    assert [line[:1] for line in lines[:5]] == ["#"] * 5
+    assert not lines[5].startswith("#")
+    words = shlex.split(lines[2].removeprefix("#"))[3:]
+    names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
+    assert settled(**dict(zip(names, words[1::2], strict=True))) == made
+
+
+@pytest.mark.parametrize(
+    ("quantization", "refused"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, {"full", "qlora"}),
+        ({"quant_method": "awq", "bits": 4}, {"full", "qlora"}),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, {"full"}),
+        ({"quant_method": "spqr"}, {"full", "lora", "qlora"}),
+        ({"quant_method": "no-such"}, {"full", "lora", "qlora"}),
+        ({}, {"full", "lora", "qlora"}),
+        ({"quant_method": "mxfp4"}, set()),
+        ({"quant_method": "fp8", "dequantize": True}, set()),
+        (None, set()),
+    ],
+)
+def test_quantised_weights_clash_with_what_trainer_refuses(quantization: Any, refused: set[Method]) -> None:
+    base = config_json.quant_method(quantization)
+    methods: tuple[Method, ...] = ("full", "lora", "qlora")
+    assert {one for one in methods if combinations.clashes(combinations.Setup(Engine.FSDP2, one, base=base))} == refused
+
+
+def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """By the wizard, the linter and the plan alike."""
+    made = folder("llama")
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "gptq"}}))
+    flags = {"model": str(made), "gpus": "8xH100"}
+    with pytest.raises(UserError, match="quantised weights can't be trained"):
+        settled(**flags)
+    path = tmp_path / "made.yaml"
+    path.write_text(to_yaml.to_text(settled(**flags, method="lora")))
+    (alone,) = (one for one in linter.lint(path, linter.Options(model=str(made))) if one.code == "AF512")
+    assert alone.severity == "warning"
+    job = planner.make_job(planner.Options(str(made), "8xH100", None, Recipe()))
+    assert any("refuses full training" in note for note in job.notes)

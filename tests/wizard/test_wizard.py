@@ -1,0 +1,210 @@
+"""`accel-fsdp config` as a person uses it: in a real terminal, with arrow keys and Ctrl-C."""
+
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+import screens
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, run
+
+from accel_fsdp.launch import launcher
+from accel_fsdp.wizard import QUESTIONS
+
+DOWN, UP, ENTER, CTRL_C, ESCAPE = "\x1b[B", "\x1b[A", "\r", "\x03", "\x1b"
+LLAMA = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100"]  # nothing is built, and torch not imported
+OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port")
+ASKED = [question.prompt for question in QUESTIONS if question.field not in OTHER_ANSWERS]
+
+
+class Terminal:
+    """The wizard in a pseudo-terminal."""
+
+    def __init__(self, *args: str, rows: int = 50, columns: int = 200) -> None:
+        self.child = screens.spawn(args, columns, rows, ROOT)
+
+    def wait_for(self, text: str) -> None:
+        self.child.expect(re.escape(text))
+
+    def answer(self, prompt: str, keys: str = "") -> None:
+        """Waits until the question is fully drawn, presses `keys`, then Enter."""
+        self.wait_for(prompt)
+        self.child.expect("[)]")  # the reason for the default ends the line
+        self.child.send(keys + ENTER)
+
+    def exit_code(self) -> int:
+        self.child.expect(pexpect.EOF)
+        self.child.close()
+        return int(self.child.exitstatus)
+
+
+def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "made.yaml"
+    terminal = Terminal("-o", str(path))
+    terminal.answer(ASKED[0], str(tiny_model))
+    terminal.wait_for("4 x LlamaDecoderLayer")
+    terminal.answer("What do you train?")
+    terminal.answer("Which machine will train?")
+    terminal.answer("How many machines?")
+    terminal.answer("Which engine?")
+    terminal.answer("Which FSDP?", DOWN)  # 2 -> 1
+    terminal.answer("Which sharding strategy?", DOWN)  # 1 -> 2
+    terminal.answer("Which precision?", DOWN + DOWN)  # bf16 -> no
+    terminal.answer("How many processes")
+    terminal.answer("How are FSDP units made?")
+    terminal.answer("Which transformer layer class?")
+    terminal.answer("CPU offload")
+    terminal.answer("activation checkpointing", DOWN)  # no -> yes
+    terminal.answer("How are checkpoints written?")
+    terminal.answer("RAM-efficient loading")
+    terminal.wait_for(f"Write {path}?")
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ENTER)
+    assert terminal.exit_code() == 0
+
+    environment = launcher.environment(launcher.launcher_args(path, SFT, ()))
+    assert environment["FSDP_VERSION"] == "1"
+    assert environment["FSDP_SHARDING_STRATEGY"] == "2"
+    assert environment["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
+    assert environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "LlamaDecoderLayer"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+
+    words = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
+    finished = accelerate_launch(path, SFT, *words, "--max_steps", "1")
+    assert finished.code == 0, finished.output
+    assert "sharding: FSDP1 SHARD_GRAD_OP: 5 units" in finished.output
+    assert "exported and verified" in finished.output
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 7, 12, len(ASKED)])  # of each kind of question some
+def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tmp_path: Path) -> None:
+    path = tmp_path / "made.yaml"
+    terminal = Terminal("-o", str(path))
+    for number, prompt in enumerate(ASKED[:stop_at]):
+        terminal.answer(prompt, "openai-community/gpt2" if number == 0 else "")
+    terminal.wait_for([*ASKED, "Quit, write nothing"][stop_at])
+    terminal.child.send(CTRL_C)
+    terminal.wait_for("nothing written")
+    assert terminal.exit_code() == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
+    terminal = Terminal("-o", str(tmp_path / "made.yaml"), "--preset", "fsdp2")
+    terminal.answer(ASKED[0], "/no/such/model")
+    terminal.wait_for("does not exist")
+    terminal.answer(ASKED[0], " ")
+    terminal.wait_for("error: model is missing")
+    terminal.wait_for("fix: type HUB_ID_OR_FOLDER")
+    terminal.answer(ASKED[0], str(tiny_model))
+    terminal.answer("Which precision?")
+    terminal.answer("How many processes", "9")
+    terminal.wait_for("error: num processes 9 on 8 GPUs")
+    terminal.answer("How many processes")
+    terminal.answer("How are FSDP units made?")
+    terminal.answer("Which transformer layer class?", ",Llama")
+    terminal.wait_for("layer class Llama is not in the model")
+    terminal.wait_for("Which transformer layer class?")
+    terminal.child.send(CTRL_C)
+    assert terminal.exit_code() == 130
+
+
+def test_overwriting_needs_a_yes(tmp_path: Path) -> None:
+    path = tmp_path / "kept.yaml"
+    path.write_text("mine\n")
+    refused = accel_fsdp("config", "--yes", *LLAMA, "-o", path)
+    assert refused.code == 1
+    assert "add --force" in refused.output
+    assert path.read_text() == "mine\n"
+    assert accel_fsdp("config", "--yes", *LLAMA, "-o", path, "--force").code == 0
+    assert "fsdp_version: 2" in path.read_text()
+
+
+def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None:
+    import shlex
+
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    flags = ["--fsdp-version", "1", "--strategy", "HYBRID_SHARD", "--wrap-policy", "size_based_wrap"]
+    assert accel_fsdp("config", "--yes", *LLAMA, *flags, "-o", first).code == 0
+    words = shlex.split(first.read_text().splitlines()[2].removeprefix("#"))
+    assert accel_fsdp(*words[1:], "-o", second).code == 0
+    assert first.read_bytes() == second.read_bytes()
+
+
+def made(folder: Path) -> Path:
+    path = folder / "made.yaml"
+    assert accel_fsdp("config", "--yes", "--preset", "fsdp2", *LLAMA[:2], "-o", path).code == 0
+    return path
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 80), (30, 40)])
+def test_escape_goes_back_one_question(rows: int, columns: int, tmp_path: Path) -> None:
+    path = tmp_path / "made.yaml"
+    given = [*LLAMA[:2], "--gpus", "cpu", "--num-machines", "1", "--engine", "fsdp"]
+    rest = ["--strategy", "1", "--mixed-precision", "no", "--num-processes", "2", "--cpu-offload", "false"]
+    more = ["--wrap-policy", "TRANSFORMER_BASED_WRAP", "--layer-class", "LlamaDecoderLayer"]
+    last = ["--activation-checkpointing", "false", "--state-dict-type", "FULL_STATE_DICT"]
+    words = [*given, *rest, *more, *last, "--ram-efficient-loading", "true", "-o", str(path)]
+    terminal = Terminal(*words, rows=rows, columns=columns)
+    terminal.answer("What do you train?", "l")  # lora, by its first letter
+    terminal.wait_for("Which FSDP?")
+    terminal.wait_for("FullyShardedDataParallel")
+    terminal.child.send(ESCAPE)
+    terminal.answer("What do you train?", UP)  # back to full
+    terminal.answer("Which FSDP?", "21")  # by its digit; LoRA would refuse 1
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ESCAPE)  # from the review to the last question
+    terminal.answer("Which FSDP?")
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ENTER)
+    assert terminal.exit_code() == 0
+    assert "fsdp_version: 1" in path.read_text()
+    assert "--method full" in path.read_text()
+
+
+def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    terminal = Terminal("--from", str(path))
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(DOWN * 5 + ENTER)  # write, model, method, gpus, machines, engine
+    terminal.answer("Which engine?", DOWN)  # ddp
+    terminal.wait_for("Quit, write nothing")
+    terminal.child.send(ENTER)
+    terminal.wait_for("+distributed_type: MULTI_GPU")
+    terminal.wait_for("Overwrite it?")
+    terminal.child.send(ENTER)
+    assert terminal.exit_code() == 0
+    assert "distributed_type: MULTI_GPU" in path.read_text()
+    assert "fsdp_config" not in path.read_text()
+
+
+def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    path.write_text(path.read_text().replace("num_machines: 1", "num_machines: 1  # mine"))
+    changed = accel_fsdp("config", "--from", path, "--yes", "--strategy", "2")
+    assert changed.code == 0, changed.output
+    assert "-  fsdp_reshard_after_forward: true" in changed.output
+    assert "+  fsdp_reshard_after_forward: false" in changed.output
+    assert "num_machines: 1  # mine" in path.read_text()
+    assert "--strategy 2" in path.read_text()
+
+
+def test_the_first_prompt_needs_no_heavy_library() -> None:
+    code = "import sys; from accel_fsdp.wizard import configure; print([m for m in ('torch', 'accelerate') if m in sys.modules])"
+    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    finished = accel_fsdp("config", "--yes", "--preset", "fsdp3", *LLAMA[:2], "-o", "-")
+    assert finished.code == 2
+    assert "Did you mean fsdp2?" in finished.output
+
+
+def test_the_pictures_in_the_docs_are_what_is_drawn(tmp_path: Path) -> None:
+    assert screens.page(tmp_path) == screens.PAGE.read_text(), "run: python tests/screens.py"
+
+
+def test_a_stale_variable_columns_breaks_no_word(tmp_path: Path) -> None:
+    drawn = screens.draw(40, 36, screens.ASKED[0], tmp_path, COLUMNS="200")
+    assert "   lora: small adapter matrices, the\n     base stays frozen\n" in drawn
