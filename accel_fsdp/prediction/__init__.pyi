@@ -11,7 +11,8 @@ from .advice import advise as advise
 from .advice import judge as judge
 from .advice import make_job as make_job
 from .capacity import GIB as GIB
-from .capacity import WORKSPACE_BYTES as WORKSPACE_BYTES
+from .capacity import predicted as predicted
+from .capacity import workspace_bytes as workspace_bytes
 from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
 from .communication import units as units
@@ -23,7 +24,6 @@ from .search import evaluate as evaluate
 from .search import host_bytes as host_bytes
 from .search import name_of as name_of
 from .search import rows_in as rows_in
-from .search import workspace_bytes as workspace_bytes
 from .smaller import savings as savings
 from .speed import HBM_EFFICIENCY as HBM_EFFICIENCY
 from .speed import RANGE as RANGE

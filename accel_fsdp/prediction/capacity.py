@@ -1,9 +1,21 @@
 """From allocated bytes to what a device, a host and a disk need: ranges where the public figures are ranges. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, idle_units, units_of
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.prediction.memory import (
+    Layout,
+    ModelShape,
+    Prediction,
+    Recipe,
+    Tapes,
+    idle_units,
+    predict,
+    units_of,
+    variant_of,
+)
 from accel_fsdp.prediction.memory import shards as states
 
 GIB = 1 << 30
@@ -30,6 +42,19 @@ HOPPER_WORKSPACE_BYTES = 2 * 33_554_432
 """The same on compute capability 9.0: 4096 KiB x 8."""
 
 Verdict = Literal["yes", "tight", "no"]
+
+
+def workspace_bytes(gpu: Gpu | None) -> int:
+    """What cuBLAS holds on this GPU, or on most where it isn't known."""
+    hopper = gpu is not None and gpu.name.startswith(("H100", "H200", "GH200"))
+    return HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES
+
+
+def predicted(
+    shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout, gpu: Gpu | None
+) -> Prediction:
+    """What one rank allocates on this GPU: plan, wizard and a run's report ask here, and show the same number."""
+    return predict(shape, tapes[variant_of(recipe, layout.engine)], recipe, layout, workspace_bytes(gpu))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from accel_fsdp.config import STRATEGIES
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import GIB, Device
-from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Tapes, predict, variant_of
+from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Tapes
 from accel_fsdp.prediction.speed import RANGE, Step, step_time
 
 MOST_ROWS = 256
@@ -110,15 +110,8 @@ def evaluate(job: Job, recipe: Recipe, layout: Layout) -> Candidate:
 
 
 def _memory(job: Job, recipe: Recipe, layout: Layout) -> tuple[Prediction, Device]:
-    tapes = job.tapes[variant_of(recipe, layout.engine)]
-    prediction = predict(job.shape, tapes, recipe, layout, workspace_bytes(job.gpu))
+    prediction = capacity.predicted(job.shape, job.tapes, recipe, layout, job.gpu)
     return prediction, capacity.device(prediction, layout, job.capacity_bytes)
-
-
-def workspace_bytes(gpu: Gpu) -> int:
-    """What cuBLAS holds on this GPU."""
-    hopper = gpu.name.startswith(("H100", "H200", "GH200"))
-    return capacity.HOPPER_WORKSPACE_BYTES if hopper else capacity.WORKSPACE_BYTES
 
 
 def table(job: Job) -> list[Candidate]:

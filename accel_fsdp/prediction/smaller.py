@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, predict, variant_of
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.prediction.capacity import predicted
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
 
 Try = tuple[str, Recipe, Layout]
 
@@ -16,16 +18,13 @@ class Saving:
     freed_bytes: int
 
 
-def peak_bytes(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout) -> int:
-    """The highest point of a step as `step.predict` has it."""
-    return predict(shape, tapes[variant_of(recipe, layout.engine)], recipe, layout).peak.total
-
-
-def savings(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout) -> list[Saving]:
+def savings(
+    shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout, gpu: Gpu | None = None
+) -> list[Saving]:
     """All single changes that free memory, each tried alone, the largest first."""
-    now = peak_bytes(shape, tapes, recipe, layout)
+    now = predicted(shape, tapes, recipe, layout, gpu).peak.total
     tried = (
-        Saving(change, now - peak_bytes(shape, tapes, smaller, shared))
+        Saving(change, now - predicted(shape, tapes, smaller, shared, gpu).peak.total)
         for change, smaller, shared in _tries(recipe, layout)
     )
     return sorted((one for one in tried if one.freed_bytes > 0), key=lambda one: -one.freed_bytes)

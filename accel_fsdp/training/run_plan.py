@@ -9,7 +9,7 @@ from accel_fsdp import console
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
-from accel_fsdp.prediction import GIB, WORKSPACE_BYTES, from_yaml, name_of, savings, speed, workspace_bytes
+from accel_fsdp.prediction import GIB, from_yaml, name_of, predicted, savings, speed
 from accel_fsdp.prediction.memory import (
     ATTENTION_LINEAR,
     DTYPE_BYTES,
@@ -19,8 +19,6 @@ from accel_fsdp.prediction.memory import (
     OptimizerName,
     Recipe,
     Tapes,
-    predict,
-    variant_of,
 )
 from accel_fsdp.prediction.tracing import by_name
 
@@ -60,9 +58,7 @@ class Forecast:
     def peak_bytes(self, rows: int, length: int, gpu: Gpu | None) -> int:
         """What one rank allocates at most in a step of this batch."""
         recipe = replace(self.job.recipe, rows=rows, length=length)
-        tapes = self.tapes[variant_of(recipe, self.job.layout.engine)]
-        workspace = workspace_bytes(gpu) if gpu else WORKSPACE_BYTES
-        return predict(self.shape, tapes, recipe, self.job.layout, workspace).peak.total
+        return predicted(self.shape, self.tapes, recipe, self.job.layout, gpu).peak.total
 
     def mfu(self, tokens_per_s: float, length: float, gpu: Gpu) -> float:
         """The share of all ranks' peak that training documents of a mean `length` at that rate takes."""

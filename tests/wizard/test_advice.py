@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from conftest import accel_fsdp
 
-from accel_fsdp.config import Method
+from accel_fsdp.config import STRATEGIES, Method
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.prediction import GIB, advice
 from accel_fsdp.prediction.memory import Layout
+from accel_fsdp.wizard import Context, interview, notes
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,19 @@ def test_one_number_says_what_a_gpu_has() -> None:
     assert "16 GiB" not in shown
     content = json.loads(accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4", "--json").output)
     assert content["gpu_memory_usable_bytes"] == round(14.75 * GIB)
+
+
+@pytest.mark.parametrize(("gpus", "method"), [("8xH100", "full"), ("4x8xA100-80GB", "lora"), ("4xRTX4090", "qlora")])
+def test_the_strategies_of_the_wizard_take_what_the_plan_says(gpus: str, method: str) -> None:
+    flags = {"model": "llama-3.1-8b", "gpus": gpus, "method": method, "main_process_ip": "10.0.0.1"}
+    if gpus.count("x") == 1:
+        del flags["main_process_ip"]
+    made = interview.answers(interview.interview(flags, {}, "defaults"))
+    words = ("--model", "llama-3.1-8b", "--gpus", gpus, "--method", method, "--batch", "1", "--json")
+    rows = {row["strategy"]: row["peak_bytes"] for row in json.loads(accel_fsdp("plan", *words).output)["strategies"]}
+    shown = {
+        f"FSDP2 {name}": notes.note("strategy", number, Context(vars(made))) for number, name in STRATEGIES.items()
+    }
+    compared = [name for name in shown if name in rows]
+    assert len(compared) == (4 if flags.get("main_process_ip") else 2)
+    assert [shown[name] for name in compared] == [f", ~{rows[name] / GIB:,.1f} GiB" for name in compared]

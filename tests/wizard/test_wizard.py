@@ -191,7 +191,8 @@ def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
 
 
 def test_the_first_prompt_needs_no_heavy_library() -> None:
-    code = "import sys; from accel_fsdp.wizard import configure; print([m for m in ('torch', 'accelerate') if m in sys.modules])"
+    loaded = "[m for m in ('torch', 'accelerate') if m in sys.modules]"
+    code = f"import sys; from accel_fsdp.wizard import configure; configure; print({loaded})"
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
