@@ -1,4 +1,4 @@
-"""What the README says exists: files, commands, flags."""
+"""What README and docs say exists: files, commands, flags."""
 
 import re
 import shlex
@@ -18,13 +18,13 @@ from accel_fsdp.training.data import DataArguments
 from accel_fsdp.wizard import Answers, to_yaml
 
 README = (ROOT / "README.md").read_text()
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join([README, *PAGES.values()]), flags=re.DOTALL)
 COMMANDS = [
     shlex.split(line, comments=True)
     for block in BASH_BLOCKS
     for line in block.replace("\\\n", " ").splitlines()
-    if line
+    if line.partition("#")[0].strip()
 ]
 
 
@@ -33,31 +33,42 @@ ROOM_LINE = re.compile(r"^\| `([\w/]+)/`[^|]*\|[^|]*\|(.*)\|$", flags=re.MULTILI
 
 def test_the_map_of_the_rooms_names_what_exists() -> None:
     """Every package has a line, and every file that a line names lies there."""
-    rooms = dict(ROOM_LINE.findall(ARCHITECTURE))
+    rooms = dict(ROOM_LINE.findall(PAGES["architecture.md"]))
     package = ROOT / "accel_fsdp"
     inner = {str(one.parent.relative_to(package)) for one in package.glob("*/**/__init__.py")}
     assert set(rooms) == {"accel_fsdp", *inner}
     for room, line in rooms.items():
         for name in re.findall(r"`(\w+\.py)`", line):
             assert (package / room.removeprefix("accel_fsdp") / name).is_file(), name
-    for path in re.findall(r"`((?:accel_fsdp|train|tests)/[\w./]*)`", README + ARCHITECTURE):
+    for path in re.findall(r"`((?:accel_fsdp|train|tests)/[\w./]*)`", README + PAGES["architecture.md"]):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"`(\w+/\w+\.py)`", ARCHITECTURE):
+    for path in re.findall(r"`(\w+/\w+\.py)`", PAGES["architecture.md"]):
         assert (package / path).exists() or (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "accel-fsdp"], ids=lambda words: words[1])
-def test_flags_in_the_readme_exist(words: list[str]) -> None:
-    listed = accel_fsdp(words[1], "--help").output
-    flags = [word for word in words[2:] if word.startswith("-")] if words[1] != "launch" else []
-    assert all(flag in listed for flag in flags)
+@pytest.mark.parametrize("command", sorted({words[1] for words in COMMANDS if words[0] == "accel-fsdp"}))
+def test_flags_of_the_examples_exist(command: str) -> None:
+    listed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", accel_fsdp(command, "--help").output))
+    given = {word for words in COMMANDS if words[:2] == ["accel-fsdp", command] for word in words[2:]}
+    flags = {word for word in given if word.startswith("-")} if command != "launch" else set()
+    assert flags <= listed
 
 
-def test_script_flags_in_the_readme_exist() -> None:
+def test_script_flags_of_the_pages_exist() -> None:
     known = {field.name for kind in (ModelArguments, DataArguments, SftArguments) for field in fields(kind)}
-    section = README.split("### 2. Train")[1]
-    for flag in set(re.findall(r"--(\w+_\w+)", section)) - {"config_file", "machine_rank"}:
+    text = README + PAGES["train.md"] + PAGES["data.md"]
+    for flag in set(re.findall(r"--(\w+_\w+)", text)) - {"config_file", "machine_rank"}:
         assert flag in known, flag
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for name, text in {"../README.md": README, **PAGES}.items():
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (ROOT / "docs" / name).parent.joinpath(target).exists(), f"{name}: {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    assert set(re.findall(r"\]\((\w+\.md)\)", PAGES["index.md"])) == set(PAGES) - {"index.md"}
 
 
 def test_make_targets_in_the_readme_exist() -> None:
