@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, deepspeed, summary
+from accel_fsdp.checkpoints import completeness, deepspeed, safetensors_header, summary, tensor_names
 from accel_fsdp.checkpoints.dcp import METADATA
 from accel_fsdp.errors import UsageError, UserError
 
@@ -20,6 +20,9 @@ NOT_WEIGHTS = (*summary.STATE, "random_states", "rng", "optim", "train_state", "
 STATE_FILES = tuple(name for name in NOT_WEIGHTS if name != ACCELERATE_MODEL)
 """How the names begin of what an export can do without: people delete optimizers to save disk."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
+SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
+"""How a file ends that is one of several of a model."""
 DEPTH = 2
 EXPORTED = ("safetensors", "adapter")
 DESCRIBED = "model"
@@ -52,7 +55,7 @@ class Found:
 
     def __str__(self) -> str:
         lacks = f", lacks {', '.join(self.missing)}" if self.missing else ""
-        return f"{self.folder}: {self.kind}{lacks}"
+        return f"{self.weights if self.weights.is_file() else self.folder}: {self.kind}{lacks}"
 
 
 SIZED = {".distcp", ".bin", ".safetensors", ".pt", ".pth"}
@@ -139,22 +142,33 @@ def _size(path: Path) -> int:
 
 
 def _safetensors(folder: Path) -> Found | None:
-    single = (folder / "model.safetensors").is_file()  # which from_pretrained prefers
     try:
-        names = [] if single else sorted(set(summary.weight_map(folder).values()))
+        names = _names(folder)
     except UserError as error:
         return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
-    if not names and not single and not any(folder.glob(summary.SHARDS)):
+    if not names:
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
     return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
 
 
+def _names(folder: Path) -> list[str]:
+    """The safetensors files that a folder stands for: the one that from_pretrained prefers, else those of its index."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    return sorted(set(summary.weight_map(folder).values())) or [path.name for path in folder.glob(summary.SHARDS)]
+
+
 def _adapter(folder: Path) -> Found | None:
-    if not (folder / "adapter_model.safetensors").is_file():
+    if not (folder / ADAPTER).is_file():
         return None
     lacking = () if (folder / "adapter_config.json").is_file() else ("adapter_config.json",)
-    return Found("adapter", folder, folder / "adapter_model.safetensors", (*lacking, *_unfinished(folder)))
+    return Found("adapter", folder, folder / ADAPTER, (*lacking, *_unfinished(folder)))
+
+
+def adapter_beside(found: Found) -> Found | None:
+    """The adapter in the folder of a whole model, which is the one that the folder's name stands for."""
+    return _adapter(found.folder) if found.kind == "safetensors" and found.weights == found.folder else None
 
 
 def _full(folder: Path) -> Found | None:
@@ -286,12 +300,35 @@ def _of_file(path: Path) -> Found | None:
     if not path.is_file():
         return None
     if path.name == FULL:
-        return Found("FSDP full", path.parent, path)
-    if path.suffix == ".safetensors":
-        return look(path.parent)
+        return Found("FSDP full", path.parent, path, _unfinished(path.parent))
+    if path.suffix == ".safetensors" and not path.name.startswith(NOT_WEIGHTS):
+        return _of_safetensors(path)
     if is_single(path):
-        return Found("torch.save", path.parent, path)
+        return Found("torch.save", path.parent, path, _unfinished(path.parent))
     return None
+
+
+def _of_safetensors(path: Path) -> Found | None:
+    """The model or adapter that a file is, or is a part of; never what another file beside it holds.
+
+    Raises:
+        UserError: it is a part of a model whose other parts aren't known, or aren't what its folder stands for.
+    """
+    folder = path.parent
+    if path.name == ADAPTER:
+        return _adapter(folder)
+    if path.name in _names(folder):
+        return _safetensors(folder)
+    if PART.search(path.name):
+        other = (folder / SINGLE).is_file()
+        raise UserError(
+            f"{path} is a part of a model, "
+            + (f"and {SINGLE} beside it is what the folder stands for" if other else "and no index lists it"),
+            why="the other parts of the model would be missing",
+            fix=f"move {SINGLE} away, or name that" if other else f"put {summary.INDEX} beside it",
+        )
+    kind: Kind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
+    return Found(kind, folder, path, _unfinished(folder))
 
 
 def _nothing(path: Path, place: Path) -> UserError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import dcp, deepspeed, safetensors_header, summary, tensor_names, torch_zip
+from accel_fsdp.checkpoints import dcp, deepspeed, discover, safetensors_header, summary, tensor_names, torch_zip
 from accel_fsdp.checkpoints.discover import Found
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
@@ -16,7 +16,7 @@ from accel_fsdp.errors import UsageError, UserError
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
-SINGLE = "model.safetensors"
+SINGLE = discover.SINGLE
 Paths = Mapping[tuple[str, ...], Stored]
 
 
@@ -55,7 +55,7 @@ def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | N
 def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) -> Weights:
     if found.kind == "safetensors":
         state = _full_optimizer(found.folder, reader) if optimizer else {}
-        return Weights(of_folder(found.folder), optimizer=split(state).optimizer, filed=True)
+        return Weights(of_place(found.weights), optimizer=split(state).optimizer, filed=True)
     if found.kind == "adapter":
         return Weights({}, of_file(found.weights))
     if found.kind == "ZeRO":
@@ -86,6 +86,15 @@ def _files_of(folder: Path, listed: Mapping[str, str]) -> list[Path]:
     if listed:
         return [untrusted_files.inside(folder, name, summary.INDEX) for name in sorted(set(listed.values()))]
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(summary.SHARDS))
+
+
+def of_place(place: Path) -> dict[str, Stored]:
+    """The tensors of a model's folder, or of the one safetensors file that was named.
+
+    Raises:
+        UserError: as `of_folder` and `of_file`.
+    """
+    return of_folder(place) if place.is_dir() else of_file(place)
 
 
 def of_folder(folder: Path) -> dict[str, Stored]:

@@ -112,6 +112,7 @@ def export(options: Options, out: Path) -> Report:
     found, newer = discover.find(options.src)
     for one in newer:
         console.say(f"passed over: {one}", style="yellow")
+    found = _one_of_two(found, options)
     if found.kind == "adapter":
         found = _one_adapter(found, options.adapter)
     console.say(str(found), style="cyan")
@@ -123,6 +124,15 @@ def export(options: Options, out: Path) -> Report:
             return _Export(options, out, found, reader, pool).run()
     finally:
         reader.close()
+
+
+def _one_of_two(found: Found, options: Options) -> Found:
+    """Of a folder with a model and an adapter, the adapter where a flag is about it; a file that was named stays it."""
+    beside = discover.adapter_beside(found) if options.src.is_dir() else None
+    if beside is None or options.merge_adapter or options.adapter:
+        return beside or found
+    console.say(f"passed over: the adapter beside the model; it is exported as {beside.weights}", style="yellow")
+    return found
 
 
 def _one_adapter(found: Found, name: str | None) -> Found:

@@ -59,7 +59,7 @@ class _Original:
     def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
         """The model as it was trained."""
         if self.found.kind == "safetensors":
-            return _of_files(kind, config, self._files(self.found.folder), "auto")
+            return _of_files(kind, config, self._files(self.found.weights), "auto")
         if self.papers.adapter is not None:
             return self._with_adapter(kind, config, dtype)
         model = kind(config)
@@ -84,8 +84,8 @@ class _Original:
         set_peft_model_state_dict(model, state)
         return model.merge_and_unload()  # type: ignore[no-any-return]
 
-    def _files(self, folder: Path) -> "dict[str, torch.Tensor]":
-        return {name: whole(self.reader, one) for name, one in open_checkpoint.of_folder(folder).items()}
+    def _files(self, place: Path) -> "dict[str, torch.Tensor]":
+        return {name: whole(self.reader, one) for name, one in open_checkpoint.of_place(place).items()}
 
     def _state(self) -> "dict[str, torch.Tensor]":
         state: dict[str, Any]

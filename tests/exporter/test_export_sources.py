@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import accel_fsdp
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
 from accel_fsdp import atomic_files
@@ -142,3 +143,84 @@ def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) ->
     with pytest.raises(UserError) as caught:
         discover.find(tmp_path)
     assert caught.value.fix == f"give it: {folder}"
+
+
+@pytest.fixture
+def crowd(tiny_model: Path, tmp_path: Path) -> Path:
+    """A model, an average of it, an old file of torch's, and an adapter in one folder."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "crowd"))
+    state = load_file(tiny_model / "model.safetensors")
+    save_file({name: one * 0 + 9 for name, one in state.items()}, folder / "ema.safetensors")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def loose(folder: Path) -> None:
+    """Without the model: a file of torch's beside the average."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "w.pth")
+    (folder / "model.safetensors").unlink()
+
+
+def beside_dcp(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    save_dcp({"model": load_file(folder / "ema.safetensors")}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+
+
+def beside_an_index(folder: Path) -> None:
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "weights.safetensors")}
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("around", [None, loose, beside_dcp, beside_an_index])
+def test_a_file_that_is_named_is_the_one_that_is_read(
+    around: Any, crowd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if around:
+        around(crowd)
+    made = export(crowd / "ema.safetensors", tmp_path / "out", verify="logits")
+    assert made
+    assert all((one == 9).all() for one in made.values())
+    assert "ema.safetensors: safetensors" in capfd.readouterr().err.replace("\n", "")
+    if around in (None, beside_an_index):
+        name = "weights.safetensors" if around else "model.safetensors"
+        assert not any((one == 9).all() for one in export(crowd / name, tmp_path / "model").values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_beside_a_model(
+    crowd: Path, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = crowd / "adapter_model.safetensors"
+    given: dict[str, Any] = {"model": str(tiny_model)}
+    assert export(path, tmp_path / "file", **given).keys() == load_file(path).keys()
+    assert HEAD in export(crowd, tmp_path / "folder", **given)
+    assert "passed over: the adapter" in capfd.readouterr().err
+    for src, out in ((path, "one"), (crowd, "two")):
+        export(src, tmp_path / out, merge_adapter=True, verify="logits", **given)
+    with pytest.raises(UserError, match="--merge-adapter, and the checkpoint has no adapter"):
+        export(crowd / "model.safetensors", tmp_path / "three", merge_adapter=True, **given)
+    path.rename(crowd / "mine.safetensors")
+    assert (
+        export(crowd / "mine.safetensors", tmp_path / "mine", **given).keys()
+        == load_file(tmp_path / "file" / path.name).keys()
+    )
+
+
+@pytest.mark.parametrize("name", ["ema.safetensors", "w.pth", "pytorch_model_fsdp.bin"])
+def test_a_file_of_a_half_written_checkpoint(name: str, crowd: Path, tmp_path: Path) -> None:
+    (crowd / "complete.json").write_text('{"complete": false}')
+    state = load_file(crowd / "ema.safetensors")
+    if name != "ema.safetensors":
+        torch.save(state, crowd / name)
+    with pytest.raises(UserError, match="lacks its end"):
+        export(crowd / name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "optimizer.safetensors"])
+def test_a_file_that_is_no_model_is_not_another_one(name: str, crowd: Path, tmp_path: Path) -> None:
+    (crowd / "ema.safetensors").rename(crowd / name)
+    with pytest.raises(UserError, match=r"is a part of a model, and model\.safetensors|holds optimizer state"):
+        export(crowd / name, tmp_path / "out")
