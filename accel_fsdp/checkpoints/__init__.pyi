@@ -10,6 +10,7 @@ from . import tensor_names as tensor_names
 from . import tensor_storage as tensor_storage
 from . import torch_zip as torch_zip
 from .completeness import Origin as Origin
+from .dcp import METADATA as METADATA
 from .discover import FULL as FULL
 from .discover import LOCAL as LOCAL
 from .discover import REPORT as REPORT
@@ -24,9 +25,11 @@ from .summary import read_checkpoint as read_checkpoint
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
 from .tensor_names import check_patterns as check_patterns
+from .tensor_names import chooses as chooses
 from .tensor_names import clean_name as clean_name
 from .tensor_names import pattern_of as pattern_of
 from .tensor_names import plain as plain
+from .tensor_names import saves as saves
 from .tensor_storage import FLOATS as FLOATS
 from .tensor_storage import GAP_BYTES as GAP_BYTES
 from .tensor_storage import ITEM_BYTES as ITEM_BYTES

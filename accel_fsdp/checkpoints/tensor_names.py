@@ -30,6 +30,8 @@ WRAPPED = re.compile(r"\.(?:token_adapter\.)?(?:(?:base_layer|original_module)\.
 UNDER = re.compile(r"\.base_layer(?=\.)")
 EXTENDED = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
 """Settings of parts of patterns, and what PEFT puts around each."""
+ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+ALL_LINEAR, HEADS = "all-linear", ("lm_head", "embed_out")
 T = TypeVar("T")
 PATTERN_SECONDS = 5.0
 SHOWN = 60
@@ -113,6 +115,55 @@ def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
 def _listed(setting: Any) -> list[str]:
     given = [setting] if isinstance(setting, str) else setting
     return [one for one in given if isinstance(one, str)] if isinstance(given, Iterable) else []
+
+
+def chooses(settings: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT gives a module LoRA matrices by these settings, as its `check_target_module_exists` does.
+
+    True too where only the model's code tells: without `target_modules`, and for modules outside of the layers that
+    `ensure_weight_tying` may have added. `check_patterns` has to come first.
+    """
+    left_out, wanted = settings.get("exclude_modules"), settings.get("target_modules")
+    if left_out and (re.fullmatch(left_out, module) if isinstance(left_out, str) else _ends_in(module, left_out)):
+        return False
+    if any(
+        re.match(EXTENDED["modules_to_save"].format(one), module) for one in _listed(settings.get("modules_to_save"))
+    ):
+        return False
+    parameters = _listed(settings.get("target_parameters"))
+    if _ends_in(module, [one.rpartition(".")[0] for one in parameters]):
+        return True
+    if wanted is None:
+        return not parameters
+    if settings.get("ensure_weight_tying") and not LAYER.search(f"{module}."):
+        return True
+    if isinstance(wanted, str):
+        if wanted.lower() == ALL_LINEAR:
+            return not module.endswith(HEADS)
+        return re.fullmatch(wanted, module) is not None
+    return module in _listed(wanted) or (_ends_in(module, wanted) and _is_in_layers(settings, module))
+
+
+def _ends_in(module: str, names: Any) -> bool:
+    return any(f".{module}".endswith(f".{name}") for name in _listed(names))
+
+
+def _is_in_layers(settings: Mapping[str, Any], module: str) -> bool:
+    """Whether `layers_to_transform` has the first number in a module's name, or the one behind `layers_pattern`."""
+    layers = settings.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    given = _listed(settings.get("layers_pattern"))
+    patterns = [re.compile(EXTENDED["layers_pattern"].format(one)) for one in given] or [ANY_LAYER]
+    found = next((match for pattern in patterns if (match := pattern.match(module))), None)
+    return found is not None and int(found["idx"]) in (layers if isinstance(layers, list) else [layers])
+
+
+def saves(settings: Mapping[str, Any], tensor: str) -> bool:
+    """Whether a tensor is of a module of `modules_to_save`: PEFT looks at how modules' names end."""
+    names = tuple(one for one in _listed(settings.get("modules_to_save")) if one)
+    parts = tensor.split(".")
+    return any(".".join(parts[:count]).endswith(names) for count in range(1, len(parts)))
 
 
 def pattern_of(key: str) -> str:

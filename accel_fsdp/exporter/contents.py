@@ -54,12 +54,13 @@ class Planner:
 
         adapter, settings = self.weights.adapter, self.papers.settings
         turned = description.turned if description else None
+        base: Mapping[str, Source] = self.weights.tensors or open_checkpoint.of_folder(self.papers.folder)
+        ties = self._ties(base, description)
+        merge_lora.check_saved(adapter, settings, description.memory if description else base, ties)
         if self.weights.tensors:
-            return merge_lora.merged(
-                self.weights.tensors, adapter, settings, self.dtype, trained_base=True, turned=turned
-            )
-        base, filed_as = open_checkpoint.of_folder(self.papers.folder), description.filed_as if description else None
-        adapter = merge_lora.tied_once(adapter, settings, self._ties(base, description))
+            return merge_lora.merged(base, adapter, settings, self.dtype, trained_base=True, turned=turned)
+        filed_as = description.filed_as if description else None
+        adapter = merge_lora.tied_once(adapter, settings, ties)
         return merge_lora.merged(base, adapter, settings, self.dtype, filed_as=filed_as, turned=turned)
 
     def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:

@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import LORA, TOKENS, Reader, Source, Stored, check_patterns, part_of, pattern_of, plain
+from accel_fsdp.checkpoints import (
+    LORA,
+    TOKENS,
+    Reader,
+    Source,
+    Stored,
+    check_patterns,
+    chooses,
+    part_of,
+    pattern_of,
+    plain,
+    saves,
+)
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, torch_dtype, whole
 
@@ -230,13 +242,38 @@ def merged(
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
             merger.tensors[merger.named(plain(name))] = one
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
-    check_patterns(settings, [plain(f"{module}.").rstrip(".") for module in modules])
+    named = [plain(f"{module}.").rstrip(".") for module in modules]
+    check_patterns(settings, named)
+    if other := next((name for name in named if not chooses(settings, name)), None):
+        raise _contradicted(f"holds LoRA matrices of {other}, and adapter_config.json chooses other modules")
     for module in modules:
         merger.lora(module)
     for name in adapter:
         if TOKENS in name:
             merger.tokens(name)
     return merger.tensors
+
+
+def check_saved(
+    adapter: Mapping[str, Stored],
+    settings: Mapping[str, Any],
+    model: Iterable[str],
+    ties: Iterable[tuple[str, ...]],
+) -> None:
+    """Holds `modules_to_save` against what was saved; `model` are the names of the model's tensors.
+
+    Names that no module of the model has are passed over: PEFT adds some to the settings by the kind of task. One of
+    tied weights stands for all that `ensure_weight_tying` keeps so.
+
+    Raises:
+        UserError: the weights of a module that was trained aren't there.
+    """
+    held, groups = {plain(name) for name in adapter}, list(ties)
+    for group in groups:
+        held |= set(group) if settings.get("ensure_weight_tying") and held & set(group) else set()
+    names = dict.fromkeys([*model, *(name for group in groups for name in group)])
+    if lacking := next((name for name in names if name not in held and saves(settings, name)), None):
+        raise _contradicted(f"lacks {lacking}, which modules_to_save in adapter_config.json says was trained")
 
 
 def tied_once(
@@ -259,8 +296,9 @@ def tied_once(
             raise UserError(
                 f"the adapter changes {apart[0]}, which the base ties to {other}",
                 why="PEFT trains them apart, and the export of a tied model would hold one weight for both",
-                fix="merge it with PEFT: model = model.merge_and_unload(), model.config.tie_word_embeddings = False, "
-                "model.save_pretrained(FOLDER); or export the adapter without --merge-adapter",
+                fix="untie the base: base = AutoModelForCausalLM.from_pretrained(BASE, tie_word_embeddings=False), "
+                "base.get_output_embeddings().weight.data = base.get_input_embeddings().weight.data.clone(), "
+                "base.save_pretrained(FOLDER), then --model FOLDER; or export the adapter without --merge-adapter",
             )
         copies.update(apart[1:])
     return {name: one for name, one in adapter.items() if changed.get(name) not in copies}
@@ -302,6 +340,14 @@ def _unmergeable(what: str) -> UserError:
         f"an adapter {what} can't be merged here",
         why="only LoRA and DoRA as such are merged in bounded memory; this one is computed in another way",
         fix="export the adapter without --merge-adapter; where PEFT can merge it: merge_and_unload()",
+    )
+
+
+def _contradicted(what: str) -> UserError:
+    return UserError(
+        f"the adapter's file {what}",
+        why="one of the two is of another adapter, and the merge would not be the model that was trained",
+        fix="put adapter_config.json and adapter_model.safetensors of one save_pretrained together",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from accel_fsdp import __version__, untrusted_files
 from accel_fsdp.checkpoints import (
     ITEM_BYTES,
+    METADATA,
     REPORT,
     Found,
     Reader,
@@ -404,6 +405,13 @@ def same_logits(folder: Path, report: Report, pool: Executor, found: Found, pape
         raise UserError(
             f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
             why="it isn't the model that was trained",
-            fix="please report this with the checkpoint's .metadata",
+            fix=f"please report this with the checkpoint's {_describing(found)}",
         )
     return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")
+
+
+def _describing(found: Found) -> str:
+    """The file that says what a checkpoint holds, without its numbers."""
+    if found.kind == "adapter":
+        return ADAPTER_CONFIG
+    return METADATA if found.kind == "sharded (DCP)" else CONFIG

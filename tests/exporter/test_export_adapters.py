@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file, save_file
 from test_export_architectures import WHOLE, transposed_files
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
 from accel_fsdp import exporter
+from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, safetensors_writer
 
@@ -100,6 +102,78 @@ def test_settings_of_another_adapter_are_refused(settings: dict[str, Any], tiny_
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     with pytest.raises(UserError, match="doesn't fit its base"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+CHOSEN: dict[str, Any] = {
+    "by one name": {"target_modules": ["q_proj"]},
+    "by whole names": {"target_modules": ["model.layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]},
+    "by a part of a name": {"target_modules": ["proj", "j"]},
+    "by a pattern": {"target_modules": r".*\.0\..*(q|up)_proj"},
+    "by a pattern of the end": {"target_modules": "q_proj"},
+    "all linear": {"target_modules": "all-linear"},
+    "all linear in capitals": {"target_modules": "ALL-Linear"},
+    "without a name": {"exclude_modules": ["q_proj", "0.mlp.up_proj"]},
+    "without a part of a name": {"exclude_modules": ["proj"]},
+    "without a pattern": {"exclude_modules": r"model\.layers\.0.*"},
+    "without a pattern of the end": {"exclude_modules": "q_proj"},
+    "one layer": {"layers_to_transform": 1},
+    "layers": {"layers_to_transform": [0, 1]},
+    "layers of a pattern": {"layers_to_transform": [0], "layers_pattern": "layers"},
+    "layers of patterns": {"layers_to_transform": [0], "layers_pattern": ["h", "la.ers"]},
+    "layers of another pattern": {"layers_to_transform": [0], "layers_pattern": ["h"]},
+    "no layers": {"layers_to_transform": []},
+    "a layer that is named": {"target_modules": ["model.layers.1.mlp.up_proj"], "layers_to_transform": [0]},
+    "but saved": {"modules_to_save": ["self_attn"]},
+    "but part saved": {"modules_to_save": ["attn"]},
+}
+
+
+@pytest.mark.parametrize("model", ["model", "model.vision.layers.1"])
+@pytest.mark.parametrize("how", CHOSEN)
+def test_modules_are_chosen_as_peft_chooses_them(how: str, model: str) -> None:
+    """Against the function that PEFT asks; of all linear layers PEFT makes a list first."""
+    parts = ("self_attn.q_proj", "mlp.up_proj", "mlp.gate")
+    modules = [f"{model}.layers.{layer}.{part}" for layer in (0, 1) for part in parts] + ["q_proj"]
+    settings = {"target_modules": MODULES, **CHOSEN[how]}
+    linear = modules if str(settings["target_modules"]).lower() == "all-linear" else settings["target_modules"]
+    theirs = LoraConfig(**{**settings, "target_modules": linear, "layers_pattern": settings.get("layers_pattern")})
+    for module in [*modules, *([] if linear is modules else ["lm_head", f"{model}.embed_tokens"])]:
+        assert tensor_names.chooses(settings, module) == bool(check_target_module_exists(theirs, module)), module
+    if linear is modules:
+        assert not tensor_names.chooses(settings, "lm_head")
+
+
+CONTRADICTED: dict[str, dict[str, Any]] = {
+    "fewer modules": {"target_modules": ["q_proj"]},
+    "another pattern": {"target_modules": r".*\.q_proj"},
+    "a module left out": {"exclude_modules": ["up_proj"]},
+    "fewer layers": {"layers_to_transform": [0], "layers_pattern": "layers"},
+    "saved instead": {"modules_to_save": ["mlp"]},
+    "one more saved": {"modules_to_save": ["lm_head", "norm"]},
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTED)
+def test_settings_that_the_file_contradicts_are_refused(what: str, tiny_model: Path, tmp_path: Path) -> None:
+    """PEFT would pass over the matrices, or leave the module that is missing as the base has it."""
+    trained(tiny_model, modules_to_save=["lm_head"]).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **CONTRADICTED[what]}))
+    with pytest.raises(UserError, match=r"the adapter's file (holds LoRA matrices of|lacks) .*, (and|which) "):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_module_that_was_trained_and_not_saved(tied: bool, tiny_model: Path, tmp_path: Path) -> None:
+    if tied:
+        tied_adapter(tmp_path, modules_to_save=["lm_head"])
+    else:
+        trained(tiny_model, modules_to_save=["lm_head", "score"]).save_pretrained(tmp_path / "adapter")
+        export(tmp_path / "adapter", tmp_path / "whole", merge_adapter=True)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: one for name, one in load_file(path).items() if "lm_head" not in name}, path)
+    with pytest.raises(UserError, match=r"the adapter's file lacks lm_head\.weight, which modules_to_save"):
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
 
 
@@ -276,16 +350,16 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("what", APART)
 def test_tied_weights_that_were_trained_apart_are_not_merged(what: str, tmp_path: Path) -> None:
-    """PEFT keeps the other one as it was. The advice holds: what it writes is the model that was trained."""
+    """PEFT keeps the other one as it was. The advice, followed, makes the model that was trained."""
     adapted = tied_adapter(tmp_path, **APART[what])
-    with pytest.raises(UserError, match=r"the adapter changes .* ties to (?s:.*)tie_word_embeddings = False"):
+    with pytest.raises(UserError, match=r"the adapter changes .* ties to ") as caught:
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
-    if "saved" in what:
-        expected = logits(adapted)
-        merged = adapted.merge_and_unload()
-        merged.config.tie_word_embeddings = False
-        merged.save_pretrained(tmp_path / "untied")
-        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "untied")), expected)
+    advice = caught.value.fix.removeprefix("untie the base: ").partition(", then --model FOLDER")[0]
+    places = {"BASE": str(tmp_path / "base"), "FOLDER": str(tmp_path / "untied")}
+    exec(advice.replace("), base", ")\nbase"), {"AutoModelForCausalLM": AutoModelForCausalLM, **places})
+    export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=places["FOLDER"], verify="logits")
+    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, logits(adapted), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("what", TOGETHER)
