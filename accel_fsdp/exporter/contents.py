@@ -1,11 +1,11 @@
 """Which tensors an export holds, under which names: ties once, the files' layout, adapters merged."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 
-from accel_fsdp.checkpoints import TIED, Reader, Source, Stored, Weights, open_checkpoint, part_of
+from accel_fsdp.checkpoints import FLOATS, LORA, TIED, TOKENS, Reader, Source, Stored, Weights, open_checkpoint, part_of
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
@@ -13,6 +13,8 @@ from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
 from accel_fsdp.models import remote_code
 
 SHOWN = 3
+PARAMETERS = (".weight", ".bias", TOKENS)
+"""How the names of an adapter's tensors end that aren't buffers, besides those of LoRA."""
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """What models once saved and compute today."""
 
@@ -33,6 +35,7 @@ class Planner:
         Raises:
             UserError: the checkpoint doesn't hold the model that the config describes.
         """
+        _check_matrices(self.weights.adapter)
         if self.weights.adapter and not self.merge:
             return self._named(self.weights.adapter, {})
         filed = self.weights.filed or (self.merge and not self.weights.tensors)
@@ -40,7 +43,8 @@ class Planner:
         tensors = self._once(given, self._ties(given, description))
         if description is None:
             return self._named(tensors, {})
-        held = _compared(tensors, description.files if filed else description.memory, self.papers)
+        expected = description.files if filed else description.memory
+        held = _compared(tensors, expected, description.floating, self.papers)
         if filed or not description.converts:
             return self._named(held, description.wider)
         from accel_fsdp.exporter import hf_layout
@@ -179,10 +183,24 @@ def _checksums(one: Source) -> list[tuple[object, ...]]:
     return [] if any(piece.record.crc is None for piece in pieces) else list(found)
 
 
-def _compared(tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], papers: Papers) -> dict[str, Source]:
+def _check_matrices(adapter: Mapping[str, Stored]) -> None:
+    """What an adapter adds to its base is floating-point numbers, however the base is stored."""
+    trained = {name: one for name, one in adapter.items() if name.endswith(PARAMETERS) or LORA.search(name)}
+    wrong = next((name for name, one in trained.items() if one.dtype not in FLOATS), None)
+    if wrong is not None:
+        raise UserError(
+            f"{wrong} of the adapter holds no floating-point numbers but {trained[wrong].dtype}",
+            why="no training makes such, so that the file's header or index is damaged",
+            fix="copy the adapter again from where it was written",
+        )
+
+
+def _compared(
+    tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], floating: Collection[str], papers: Papers
+) -> dict[str, Source]:
     """The tensors that the model has, all of them, without buffers that it computes itself."""
     extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
-    problems = list(_problems(tensors, expected)) + [f"{name} is unexpected" for name in extra]
+    problems = list(_problems(tensors, expected, floating)) + [f"{name} is unexpected" for name in extra]
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise UserError(
@@ -193,9 +211,13 @@ def _compared(tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]
     return {name: tensors[name] for name in expected}
 
 
-def _problems(tensors: Mapping[str, Source], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _problems(
+    tensors: Mapping[str, Source], expected: Mapping[str, tuple[int, ...]], floating: Collection[str]
+) -> Iterator[str]:
     for name, shape in expected.items():
         if name not in tensors:
             yield f"{name} is missing"
         elif tensors[name].shape != shape:
             yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"
+        elif name in floating and tensors[name].dtype not in FLOATS:
+            yield f"{name} holds no floating-point numbers but {tensors[name].dtype}"

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import (
+    FLOATS,
     LORA,
     TOKENS,
     Reader,
@@ -25,7 +26,7 @@ from accel_fsdp.checkpoints import (
     saves,
 )
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, torch_dtype, whole
+from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, check_range, torch_dtype, whole
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 class Changed:
     """A weight of the base, which `base` gives, after training; it is read in whole rows."""
 
+    name: str
     dtype: str
     base: Source
 
@@ -89,7 +91,9 @@ class Merged(Changed):
             else:
                 rows = slice(start // self.shape[1], stop // self.shape[1])
                 made *= (magnitude[rows] / torch.linalg.norm(made, dim=1))[:, None]
-        torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made).copy_(made)
+        rounded = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made)
+        rounded.copy_(made)
+        check_range(self.name, self.dtype, made, rounded)
 
     def sum(self, reader: Reader, start: int, stop: int) -> "torch.Tensor":
         """Rows of base and adapter together, in float32."""
@@ -143,6 +147,7 @@ class Replaced(Changed):
         for number, token in enumerate(self.tokens):
             if first <= token < last:
                 made[token - first] = trained[number]
+                check_range(self.name, self.dtype, trained[number], made[token - first])
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ class Merger:
             raise _other(f"one of the two matrices of {module} is missing")
         target = self._target(module)
         base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
+        if base.dtype not in FLOATS:
+            raise _other(f"{target} holds no floating-point numbers but {base.dtype}")
         turned = embedding or self._is_turned(f"{name}.weight")
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:
@@ -183,7 +190,7 @@ class Merger:
         magnitude = self.adapter.get(f"{module}.lora_magnitude_vector")
         if (magnitude is not None) != bool(self.settings.get("use_dora")):
             raise _other(f"{module} has {'no' if magnitude is None else 'a'} magnitude, its settings say otherwise")
-        self.tensors[target] = Merged(self._dtype(base), base, down, up, scale, magnitude, turned)
+        self.tensors[target] = Merged(target, self._dtype(base), base, down, up, scale, magnitude, turned)
 
     def tokens(self, name: str) -> None:
         """Puts the rows that were trained alone into the embedding that they are of."""
@@ -196,7 +203,7 @@ class Merger:
         right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
         if not right or rows.shape != (len(tokens), *base.shape[1:]):
             raise _other(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
-        self.tensors[target] = Replaced(self._dtype(base), base, rows, tokens)
+        self.tensors[target] = Replaced(target, self._dtype(base), base, rows, tokens)
 
     def _is_turned(self, weight: str) -> bool:
         return bool(self.settings.get("fan_in_fan_out")) if self.turned is None else weight in self.turned

@@ -30,7 +30,15 @@ INFINITY, QUIET = 0x7F800000, 0x40
 """Of float32, and what makes the upper half of a NaN one too."""
 SYNC_SECONDS = 0.2
 NICE = 5
-LARGEST_HALF = 65504
+LARGEST = {"F16": "65504, the largest of float16", "BF16": "3.389e38, the largest of bfloat16"}
+LARGEST["F32"] = "3.402e38, the largest of float32"
+NARROWER = {"F16": ("BF16", "F32", "F64"), "BF16": ("F32", "F64"), "F32": ("F64",)}
+"""Of which dtypes some numbers are infinite in another one."""
+WIDER = {
+    "F16": "--dtype bfloat16 or --dtype float32",
+    "BF16": "--dtype float32",
+    "F32": "take an older checkpoint: models compute in float32",
+}
 LENGTH_BYTES = 8
 Progress = Callable[[int], None]
 """Called with the number of bytes written."""
@@ -183,21 +191,31 @@ def _block(output: Output, reader: Reader, buffers: Buffers, start: int, stop: i
     if source.dtype == output.dtype:
         return raw
     made = cast(raw, source.dtype, output.dtype)
-    if output.dtype == "F16" and _overflows(raw, source.dtype, made):
-        raise UserError(
-            f"{output.name} holds numbers beyond {LARGEST_HALF}, the largest of float16",
-            why="they would be infinite in the export",
-            fix="--dtype bfloat16 or --dtype float32",
-        )
+    narrowed = source.dtype in NARROWER.get(output.dtype, ())
+    if narrowed and (odd := finite.count(made, output.dtype)) and odd > finite.count(raw, source.dtype):
+        raise _beyond(output.name, output.dtype)
     return made
 
 
-def _overflows(raw: memoryview, dtype: str, made: memoryview) -> bool:
-    """Whether finite numbers became infinite ones."""
-    import torch
+def check_range(name: str, dtype: str, given: "torch.Tensor", made: "torch.Tensor") -> None:
+    """Refuses finite numbers that became infinite in `made`, which is of `dtype`.
 
-    infinite = torch.frombuffer(made, dtype=torch.float16).isinf()
-    return bool(infinite.any()) and bool(torch.frombuffer(raw, dtype=torch_dtype(dtype))[infinite].isfinite().any())
+    Raises:
+        UserError: there are such.
+    """
+    if dtype not in LARGEST:
+        return
+    infinite = made.isinf()
+    if bool(infinite.any()) and bool(given[infinite].isfinite().any()):
+        raise _beyond(name, dtype)
+
+
+def _beyond(name: str, dtype: str) -> UserError:
+    return UserError(
+        f"{name} holds numbers beyond {LARGEST[dtype]}",
+        why="they would be infinite in the export",
+        fix=WIDER[dtype],
+    )
 
 
 def cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:

@@ -51,7 +51,8 @@ class Description:
     model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
     another dtype than the one that it is asked for, such as float32 for the biases of routers. `filed_as`: the names in
     files of those tensors of the model that files hold as they are. `turned`: weights, as the model's code names them,
-    that lie transposed (Conv1D).
+    that lie transposed (Conv1D). `floating`: the names, of both kinds, of what must be floating-point numbers: the
+    parameters, unless the config says that they are quantised.
     """
 
     memory: dict[str, tuple[int, ...]]
@@ -61,6 +62,7 @@ class Description:
     wider: Mapping[str, str] = field(default_factory=dict)
     filed_as: Mapping[str, str] = field(default_factory=dict)
     turned: frozenset[str] = frozenset()
+    floating: frozenset[str] = frozenset()
 
 
 class Here(Executor):
@@ -190,7 +192,16 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     names = {id(one): name for name, one in filed.items()}
     filed_as = {name: names[id(one)] for name, one in held.items() if id(one) in names}
     turned = frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
-    return Description(memory, files, ties, converts, wider, filed_as, turned)
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    floating = frozenset() if quantised else _floating(model, held, filed)
+    return Description(memory, files, ties, converts, wider, filed_as, turned, floating)
+
+
+def _floating(model: "nn.Module", *held: "Mapping[str, torch.Tensor]") -> frozenset[str]:
+    buffers = {name for name, _ in model.named_buffers()}
+    return frozenset(
+        name for each in held for name, one in each.items() if one.is_floating_point() and name not in buffers
+    )
 
 
 def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":

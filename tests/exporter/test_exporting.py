@@ -15,7 +15,7 @@ from conftest import ROOT, accel_fsdp, run
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_export_architectures import transposed_files
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_dcp
@@ -391,17 +391,68 @@ def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path
     same(export(tmp_path / "run", tmp_path / "out"), one)
 
 
-def test_numbers_that_float16_cannot_hold(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "number", "message"),
+    [
+        ("F16", 1e6, "65504, the largest of float16"),
+        ("BF16", 3.4e38, "3.389e38, the largest of bfloat16"),
+        ("F32", 1e39, "3.402e38, the largest of float32"),
+    ],
+)
+def test_numbers_that_a_dtype_cannot_hold(
+    dtype: str, number: float, message: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Infinite ones are as they were; no finite one becomes such, which would look as if training had diverged."""
     without_weights(tiny_model, tmp_path / "run")
-    state = load_file(tiny_model / "model.safetensors")
+    state = {name: one.double() for name, one in load_file(tiny_model / "model.safetensors").items()}
+    state = state if dtype == "F32" else {name: one.float() for name, one in state.items()}
     state["model.norm.weight"][0] = torch.inf
     torch.save(state, tmp_path / "run" / "model.pth")
-    made = export(tmp_path / "run", tmp_path / "out", dtype="F16", allow_non_finite=True)
+    made = export(tmp_path / "run", tmp_path / "out", dtype=dtype, allow_non_finite=True)
     assert made["model.norm.weight"][0] == torch.inf
-    state["model.norm.weight"][1] = 1e6
+    state["model.norm.weight"][1] = -number
     torch.save(state, tmp_path / "run" / "model.pth")
-    with pytest.raises(UserError, match=r"model\.norm\.weight holds numbers beyond 65504"):
-        export(tmp_path / "run", tmp_path / "again", dtype="F16")
+    for allowed in (False, True):
+        with pytest.raises(UserError, match=rf"model\.norm\.weight holds numbers beyond {message}"):
+            export(tmp_path / "run", tmp_path / "again", dtype=dtype, allow_non_finite=allowed)
+
+
+def test_a_merge_that_the_dtype_of_the_base_cannot_hold(tiny_model: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_model).half().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            parameter.mul_(1e6 if "lora_" in name else 1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"q_proj\.weight holds numbers beyond 65504"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
+
+
+WHOLE_NUMBERS = ("model", "pickle", "adapter", "adapter, merged", "base")
+
+
+@pytest.mark.parametrize("what", WHOLE_NUMBERS)
+def test_weights_whose_header_says_whole_numbers(what: str, tiny_model: Path, tmp_path: Path) -> None:
+    """A header of another dtype of the same size: the bytes are all there, and each is another number."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    src = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    path = tmp_path / "adapter" / "adapter_model.safetensors" if "adapter" in what else src / "model.safetensors"
+    state = load_file(path)
+    name = next(name for name in state if "layers.0.self_attn.q_proj" in name)
+    state[name] = state[name].view(torch.int32)
+    if what == "pickle":
+        path.unlink()
+        torch.save(state, src / "model.pth")
+    else:
+        save_file(state, path, metadata={"format": "pt"})
+    merged = {"merge_adapter": True, "model": str(src)} if "merged" in what or what == "base" else {}
+    source = src if what in ("model", "pickle") else tmp_path / "adapter"
+    for verify in ("bytes", "load"):
+        with pytest.raises(UserError, match=r"q_proj.* holds no floating-point numbers but I32"):
+            export(source, tmp_path / "out", verify=verify, **merged)
 
 
 def test_a_merge_of_adapted_embeddings(tiny_model: Path, tmp_path: Path) -> None:
