@@ -1,6 +1,7 @@
 """The command `accel-fsdp check`: read, run the rules, repair, report."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cy
 REPAIR_ROUNDS = 6
 NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that mend the names of keys."""
+OF_SCRIPTS = "AF9"
+"""How the codes of the rules about training scripts begin."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,15 @@ def lint(path: Path, options: Options, given: Given | None = None) -> list[Findi
 def stops(path: Path, script: Path, words: tuple[str, ...], unchecked: bool = False) -> bool:
     """Shows the errors of a job that is about to be launched; true when there are any and nobody wants it all the same.
 
-    Errors are what ends the job or trains something else than the file says. The script's arguments are looked at too.
+    Errors are what ends the job or trains something else than the file says. The script and its arguments are looked at
+    too, and what the rules warn of in the script is shown: the job would run, and may leave no model.
     """
-    given = read_launch(script, words)
-    errors = [one for one in lint(path, Options(), given) if one.severity == "error"]
+    found = lint(path, Options(), read_launch(script, words))
+    errors = [one for one in found if one.severity == "error"]
+    warned = [one for one in found if one.severity == "warning" and one.code.startswith(OF_SCRIPTS)]
+    if errors or warned:
+        _show(path, [*errors, *warned], console.say)
     if errors:
-        _show(path, errors)
         console.say(
             "launched all the same: --no-check" if unchecked else "not launched; --no-check launches it as it is"
         )
@@ -122,11 +128,11 @@ def _as_json(one: Finding) -> dict[str, Any]:
     return {**shown, "fixable": fixable}
 
 
-def _show(path: Path, findings: list[Finding]) -> None:
+def _show(path: Path, findings: list[Finding], put: Callable[..., None] = console.put) -> None:
     for one in findings:
         place = f"{path}:{one.line}" if one.line else str(path)
-        console.put(f"{place}: {one.severity} {one.code}: {one.what}", style=COLOURS[one.severity])
-        console.put(f"  why: {one.why}\n  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
+        put(f"{place}: {one.severity} {one.code}: {one.what}", style=COLOURS[one.severity])
+        put(f"  why: {one.why}\n  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
     console.say(f"{path}: {summary(findings)}")
 
 

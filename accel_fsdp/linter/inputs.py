@@ -1,6 +1,7 @@
 """Reads what the linter looks at: YAML, arguments, versions; and if asked model, checkpoint, script, this machine."""
 
 import ast
+import contextlib
 import importlib.metadata
 import json
 import re
@@ -25,6 +26,7 @@ PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors",
 LARGEST_PORT = 65535
 PORT = 29500
 """Where the launcher meets unless the file says otherwise."""
+OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,23 @@ class Given:
 
 
 def read_launch(script: Path, words: tuple[str, ...]) -> Given:
-    """What stands beside a YAML that is about to be launched: the script's arguments."""
-    return Given(args=parse_command_line(list(words)), starter="accelerate", ours=is_ours(script))
+    """What stands beside a YAML that is about to be launched: the script's arguments, and a script of the user's own.
+
+    One that can't be read as Python is not looked at: whether it can be run is the launcher's to say.
+    """
+    ours, parsed = is_ours(script), None
+    with contextlib.suppress(UsageError):
+        parsed = None if ours else read_script(script)
+    return Given(args=parse_command_line(list(words)), starter="accelerate", script=parsed, ours=ours)
 
 
 def is_ours(script: Path) -> bool:
-    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong."""
+    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong.
+
+    `accel_fsdp.cpu` is not among them: it lets any script run without GPUs.
+    """
     try:
-        return re.search(r"^from accel_fsdp\b", script.read_text(encoding="utf-8"), flags=re.MULTILINE) is not None
+        return OURS.search(script.read_text(encoding="utf-8")) is not None
     except (OSError, ValueError):
         return script.parts[-2:] == ("train", "sft.py")
 

@@ -181,16 +181,42 @@ def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.Captu
     script.write_text("print()\n")
     assert ended("launch", "--dry-run", path, script, "--optim", "adafactor") == 1
     said = capsys.readouterr()
-    assert "AF604" in said.out
+    assert "AF604" in said.err
     assert "--no-check" in said.err
     assert "accelerate launch" not in said.out
     assert ended("launch", "--dry-run", "--no-check", path, script, "--optim", "adafactor") == 0
     said = capsys.readouterr()
-    assert "AF604" in said.out
+    assert "AF604" in said.err
+    assert "AF604" not in said.out
     assert "--optim adafactor" in said.out
     smooth = ("--label_smoothing_factor", "0.1")
     assert ended("launch", "--dry-run", path, script, *smooth) == 1
-    assert "AF630" in capsys.readouterr().out
+    assert "AF630" in capsys.readouterr().err
     assert ended("launch", "--dry-run", path, SFT, *smooth) == 0
     with pytest.raises(UsageError, match="--no-check after SCRIPT"):
         ended("launch", path, script, "--no-check")
+
+
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [
+        ("trainer.train()\ntrainer.save_model()\n", True),
+        ("from accel_fsdp import cpu\ncpu.enable()\ntrainer.save_model()\n", True),
+        ("from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n", False),
+        ("trainer.accelerator.state.fsdp_plugin.set_state_dict_type('X')\ntrainer.save_model()\n", False),
+        ("#!/bin/sh\nexec python train.py # trainer.save_model()\n", False),
+        ("trainer.save_model()\0\n", False),
+    ],
+)
+def test_launch_warns_of_what_it_sees_in_the_script(
+    text: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And launches it: a warning is none to stop at, nor is a script that isn't Python."""
+    path, script = tmp_path / "fsdp.yaml", tmp_path / "train.py"
+    path.write_text(V2)
+    script.write_text(text)
+    assert ended("launch", "--dry-run", path, script) == 0
+    said = capsys.readouterr()
+    assert ("warning AF901: train.py:" in said.err) == warned
+    assert "launched" not in said.err
+    assert said.out.endswith(f"accelerate launch --config_file {path} {script}\n")
