@@ -20,12 +20,13 @@ from accel_fsdp.training import SurvivingTrainer, trainer
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 METHODS = {
     "save": "_begin",
+    "begin": "_begin",
     "weights": "save_model",
     "optimizer": "_save_optimizer_and_scheduler",
     "random": "_save_rng_state",
     "state": "_save_scaler",
 }
-LEFT_BYTES = {"save": 300_000, "state": 0, "random": 0}
+LEFT_BYTES = {"begin": 0, "save": 300_000, "state": 0, "random": 0}
 
 OUTPUT = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 BALLAST = OUTPUT / "ballast"
@@ -47,7 +48,7 @@ def filling(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once(name: str) -> int:
-    owner = SurvivingTrainer if name == "save" else trainer.SftTrainer
+    owner = SurvivingTrainer if name in ("save", "begin") else trainer.SftTrainer
     method = METHODS.get(name, "_save")
     before = getattr(owner, method)
     AcceleratorState._reset_state()
@@ -67,6 +68,7 @@ for name in names:
         print(f"FILLING {name}", file=sys.stderr, flush=True)
     codes.append(once(name))
     if len(names) > 1:
+        print(f"LEFT {[path.name for path in (OUTPUT / name).glob('*checkpoint*')]}", file=sys.stderr, flush=True)
         BALLAST.unlink()
         shutil.rmtree(OUTPUT / name)
 print(f"CODES {codes}", file=sys.stderr, flush=True)

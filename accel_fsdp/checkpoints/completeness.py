@@ -66,13 +66,14 @@ class Choice:
 def begin(checkpoint: Path) -> None:
     """Makes the folder, empty but for a marker that says it isn't complete; call before any rank writes into it.
 
-    A complete checkpoint of the same step stays beside it until `seal`.
+    A complete checkpoint of the same step stays beside it until `seal` or `abandon`.
 
     Raises:
-        UserError: the folder can't be written.
+        UserError: the folder can't be written; `abandon` it.
     """
+    if not checkpoint.exists() or not flaw(checkpoint):
+        _remove(_aside(checkpoint))  # of a run that was killed while it deleted
     if checkpoint.exists() and not flaw(checkpoint):
-        _remove(_aside(checkpoint))
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
     atomic_files.write_text(checkpoint / MARKER, json.dumps({"complete": False}))
@@ -93,6 +94,15 @@ def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = No
     atomic_files.write_text(checkpoint / MARKER, json.dumps(content, indent=1, sort_keys=True))
     atomic_files.sync_names(checkpoint.parent)
     _remove(_aside(checkpoint))
+
+
+def abandon(checkpoint: Path) -> None:
+    """Removes a half-written checkpoint; a complete one of the same step that `begin` moved is in its place again."""
+    if flaw(checkpoint):
+        _remove(checkpoint)
+    aside = _aside(checkpoint)
+    if not checkpoint.exists() and not flaw(aside):
+        os.replace(aside, checkpoint)
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:

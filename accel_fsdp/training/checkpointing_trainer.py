@@ -23,6 +23,7 @@ from accel_fsdp.checkpoints import Origin, completeness, summary, tensor_names
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import disks, resuming
+from accel_fsdp.training.counting import numel
 from accel_fsdp.training.disks import size
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
@@ -109,29 +110,41 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         """A checkpoint that counts only once every file of every rank is on disk."""
         folder = self._folder(trial)
         self._together(lambda: self._begin(folder))
-        try:
-            with self._own_retention():
-                super()._save_checkpoint(model, trial)
-        except (Exception, CheckpointException) as error:  # which is a BaseException
-            lost = _is_lost(error)
-            full = "" if lost else disks.full(error, folder)
-            if not (full or isinstance(error, WRITE_ERRORS)):
-                raise
-            if not lost and self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-            self._refuse(f"cannot save {folder}: {full or _cause(error)}", error, "free some space" if full else "")
+        with self._abandoned_on_errors(folder), self._own_retention():
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         hashes = self._hashes(folder)
         self._together(lambda: self._seal(folder, hashes))
 
+    @contextlib.contextmanager
+    def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:
+        """Leaves no half-written checkpoint where the block fails to write it, and the complete one that it replaces.
+
+        Raises:
+            UserError: the disk is full, or what else kept a library from writing.
+        """
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # which is a BaseException
+            lost = _is_lost(error)
+            full = "" if lost else disks.full(error, folder)
+            if not (full or isinstance(error, (*WRITE_ERRORS, UserError))):
+                raise
+            if not lost and self.args.should_save:
+                completeness.abandon(folder)
+            if isinstance(error, UserError) and not full:
+                raise
+            self._refuse(f"cannot save {folder}: {full or _cause(error)}", error, "free some space" if full else "")
+
     def _begin(self, folder: Path) -> None:
-        completeness.begin(folder)
+        with self._abandoned_on_errors(folder):
+            completeness.begin(folder)
         newest = completeness.choose(folder.parent).newest
         needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
         try:
             self._check_room(needed, f"{folder.name} takes {size(needed)}")
         except UserError:
-            shutil.rmtree(folder, ignore_errors=True)
+            completeness.abandon(folder)
             raise
 
     def _hashes(self, folder: Path) -> dict[str, str] | None:
@@ -145,11 +158,14 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             found, failed = {}, error
         parts: list[tuple[dict[str, str], str]] = gather_object([(found, _cause(failed) if failed else "")])
         if why := next(filter(None, (why for _, why in parts)), ""):
+            if self.args.should_save:
+                completeness.abandon(folder)
             self._refuse(f"cannot save {folder}: {why}", failed or OSError(why))
         return {name: one for part, _ in parts for name, one in part.items()}
 
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
-        completeness.seal(folder, self._origin(), hashes)
+        with self._abandoned_on_errors(folder):
+            completeness.seal(folder, self._origin(), hashes)
         completeness.retire(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @contextlib.contextmanager
@@ -341,11 +357,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return re.sub(r"^\[[^]]*\] ", "", inspect_model.first_line(error)).partition(" This is typically caused")[0]
-
-
-def numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of a whole parameter, also where DeepSpeed has parted it while the model was loaded."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _rng_file(rank: int, ranks: int) -> str:

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from accel_fsdp import console
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.training.checkpointing_trainer import SurvivingTrainer, numel
+from accel_fsdp.training import counting
+from accel_fsdp.training.checkpointing_trainer import SurvivingTrainer
 from accel_fsdp.training.data import IGNORED, Collator
 
 OTHER_LOSS = 0.02
@@ -113,8 +114,8 @@ class LossTrainer(SurvivingTrainer):
         self._skipped = 0
         self._compared = False
         embedded = self.model.get_input_embeddings()
-        outside = [one for one in self.model.parameters() if one is not embedded.weight]
-        self._weights = sum(numel(one) for one in outside)
+        counts = counting.weights(self.model)
+        self._weights = sum(count for one, count in counts.items() if one is not embedded.weight)
 
     # Training
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.training import counting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -11,16 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What one rank holds. `units` counts FSDP units; element counts are of parameters, `local` includes padding."""
+    """What one rank holds. `units` counts FSDP units; the others are of weights, and `local` includes padding."""
 
     engine: str
     units: int
     shard_ranks: int
-    local_elements: int
-    total_elements: int
+    local_weights: int
+    total_weights: int
 
     def __str__(self) -> str:
-        millions = f"{self.local_elements / 1e6:,.2f} M of {self.total_elements / 1e6:,.2f} M parameters"
+        millions = f"{self.local_weights / 1e6:,.2f} M of {self.total_weights / 1e6:,.2f} M parameters"
         return f"{self.engine}: {self.units} units, each rank holds {millions}"
 
 
@@ -45,18 +46,19 @@ def _measure_fsdp2(model: Any, allow_unsharded: bool) -> Sharding:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    parameters = list(model.parameters())
+    packing = counting.packing(model)
+    parameters = list(packing)
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)]
     if not sharded or (len(sharded) < len(parameters) and not allow_unsharded):
         raise unsharded(f"{len(parameters) - len(sharded)} of {len(parameters)} parameters are no sharded DTensors")
     mesh = sharded[0].device_mesh
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    local = {p: p.to_local() if isinstance(p, DTensor) else p for p in parameters}
     return Sharding(
         engine="FSDP2",
         units=sum(isinstance(module, FSDPModule) for module in model.modules()),
         shard_ranks=mesh.size(mesh.ndim - 1),
-        local_elements=sum(parameter.numel() for parameter in local),
-        total_elements=sum(parameter.numel() for parameter in parameters),
+        local_weights=sum(local[parameter].numel() * several for parameter, several in packing.items()),
+        total_weights=sum(parameter.numel() * several for parameter, several in packing.items()),
     )
 
 
@@ -69,13 +71,22 @@ def _measure_fsdp1(model: Any) -> Sharding:
         total, local = handle.flat_param._unpadded_unsharded_size.numel(), handle.flat_param.numel()
         if not no_shard and local != -(-total // handle.world_size):
             raise unsharded(f"a flat parameter of {total} elements has {local} on this rank of {handle.world_size}")
+    counts = [_in_flat(handle.flat_param) for handle in handles]
     return Sharding(
         engine=f"FSDP1 {model.sharding_strategy.name}",
         units=len(handles),
         shard_ranks=1 if no_shard else handles[0].world_size,
-        local_elements=sum(handle.flat_param.numel() for handle in handles),
-        total_elements=sum(handle.flat_param._unpadded_unsharded_size.numel() for handle in handles),
+        local_weights=sum(local for local, _ in counts),
+        total_weights=sum(total for _, total in counts),
     )
+
+
+def _in_flat(flat: Any) -> tuple[int, int]:
+    """Weights of a flat parameter on this rank and on all; where some are packed, each rank counts as its share."""
+    infos = zip(flat._param_infos, flat._numels, strict=True)
+    elements = flat._unpadded_unsharded_size.numel()
+    more = sum(numel * (counting.per_element(info.module, info.param_name, flat) - 1) for info, numel in infos)
+    return flat.numel() * (elements + more) // elements, elements + more
 
 
 def unsharded(what: str) -> UserError:

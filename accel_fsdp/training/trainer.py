@@ -21,9 +21,8 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.models import inspect_model
-from accel_fsdp.training import disks, gather, load_model, preflight, progress, run_plan, sharding_check
+from accel_fsdp.training import counting, disks, gather, load_model, preflight, progress, run_plan, sharding_check
 from accel_fsdp.training.arguments import SEE_HELP
-from accel_fsdp.training.checkpointing_trainer import numel
 from accel_fsdp.training.losses import LossTrainer
 
 
@@ -34,8 +33,9 @@ class SftTrainer(LossTrainer):
         model = kwargs["model"]
         self.revision = getattr(model.config, "_commit_hash", None) or "main"
         self.use_cache = getattr(model.config, "use_cache", None)
-        counts = [(numel(one), one.requires_grad) for one in model.parameters()]
-        self.parameters = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+        counts = counting.weights(model)
+        trained = sum(count for one, count in counts.items() if one.requires_grad)
+        self.parameters = trained, sum(counts.values())
         preflight.before_trainer(model, kwargs["args"])
         if kwargs["args"].process_index == 0:
             self.lock = atomic_files.only_run(Path(kwargs["args"].output_dir))

@@ -1,12 +1,17 @@
 """A run that goes on from a checkpoint with other settings: refused, or allowed and told for good."""
 
+import errno
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Finished, accel_fsdp
+
+from accel_fsdp.checkpoints import completeness
 
 Sft = Callable[..., Finished]
 
@@ -115,3 +120,31 @@ def test_spoilt_bytes_are_passed_over_and_named(stopped: Path, sft: Sft, tiny_mo
     assert "checkpoint-4: model.safetensors holds other bytes than were written" in resumed.output
     assert "resumed:" in resumed.output
     assert "checkpoint-2, 2 steps behind it" in resumed.output
+
+
+def test_a_step_that_cannot_be_saved_again_is_still_there(
+    stopped: Path, sft: Sft, tiny_model: Path, text_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for the marker that a save begins with, or for the one that ends it."""
+    again = words(tiny_model, text_data, stopped, resume_from_checkpoint=stopped / "checkpoint-2")
+    assert sft(*again).code == 0
+    make, left = tempfile.mkstemp, 0
+
+    def scarce(*args: Any, prefix: str = "", **kwargs: Any) -> tuple[int, str]:
+        nonlocal left
+        if prefix.startswith(f".{completeness.MARKER}"):
+            left -= 1
+            if left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return make(*args, prefix=prefix, **kwargs)
+
+    monkeypatch.setattr(tempfile, "mkstemp", scarce)
+    for left in (0, 1):
+        shutil.rmtree(stopped / "final", ignore_errors=True)
+        full = sft(*again)
+        assert full.code == 1
+        assert f"error: cannot save {stopped}/checkpoint-4: the disk is full" in full.output, full.output
+        assert f"{stopped}/checkpoint-4 is complete" in full.output
+        assert "free some space, then --resume_from_checkpoint true" in full.output
+        assert sorted(path.name for path in stopped.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+        assert completeness.choose(stopped).newest == stopped / "checkpoint-4"

@@ -113,6 +113,18 @@ def test_what_a_run_says_of_itself_without_being_told(
         assert nothing not in said
 
 
+def test_packed_weights_are_counted_as_what_they_stand_for(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    words = sft_args(tiny_model, text_data, tmp_path / "run", "--max_steps", "1", "--save_strategy", "no")
+    finished = sft(*words, "--use_peft", "--load_in_4bit")
+    assert finished.code == 0, finished.output
+    files = tiny_model / "model.safetensors", tmp_path / "run/final/adapter_model.safetensors"
+    base, trained = (sum(tensor.numel() for tensor in load_file(file).values()) for file in files)
+    both = f"{trained / 1e6:.2f} M of {(base + trained) / 1e6:.2f} M parameters, {trained / (base + trained):.2%}"
+    assert f"trained: {both}" in finished.output
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

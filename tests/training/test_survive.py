@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
 
 def assert_every_part_says_so(model: Path, rows: Path, folder: Path) -> None:
     """On one process, where Trainer writes each part by itself: the errors of torch, safetensors and json."""
-    parts = ("weights", "optimizer", "random", "state", "export")
+    parts = ("begin", "weights", "optimizer", "random", "state", "export")
     config = folder / "one.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
     flags = words(model, rows, folder / "run", 1, "--max_steps", "1", "--save_steps", "1")
@@ -280,4 +280,5 @@ def assert_every_part_says_so(model: Path, rows: Path, folder: Path) -> None:
         verb = r"cannot write \S+/final" if part == "export" else r"cannot save \S+/checkpoint-1"
         assert re.search(rf"error: {verb}: the disk is full, 0\.0 MiB are free", own), own
         assert "Traceback" not in own
+        assert f"LEFT {['checkpoint-1'] if part == 'export' else []}" in own
     assert f"CODES {[1] * len(parts)}" in said.output

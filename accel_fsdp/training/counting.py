@@ -1,0 +1,31 @@
+"""How many parameters a model has, as people count them: 4-bit weights lie packed, several in an element."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PACKED = "Linear4bit"
+"""The layer of bitsandbytes, whose `weight` is packed. The weight's own class is lost when FSDP shards it."""
+
+
+def numel(parameter: "nn.Parameter") -> int:
+    """Elements of a whole parameter, also where DeepSpeed has parted it while the model was loaded."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def per_element(layer: "nn.Module", name: str, parameter: "nn.Parameter") -> int:
+    """How many weights lie in one element of a layer's parameter: two in each byte of a packed one."""
+    packed = name == "weight" and any(kind.__name__ == PACKED for kind in type(layer).__mro__)
+    return 2 * parameter.element_size() if packed else 1
+
+
+def packing(model: "nn.Module") -> dict["nn.Parameter", int]:
+    """Every parameter of a model once, with how many weights lie in one of its elements."""
+    owned = ((layer, name, one) for layer in model.modules() for name, one in layer.named_parameters(recurse=False))
+    return {one: per_element(layer, name, one) for layer, name, one in owned}
+
+
+def weights(model: "nn.Module") -> dict["nn.Parameter", int]:
+    """Every parameter of a model once, with how many weights it holds."""
+    return {one: numel(one) * several for one, several in packing(model).items()}
