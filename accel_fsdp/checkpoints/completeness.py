@@ -179,6 +179,31 @@ def _origin(path: Path, found: Any) -> Origin | None:
     return origin
 
 
+ITS_END = "its end"
+"""What a checkpoint lacks whose run ended while it was written."""
+
+
+def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str, int] | None:
+    """The files that are missing or have another size than the marker says, of those `needed`, with that size.
+
+    None where there is no marker. The one judgement of a marked checkpoint: resume, deletion, export and the linter ask
+    it.
+
+    Raises:
+        UserError: the marker can't be read.
+    """
+    marker = read(checkpoint)
+    if marker is None:
+        return None
+    if not marker.complete:
+        return {ITS_END: 0}
+    return {name: size for name, size in marker.sizes.items() if needed(name) and _size(checkpoint / name) != size}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
 def flaw(checkpoint: Path) -> str:
     """What makes a checkpoint half-written or damaged, as far as sizes tell; empty where it is complete."""
     try:
@@ -188,11 +213,9 @@ def flaw(checkpoint: Path) -> str:
 
 
 def _flaw(checkpoint: Path) -> str:
-    marker = read(checkpoint)
-    if marker is not None:
-        if not marker.complete:
-            return "its run ended while it was written"
-        return next(filter(None, (_wrong_size(checkpoint / name, size) for name, size in marker.sizes.items())), "")
+    lacks = lacking(checkpoint)
+    if lacks is not None:
+        return next((_of_size(checkpoint / name, size) for name, size in lacks.items()), "")
     if not untrusted_files.read_json(checkpoint / "trainer_state.json", most_values=MOST_LOGGED):
         return "trainer_state.json, which Trainer writes last, is missing or empty"
     sharded = (checkpoint / name for name in SHARDED if (checkpoint / name).is_dir())
@@ -229,11 +252,10 @@ def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -
     return mine
 
 
-def _wrong_size(path: Path, size: int) -> str:
-    if not path.is_file():
-        return f"{path.name} is missing"
-    found = path.stat().st_size
-    return f"{path.name} has {found:,} of {size:,} bytes" if found != size else ""
+def _of_size(path: Path, size: int) -> str:
+    if path.name == ITS_END:
+        return "its run ended while it was written"
+    return f"{path.name} has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{path.name} is missing"
 
 
 def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path], str] = flaw) -> Choice:

@@ -66,7 +66,7 @@ def look(folder: Path) -> Found | None:
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         found = read(folder)
         if found is not None:
-            lacks = (*found.missing, *(["its end"] if _is_temporary(folder) else []))
+            lacks = (*found.missing, *([completeness.ITS_END] if _is_temporary(folder) else []))
             return replace(found, missing=tuple({one.split(" (")[0]: one for one in lacks}.values()))  # each once
     return None
 
@@ -102,13 +102,13 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
     `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
     """
     try:
-        marker = completeness.read(folder)
+        lacks = completeness.lacking(folder, lambda name: not name.startswith(STATE_FILES))
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
-    if marker is not None:
-        needed = {name: size for name, size in marker.sizes.items() if not name.startswith(STATE_FILES)}
-        wrong = [name for name, size in needed.items() if _size(folder / name) != size]
-        return tuple(f"{name} ({needed[name]:,} bytes)" for name in wrong) if marker.complete else ("its end",)
+    if lacks is not None:
+        return tuple(
+            f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
+        )
     numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
     done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
     trainers = any(folder.glob("scheduler.pt")) or any(folder.glob("rng_state*")) or any(folder.glob("optimizer*"))
@@ -135,10 +135,6 @@ def check_bytes(found: Found, optimizer: bool = False) -> None:
             why="the model would be another than was trained",
             fix="copy the checkpoint again from where it was written, or export an older one",
         )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
 
 
 def _safetensors(folder: Path) -> Found | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import safetensors_header
+from accel_fsdp.checkpoints import completeness, safetensors_header
 from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
 
@@ -30,6 +30,7 @@ class CheckpointFacts:
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
     `by_accelerator` says that `Accelerator.save_state` wrote it, which has no `trainer_state.json`.
+    `unfinished` is what its marker says is wrong, as a resume judges it; empty where all is there, or no marker is.
     """
 
     name: str
@@ -50,6 +51,7 @@ class CheckpointFacts:
     has_config: bool = False
     private: str = ""
     by_accelerator: bool = False
+    unfinished: str = ""
 
     @property
     def is_checkpoint(self) -> bool:
@@ -148,6 +150,7 @@ def _facts(folder: Path) -> CheckpointFacts:
         optimizer=any(name.startswith("optimizer") for name in names),
         scheduler="scheduler.pt" in names,
         by_accelerator=any(name.startswith("random_states_") for name in names),
+        unfinished=completeness.flaw(folder) if (folder / completeness.MARKER).exists() else "",
         trainer_state="trainer_state.json" in names,
         rng_states=sum(name.startswith("rng_state") for name in names),
         without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),

@@ -6,7 +6,9 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_check
@@ -18,7 +20,7 @@ from checking import V1, V2, codes_of, subject
 from conftest import accel_fsdp, run
 
 from accel_fsdp import reference_docs
-from accel_fsdp.checkpoints import summary
+from accel_fsdp.checkpoints import completeness, summary
 from accel_fsdp.hardware import host
 from accel_fsdp.linter import PAINS, UNSEEN, command_words, starter_of
 from accel_fsdp.linter.rules import RULES
@@ -85,6 +87,25 @@ def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> Non
     assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
     (tmp_path / "run" / "notes.txt").write_text("")
     assert set(found(fsdp2, "--checkpoint", tmp_path / "run")) == {"AF814"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "complete.json").write_text('{"complete": false}'), "its run ended while"),
+        (lambda folder: (folder / "scheduler.pt").write_bytes(b"longer"), "scheduler.pt has 6 of 0 bytes"),
+        (lambda folder: (folder / "complete.json").write_text("{"), "complete.json"),
+    ],
+)
+def test_a_marked_checkpoint_is_as_complete_as_a_resume_finds_it(
+    spoil: Callable[[Path], Any], said: str, tmp_path: Path, fsdp2: Path
+) -> None:
+    folder = sharded_checkpoint(tmp_path / "checkpoint-10")
+    completeness.seal(folder, completeness.Origin("FSDP"))
+    assert found(fsdp2, "--checkpoint", folder) == {}
+    spoil(folder)
+    assert said in found(fsdp2, "--checkpoint", folder)["AF803"]
+    assert said in completeness.flaw(folder)
 
 
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_step_that_cannot_be_saved_again_is_still_there(
         return make(*args, prefix=prefix, **kwargs)
 
     monkeypatch.setattr(tempfile, "mkstemp", scarce)
-    for left in (0, 1):
+    for left in (0, 1):  # noqa: B007 (`scarce` counts it down)
         shutil.rmtree(stopped / "final", ignore_errors=True)
         full = sft(*again)
         assert full.code == 1

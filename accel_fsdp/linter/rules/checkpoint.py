@@ -49,11 +49,19 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     """A half-written checkpoint.
 
     Trainer writes `trainer_state.json` last and torch the `.metadata` of a sharded folder, which on several machines
-    without a shared disk lies on one of them only. Trainer resumes the highest number, complete or not.
+    without a shared disk lies on one of them only. Trainer resumes the highest number, complete or not. train/sft.py
+    keeps `complete.json`, which says what is still to come, and how large each file is.
     """
     found = subject.checkpoint
     if found is None:
         return
+    if found.unfinished:
+        yield Finding(
+            "",
+            f"{found.name} is not complete: {found.unfinished}",
+            "Trainer resumes it all the same; train/sft.py and export pass it over",
+            "resume an older checkpoint",
+        )
     missing = [f"{folder}/.metadata" for folder in found.without_metadata]
     if found.is_checkpoint and not found.trainer_state and not found.by_accelerator:
         missing.append("trainer_state.json")
