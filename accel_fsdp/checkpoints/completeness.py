@@ -22,6 +22,11 @@ MARKER = "complete.json"
 MOST_LOGGED = 20_000_000
 """Numbers in `trainer_state.json`, which logs all steps."""
 SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
+OWN = (
+    *("model.safetensors", "model-0", "adapter_model.", "pytorch_model", "optimizer", "global_step"),
+    *("scheduler", "rng_state", "random_states", "scaler", "trainer_state"),
+)
+"""How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""
 OF_RANK = re.compile(r"(?:__|rng_state_|zero_pp_rank_|fsdp_rank)(\d+)")
 """The number of the rank that wrote a file, in its name."""
 HASHED_TOGETHER = 4
@@ -224,21 +229,35 @@ def _flaw(checkpoint: Path) -> str:
 
 
 def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
-    """The first file that holds other bytes than were written, of those `wanted`; empty where all are as they were.
+    """The first file that holds other bytes than were written, or is not listed, of those `wanted`; empty where all are
+    as they were.
 
     Each of several ranks reads a `part` of about the same size. Files that aren't there are passed over, and a marker
-    without hashes, of an earlier version, tells nothing.
+    without hashes, of an earlier version, tells nothing of bytes.
 
     Raises:
         UserError: the marker or a file can't be read.
     """
     marker = read(checkpoint)
-    if marker is None or not marker.hashes:
+    if marker is None:
         return ""
+    if extra := next(filter(wanted, _unlisted(checkpoint, marker)), ""):
+        return f"{extra} is not in the list of {MARKER}"
     names = [name for name in marker.hashes if wanted(name) and (checkpoint / name).exists()]
     found = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
     wrong = sorted(name for name, one in found.items() if one != marker.hashes[name])
     return f"{wrong[0]} holds other bytes than were written" if wrong else ""
+
+
+def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
+    """The checkpoint's own files that the marker doesn't know.
+
+    Those of a rank of which it has no file at all, where it has some of ranks, lay on another machine's disk.
+    """
+    listed = marker.sizes.keys() | marker.hashes.keys()
+    ranks = {found[1] for name in listed if (found := OF_RANK.search(name))}
+    extra = [name for name in _sizes(checkpoint) if name.startswith(OWN) and name not in listed]
+    return [name for name in extra if not (ranks and (found := OF_RANK.search(name)) and found[1] not in ranks)]
 
 
 def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -> list[str]:

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import Reader, Record, deepspeed, discover, open_checkpoint
+from accel_fsdp.checkpoints import Reader, Record, completeness, deepspeed, discover, open_checkpoint
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import (
     Description,
@@ -516,11 +516,11 @@ def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> No
 def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     for number in (2, 10, 12):
-        shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}")
-        (run_folder / f"checkpoint-{number}" / "complete.json").write_text('{"complete": true, "files": {}}')
+        folder = Path(shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
+        (folder / "pytorch_model_fsdp_0" / ".metadata").rename(tmp_path / "lost") if number == 12 else None
+        completeness.seal(folder, completeness.Origin("FSDP"))
     shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
     (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
-    (run_folder / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").unlink()
     found, newer = discover.find(run_folder)
     assert found.folder.name == "checkpoint-10"
     assert [one.missing for one in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]

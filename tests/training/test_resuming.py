@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -179,6 +180,32 @@ def test_other_bytes_of_the_right_size_are_seen_by_one_of_the_ranks(tmp_path: Pa
             name for rank in range(3) for name in completeness._share(completeness.read(folder).sizes, {}, rank, 3)
         ]  # type: ignore[union-attr]
         assert sorted(names) == sorted(completeness.read(folder).sizes)  # type: ignore[union-attr]
+
+
+def emptied(content: dict[str, Any]) -> None:
+    content.update(files={}, hashes={})
+
+
+def without_a_file(content: dict[str, Any]) -> None:
+    del content["files"]["pytorch_model_fsdp_0/__0_0.distcp"], content["hashes"]["pytorch_model_fsdp_0/__0_0.distcp"]
+
+
+@pytest.mark.parametrize("spoil", [emptied, without_a_file])
+def test_a_file_that_the_marker_does_not_list_is_damage(spoil: Any, tmp_path: Path) -> None:
+    """What people put beside a checkpoint is none of it, nor what another machine's ranks wrote to their own disk."""
+    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)
+    for name in ("ema.safetensors", "notes.json", "pytorch_model_fsdp_0/__7_0.distcp"):
+        (folder / name).write_text("x")
+    assert completeness.damage(folder) == ""
+    marker = folder / completeness.MARKER
+    content = json.loads(marker.read_text())
+    spoil(content)
+    marker.write_text(json.dumps(content))
+    assert completeness.flaw(folder) == ""  # sizes alone don't tell
+    for rank in range(3):
+        assert "is not in the list of complete.json" in completeness.damage(folder, part=rank, of=3)
+    with pytest.raises(UserError, match=r"is damaged: .* is not in the list of complete\.json"):
+        discover.check_bytes(discover.find(tmp_path)[0])
 
 
 def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
