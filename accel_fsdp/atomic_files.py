@@ -158,6 +158,7 @@ def _alone(target: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
+        check_writable(target.parent)  # where no file can be made, the lock is nobody's
         raise UserError(
             f"another process is writing {target}",
             why="one would undo the other",
@@ -191,6 +192,7 @@ def only_run(folder: Path) -> FileLock:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
+        check_writable(folder)
         raise UserError(
             f"another run is writing to {folder}",
             why="the checkpoints of two runs would be mixed up",

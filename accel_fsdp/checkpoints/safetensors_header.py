@@ -124,10 +124,13 @@ def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
 
 
 def _check_filled(path: Path, found: Mapping[str, Tensor], begin: int, size: int) -> None:
-    at = begin
-    for name, one in sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].end)):
+    ordered = sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].end))
+    places = [begin, *(one.end for _, one in ordered)]
+    for (name, one), at in zip(ordered, places, strict=False):
+        if one.start < at:  # first of all: where two tensors lie at one place, another one is empty
+            raise _damaged(path, f"{name} overlaps another tensor")
+    for (name, one), at in zip(ordered, places, strict=False):
         if one.start != at:
-            raise _damaged(path, f"{name} {'overlaps another tensor' if one.start < at else 'lies behind a hole'}")
-        at = one.end
-    if at != size:
-        raise _damaged(path, f"it has {size:,} bytes, its tensors end at {at:,}")
+            raise _damaged(path, f"{name} lies behind a hole")
+    if size != places[-1]:
+        raise _damaged(path, f"it has {size:,} bytes, its tensors end at {places[-1]:,}")

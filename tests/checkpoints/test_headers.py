@@ -91,6 +91,21 @@ def test_headers_are_read_as_the_library_reads_them(name: str, tmp_path: Path) -
     assert made == (None if name in STRICTER else theirs(content))
 
 
+@pytest.mark.parametrize(("begins", "said"), [((4, 4), "overlaps another"), ((4, 0), ""), ((0, 0), "overlaps another")])
+def test_two_tensors_at_one_place_are_said_to_be(begins: tuple[int, int], said: str, tmp_path: Path) -> None:
+    """The place that one of them should have is then a hole, which is not what is wrong."""
+    shapes = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}
+        for name, at in zip("ab", begins, strict=True)
+    }
+    (tmp_path / "a.safetensors").write_bytes(file(json.dumps(shapes).encode(), bytes(8)))
+    if not said:
+        assert len(safetensors_header.read(tmp_path / "a.safetensors")) == 2
+        return
+    with pytest.raises(UserError, match=said):
+        safetensors_header.read(tmp_path / "a.safetensors")
+
+
 def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
     """Whatever the library refuses is refused, and what it doesn't is read as it reads it."""
     tensors = {f"layers.{i}.w": torch.arange(3.0 * i).view(3, i).to(kind) for i, kind in enumerate(KINDS)}

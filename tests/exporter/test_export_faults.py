@@ -426,6 +426,14 @@ def test_two_exports_to_one_folder(run_folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder in which not even root can make files")
+def test_a_place_where_no_lock_can_be_made_is_nobodys(run_folder: Path) -> None:
+    with pytest.raises(UserError, match="cannot write /proc"):
+        export(run_folder, Path("/proc/x"))
+    with pytest.raises(UserError, match="cannot write /proc"):
+        atomic_files.only_run(Path("/proc"))
+
+
 def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
