@@ -1,6 +1,7 @@
 """A Trainer whose checkpoints survive: whole or not at all, resumed with every part, saved when it is told to stop."""
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -17,14 +18,15 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, set_seed
+from transformers.trainer_pt_utils import safe_globals
 
-from accel_fsdp import atomic_files, console
+from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, summary, tensor_names
+from accel_fsdp.disks import size
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.models import inspect_model
-from accel_fsdp.training import disks, resuming
+from accel_fsdp.training import resuming
 from accel_fsdp.training.counting import numel
-from accel_fsdp.training.disks import size
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
 
@@ -32,7 +34,10 @@ STATELESS = ("sgd", "adafactor")
 """Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
 SHOWN_SECONDS = 30
 """How long NFS may take to show another machine's new names, by its default acdirmin."""
+FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
+GPU_STATES = ("cuda", "npu", "hpu", "mlu", "musa")
+"""In a checkpoint's random states, those that Trainer keeps for one device or for all."""
 GROUPING = ("group_by_length", "batch_rebalance")
 
 
@@ -280,12 +285,24 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         if hasattr(self.model, "peft_config") and self.is_fsdp_enabled:
             trained = [tensor_names.clean_name(name) for name, p in self.model.named_parameters() if p.requires_grad]
             resuming.check_adapter(Path(resume_from_checkpoint), trained)
-        with self._as_stored(resume_from_checkpoint):
+        with self._as_stored(resume_from_checkpoint), self._without_frozen():
             super()._load_from_checkpoint(resume_from_checkpoint, model=model)
 
     def _load_best_model(self) -> None:
-        with self._as_stored(self.state.best_model_checkpoint):
+        with self._as_stored(self.state.best_model_checkpoint), self._without_frozen():
             super()._load_best_model()
+
+    @contextlib.contextmanager
+    def _without_frozen(self) -> Iterator[None]:
+        """Keeps FSDP1 from naming each frozen weight that an adapter's checkpoint rightly lacks, on every rank."""
+        if not hasattr(self.model, "peft_config"):
+            yield
+            return
+        FSDP1_LOG.addFilter(_is_no_absence)
+        try:
+            yield
+        finally:
+            FSDP1_LOG.removeFilter(_is_no_absence)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Creates FSDP1's optimizer state before loading into it.
@@ -328,11 +345,19 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             ) from error
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """On another number of ranks, those without a state get one of their own; Trainer's would repeat step 0."""
+        """On another number of ranks, those without a state get one of their own; Trainer's would repeat step 0.
+
+        The first rank's has another name where it was the only one, or is now.
+        """
         rank, ranks = self.args.process_index, self.args.world_size
-        there = checkpoint is None or (Path(checkpoint) / _rng_file(rank, ranks)).is_file()
-        if there:
+        if checkpoint is None or (Path(checkpoint) / _rng_file(rank, ranks)).is_file():
             super()._load_rng_state(checkpoint)
+            return
+        other = Path(checkpoint) / _rng_file(0, 1 if ranks > 1 else 2)
+        if rank == 0 and other.is_file():
+            with tempfile.TemporaryDirectory() as folder:
+                _convert_rng(other, Path(folder) / _rng_file(0, ranks), ranks)
+                super()._load_rng_state(folder)
             return
         set_seed(self.args.seed + self.state.global_step * ranks + rank)
         console.say(f"rank {rank}: no random state in {checkpoint}; dropout differs from here on", style="yellow")
@@ -352,6 +377,10 @@ def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
         plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
 
 
+def _is_no_absence(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Did not find param with FQN")
+
+
 def _cause(error: BaseException) -> str:
     """What happened, in a line: of a sharded checkpoint on the first rank that failed; without gloo's advice."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -361,6 +390,16 @@ def _cause(error: BaseException) -> str:
 
 def _rng_file(rank: int, ranks: int) -> str:
     return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+
+
+def _convert_rng(source: Path, target: Path, ranks: int) -> None:
+    """The first rank's random state in the form for that many ranks: of several, it holds those of all GPUs it saw."""
+    with safe_globals():
+        state = torch.load(source, weights_only=True)
+    for name, found in state.items():
+        if name in GPU_STATES and isinstance(found, list) != (ranks > 1):
+            state[name] = [found] if ranks > 1 else found[0]
+    torch.save(state, target)
 
 
 def _appears(folder: Path) -> bool:

@@ -16,12 +16,12 @@ from transformers import (
     set_seed,
 )
 
-from accel_fsdp import atomic_files, console, cpu
+from accel_fsdp import atomic_files, console, cpu, disks
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.models import inspect_model
-from accel_fsdp.training import counting, disks, gather, load_model, preflight, progress, run_plan, sharding_check
+from accel_fsdp.training import counting, gather, load_model, preflight, progress, run_plan, sharding_check
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.losses import LossTrainer
 

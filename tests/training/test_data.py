@@ -1,6 +1,8 @@
 """Data sets to tokens, compared with the tokenizer used directly."""
 
+import errno
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -269,12 +271,44 @@ def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, 
 
 
 @pytest.mark.parametrize(
-    "bad", ["Hi", [{"role": "user"}], [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]]
+    ("bad", "said"),
+    [
+        ("Hi", "messages is not a list of turns with role and content"),
+        ([{"role": "user"}], 'content as text, such as {"role": "user", "content": "Hi"}'),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}], "a turn of messages has tool calls, which"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{"f": 1}]}],
+            "a turn of messages has tool calls, which",
+        ),
+    ],
 )
-def test_what_is_no_turn_is_refused(bad: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_what_is_no_turn_is_refused(bad: object, said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
-    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: "):
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: .*" + re.escape(said)):
         tokens_of(path, tokenizer)
+
+
+@pytest.mark.parametrize("part", ["prompt", "completion"])
+def test_the_template_that_fails_is_named(part: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"a": "Hi", "b": 1}, {"a": "Ho", "b": 0})
+    flags = {"prompt_template": "{{ a }}", "completion_template": "{{ a }}"}
+    flags[f"{part}_template"] = "{{ ['Ho'][1 - b].upper() }}"
+    with pytest.raises(UserError, match=rf"rows\.jsonl, row 2: the {part} template fails: "):
+        tokens_of(path, tokenizer, **flags)
+
+
+@pytest.mark.parametrize("writes", ["write_table", "write_batch"], ids=["loading", "tokenizing"])
+def test_a_full_cache_is_not_the_data_files_fault(
+    writes: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(f"datasets.arrow_writer.ArrowWriter.{writes}", full)
+    with pytest.raises(UserError, match=rf"the disk is full, .* are free at {tmp_path}/cache") as refused:
+        tokens_of(write(tmp_path / "rows.jsonl", {"text": "a"}), tokenizer)
+    assert "HF_DATASETS_CACHE" in refused.value.fix
 
 
 def test_plain_rows_among_conversations_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

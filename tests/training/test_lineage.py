@@ -128,7 +128,7 @@ def test_a_step_that_cannot_be_saved_again_is_still_there(
     """The disk is full for the marker that a save begins with, or for the one that ends it."""
     again = words(tiny_model, text_data, stopped, resume_from_checkpoint=stopped / "checkpoint-2")
     assert sft(*again).code == 0
-    make, left = tempfile.mkstemp, 0
+    make, left = tempfile.mkstemp, 0  # markers for which there is room
 
     def scarce(*args: Any, prefix: str = "", **kwargs: Any) -> tuple[int, str]:
         nonlocal left
@@ -139,7 +139,8 @@ def test_a_step_that_cannot_be_saved_again_is_still_there(
         return make(*args, prefix=prefix, **kwargs)
 
     monkeypatch.setattr(tempfile, "mkstemp", scarce)
-    for left in (0, 1):  # noqa: B007 (`scarce` counts it down)
+    for room in (0, 1):
+        left = room
         shutil.rmtree(stopped / "final", ignore_errors=True)
         full = sft(*again)
         assert full.code == 1

@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from accel_fsdp.checkpoints import Origin, completeness, discover
 from accel_fsdp.errors import UserError
-from accel_fsdp.training import resuming
+from accel_fsdp.training import SurvivingTrainer, resuming
 
 HERE = Origin("FSDP", ranks=2, rows_per_step=8)
 SHARDED = ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp")
@@ -263,3 +265,22 @@ def test_a_marker_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     assert choice.newest == older
     assert "a pipe" in choice.skipped[piped]
     assert "link to /dev/zero" in choice.skipped[endless]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (1, 1)])
+def test_the_first_rank_goes_on_from_its_random_state(
+    before: int, now: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trainer has another name for it where there is one rank, and a list of the GPUs' where there are several."""
+    one = object.__new__(SurvivingTrainer)
+    one.args = SimpleNamespace(process_index=0, world_size=before, output_dir=str(tmp_path), parallel_mode=None)
+    torch.manual_seed(7)
+    one._save_rng_state(str(tmp_path))
+    [name] = [path.name for path in tmp_path.iterdir()]
+    assert name == ("rng_state.pth" if before == 1 else "rng_state_0.pth")
+    expected = torch.rand(3), random.random()
+    one.args.world_size = now
+    one._load_rng_state(str(tmp_path))
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+    assert "no random state" not in capsys.readouterr().err

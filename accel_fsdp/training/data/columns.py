@@ -98,15 +98,10 @@ class Reader:
         return Pair(ALPACA.format(instruction=instruction, input=more), output)
 
     def _rendered(self, row: Mapping[str, Any]) -> Example:
-        from jinja2 import TemplateError
-
         assert self.prompt_template is not None
         assert self.completion_template is not None
-        try:
-            prompt = _compiled(self.prompt_template).render(row)
-            completion = _text(_compiled(self.completion_template).render(row), "the completion")
-        except (TemplateError, TypeError, IndexError, KeyError) as error:
-            raise BadRow(f"the prompt template fails: {error}") from error
+        prompt = _render("prompt", self.prompt_template, row)
+        completion = _text(_render("completion", self.completion_template, row), "the completion")
         return _asked(prompt, completion) if self.chats else Pair(prompt, completion)
 
 
@@ -223,6 +218,15 @@ def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
         )
 
 
+def _render(part: str, template: str, row: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(_compiled(template).render(row))
+    except (TemplateError, TypeError, IndexError, KeyError) as error:
+        raise BadRow(f"the {part} template fails: {error}") from error
+
+
 @cache
 def _compiled(text: str) -> Any:
     return _environment().from_string(text)
@@ -283,11 +287,12 @@ def _turn(turn: object, column: str) -> dict[str, Any]:
     kept = {key: part for key, part in turn.items() if part is not None} if isinstance(turn, dict) else {}
     if "from" in kept and "value" in kept:
         kept = {"role": kept["from"], "content": kept["value"]}
+    if kept.get("tool_calls"):
+        raise BadRow(f"a turn of {column} has tool calls, which are not supported")
     role, content = kept.get("role"), kept.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadRow(
-            f'{column} is not a list of turns with role and content as text ({{"role": "user", "content": ""}})'
+            f"{column} is not a list of turns with role and content as text, "
+            'such as {"role": "user", "content": "Hi"}'
         )
-    if kept.get("tool_calls"):
-        raise BadRow("a turn has tool calls, which are not supported")
     return {**kept, "role": ROLES.get(role, role)}

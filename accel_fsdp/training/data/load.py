@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_fsdp import disks
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.models import check_local_path, first_line
 
@@ -27,21 +28,26 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
     Raises:
         UserError: it doesn't exist or its files can't be parsed; the broken row is named.
     """
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-
     path = Path(name)
     local = path.suffix in FILE_ENDINGS and not path.is_absolute()
     check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
     try:
-        if any((path / file).is_file() for file in SAVED):
-            saved = load_from_disk(name)
-            return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
-        if path.is_file():
-            return load_dataset(_builder(path), data_files=name, streaming=streaming)
-        return load_dataset(name, config_name, streaming=streaming)
+        with filling_cache(name):
+            return _load(name, path, config_name, streaming)
     except _load_errors() as error:
         here = "" if path.exists() else " (and there is no file or folder of that name here)"
         raise _unreadable(name, (_broken(path) or _cause(error)) + here) from error
+
+
+def _load(name: str, path: Path, config_name: str | None, streaming: bool) -> "DatasetDict | IterableDatasetDict":
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    if any((path / file).is_file() for file in SAVED):
+        saved = load_from_disk(name)
+        return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
+    if path.is_file():
+        return load_dataset(_builder(path), data_files=name, streaming=streaming)
+    return load_dataset(name, config_name, streaming=streaming)
 
 
 @contextmanager
@@ -58,6 +64,29 @@ def reading(name: str) -> Iterator[None]:
         if broken is None:
             raise
         raise _unreadable(name, broken) from error
+
+
+@contextmanager
+def filling_cache(name: str) -> Iterator[None]:
+    """Blames the disk where it is to blame: rows are written to a cache before they are used.
+
+    Raises:
+        UserError: it is full. Other errors stay as they are.
+    """
+    from datasets import config
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except (OSError, DatasetsError) as error:
+        cache = Path(config.HF_DATASETS_CACHE)
+        if not (full := disks.full(error, cache)):
+            raise
+        raise UserError(
+            f"cannot load data set {name}: {full} at {cache}, the cache of data sets",
+            why="its rows are written there before they are used",
+            fix="free some space, or name a folder on another disk: HF_DATASETS_CACHE=FOLDER",
+        ) from error
 
 
 def _unreadable(name: str, what: str) -> UserError:

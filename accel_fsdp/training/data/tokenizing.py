@@ -89,20 +89,21 @@ def tokenize(
 
     Raises:
         UserError: no usable columns, a malformed row (named by file and number), messages without a chat template, a
-            template whose assistant turns can't be told, or no row left.
+            template whose assistant turns can't be told, no row left, or a full disk.
     """
     encoder = _first_encoder(rows, tokenizer, options, lambda number: _place(rows, number, options))
     processes = options.dataset_num_proc or max(1, min(_cores(), len(rows) // ROWS_PER_PROCESS))
-    encoded = rows.map(
-        encoder,
-        batched=True,
-        remove_columns=rows.column_names,
-        num_proc=processes if processes > 1 else None,  # 1 would start a process too
-        new_fingerprint=_digest(rows, encoder),
-        desc="Tokenizing",
-    )
-    _refuse_bad_rows(encoded, rows, options)
-    return _kept(encoded, options, batch_size)
+    with load.filling_cache(options.dataset_name):
+        encoded = rows.map(
+            encoder,
+            batched=True,
+            remove_columns=rows.column_names,
+            num_proc=processes if processes > 1 else None,  # 1 would start a process too
+            new_fingerprint=_digest(rows, encoder),
+            desc="Tokenizing",
+        )
+        _refuse_bad_rows(encoded, rows, options)
+        return _kept(encoded, options, batch_size)
 
 
 def stream(

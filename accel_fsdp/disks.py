@@ -8,13 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from accel_fsdp import atomic_files
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-SAID = re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)")
-"""By libraries in Rust, whose errors have no number."""
+SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
+"""By libraries in Rust, whose errors have no number, and by datasets, which looks before it writes."""
 PROBE_BYTES = 1 << 20
 
 
@@ -33,8 +31,8 @@ def full(error: BaseException, folder: Path) -> str:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and what led to it; of a sharded checkpoint that of the first rank that failed."""
     while error is not None:
-        if isinstance(error, CheckpointException) and error.failures:
-            error = next(iter(error.failures.values()))[0]
+        if failures := getattr(error, "failures", None):  # torch's CheckpointException
+            error = next(iter(failures.values()))[0]
         yield error
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
 
