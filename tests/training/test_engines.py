@@ -27,6 +27,8 @@ GLOBAL_BATCH = 4
 RANKS = 2
 TOLERANCE = 1e-4
 LORA = ["--use_peft", "--lora_dropout", "0.0", "--learning_rate", str(LORA_LEARNING_RATE)]
+EVALUATED = ["--save_strategy", "steps", "--save_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2"]
+EVALUATED += ["--dataset_test_split", "train"]
 SMOOTH = ["--label_smoothing_factor", "0.5", "--eval_strategy", "steps", "--eval_steps", str(STEPS)]
 SMOOTH += ["--dataset_test_split", "train", "--per_device_eval_batch_size", "5"]
 """48 rows: the last batches have 3 rows on one process, 5 and 3 on two, 5, 3, none and none on four."""
@@ -340,6 +342,8 @@ def test_methods_and_checkpointing(
     }
     if name != "fsdp1_full_shard":
         more["dora"] = [*LORA, "--use_dora", "--lora_dropout", "0.1", "--gradient_checkpointing", "true"]
+    else:
+        more["best"] = [*LORA, "--load_best_model_at_end", "true", *EVALUATED]
     if name != "zero3":
         more["qlora"] = [*LORA, "--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]
     args = [*sft_args(tiny_model, text_data, tmp_path / "full"), "--gradient_checkpointing", "true"]
@@ -360,6 +364,7 @@ def test_methods_and_checkpointing(
         assert noted(tmp_path, "qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
         held = [said_of(finished, job, r"each rank holds \S+ M of (\S+) M parameters") for job in ("lora", "qlora")]
         assert held[0] == held[1] != ""  # packed weights count as what they stand for
+    assert "Did not find param" not in finished.output  # by FSDP1 of each weight that an adapter's checkpoint lacks
     own = "checkpointing: FSDP's own, as the YAML says" in finished.output
     layers = "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout" in finished.output
     assert (own, layers) == ((name == "fsdp2_checkpointing",) * 2)
