@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import stat
@@ -16,20 +17,29 @@ from accel_fsdp.errors import UserError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of Linux's headers fcntl.h and fs.h."""
+ENOUGH_FOR_LINE_ENDS = 1 << 16
+"""Bytes at the head of a file that tell which line ends it has."""
+LONGEST_PREFIX = 32
+"""Letters of a file's name in that of its unfinished version, which would else be longer than names may be."""
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically; links, permissions and line ends of a file that is there stay.
+
+    What is no file stays what it is: a character device or a pipe is sent the text, anything else is refused.
 
     Raises:
         UserError: the folder is missing, not writable, or the disk is full. `path` is then as it was before.
     """
     temporary: str | None = None
     try:
+        if _takes_a_stream(path):
+            _send(path, text)
+            return
         path = path.resolve()
         mode, newline = _kept(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:LONGEST_PREFIX]}.", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8", newline=newline) as file:
             file.write(text)
             file.flush()
@@ -45,14 +55,41 @@ def write_text(path: Path, text: str) -> None:
                 os.unlink(temporary)
 
 
+def _mode(path: Path) -> int:
+    """What kind of thing is there, and its permissions, links followed; 0 where nothing is."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _takes_a_stream(path: Path) -> bool:
+    """Whether it is a character device, such as a terminal or /dev/null, or a pipe: nothing in it can be replaced."""
+    mode = _mode(path)
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+
+
+def _send(path: Path, text: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe waits for a reader for ever
+    except OSError as error:
+        raise OSError(error.errno, "nobody reads from it") if error.errno == errno.ENXIO else error from error
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        os.set_blocking(descriptor, True)
+        stream.write(text)
+
+
 def _kept(path: Path) -> tuple[int, str]:
     """Permissions and line ends that a new version of `path` should have: its own, else the umask's and Unix's."""
-    if not path.exists():
+    mode = _mode(path)
+    if not mode:
         return file_mode(), "\n"
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a rename would put a file in the place of a disk
+        raise OSError(errno.EINVAL, "it is no file")
     with path.open("r+b") as file:  # fails where the file is read-only, which a rename would pass over
-        content = file.read()
+        content = file.read(ENOUGH_FOR_LINE_ENDS)
     windows = 0 < content.count(b"\n") == content.count(b"\r\n")
-    return stat.S_IMODE(path.stat().st_mode), "\r\n" if windows else "\n"
+    return stat.S_IMODE(mode), "\r\n" if windows else "\n"
 
 
 def default_config() -> Path:
@@ -61,16 +98,33 @@ def default_config() -> Path:
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
+def is_taken(path: Path) -> bool:
+    """Whether something is there that would be lost when `path` is written; a device or a pipe loses nothing.
+
+    Raises:
+        UserError: nobody can tell, such as behind a folder that is closed, or for a name that is too long.
+    """
+    try:
+        return _mode(path) != 0 and not _takes_a_stream(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
 def refuse_existing(
     path: Path, why: str = "it may be the config of another job", flag: str = "-o", allow: str = "--force"
 ) -> None:
     """Keeps a file from being overwritten without the user's word.
 
     Raises:
-        UserError: there is such a file.
+        UserError: there is such a file, or a folder, or the name is empty.
     """
-    if path.exists():
-        raise UserError(f"{path} exists", why=why, fix=f"add {allow}, or choose another {flag} FILE")
+    if not is_taken(path):
+        return
+    if path == Path():  # what an empty name becomes
+        raise UserError(f"{flag} is empty, or .", why="that names no file", fix=f"{flag} FILE")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", why=f"{flag} takes the file to write", fix=f"{flag} {path}/NAME")
+    raise UserError(f"{path} exists", why=why, fix=f"add {allow}, or choose another {flag} FILE")
 
 
 def existing_part(path: Path) -> Path:
@@ -233,5 +287,5 @@ def _cannot_write(path: Path, error: Exception) -> UserError:
     return UserError(
         f"cannot write {path}: {getattr(error, 'strerror', None) or error}",
         why="the result would be lost",
-        fix="choose a folder you may write to, or free some space on that disk",
+        fix="choose another file, in a folder you may write to, or free some space on that disk",
     )

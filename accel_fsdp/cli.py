@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_fsdp import __version__
-from accel_fsdp.errors import UsageError, guard, nearest
+from accel_fsdp.errors import UsageError, guard, nearest, to_stdout
 from accel_fsdp.planner import DTYPES, PlanCommand
 from accel_fsdp.wizard import PRESETS, QUESTIONS, Question
 
@@ -208,15 +208,16 @@ Config.__doc__ = "Ask, then write an Accelerate YAML. Every question has a flag;
 def main() -> None:
     """Entry point of `accel-fsdp`."""
     words = sys.argv[1:]
-    if words == ["--version"]:
-        sys.stdout.write(f"{__version__}\n")
-        return
     launches, code = words[:1] == ["launch"], 0
     if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `accel-fsdp check --list-rules | head` ends quietly
 
     def run() -> None:
         nonlocal code
+        if words == ["--version"]:
+            with to_stdout():
+                sys.stdout.write(f"{__version__}\n")
+            return
         code = _run(*_parse(words))
 
     ends = {"launch": "interrupted", "export": f"interrupted, {EXPORT_ENDED}"}
@@ -225,17 +226,18 @@ def main() -> None:
 
 def _parse(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     own, script_args = _split_script_args(words)
-    command = tyro.extras.subcommand_cli_from_dict(
-        {
-            **{"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
-            **{"export": Export, "init": Init},
-        },
-        prog="accel-fsdp",
-        description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP. "
-        "accel-fsdp --version prints the version.",
-        args=own,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    with to_stdout():  # --help
+        command = tyro.extras.subcommand_cli_from_dict(
+            {
+                **{"config": Config, "plan": PlanCommand, "check": Check, "migrate": Migrate, "launch": Launch},
+                **{"export": Export, "init": Init},
+            },
+            prog="accel-fsdp",
+            description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP. "
+            "accel-fsdp --version prints the version.",
+            args=own,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     return command, script_args
 
 

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,10 +12,20 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from accel_fsdp.errors import printable
+from accel_fsdp.errors import printable, to_stdout
+
+
+class Stdout(Console):
+    """A console whose failures are the user's to mend, such as a full disk."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """As rich does."""
+        with to_stdout():
+            super().print(*objects, **how)
+
 
 talk = Console(stderr=True, highlight=False)
-data = Console(highlight=False)
+data = Stdout(highlight=False)
 
 
 def say(text: str, style: str = "", wrap: bool = False) -> None:

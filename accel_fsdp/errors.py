@@ -5,14 +5,17 @@ Everything else that escapes is a bug in accel-fsdp and keeps its traceback.
 
 import contextlib
 import difflib
+import errno
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
+LONGEST_SHOWN = 80
+"""Letters of a name that is too long for any file."""
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]"
 )
@@ -168,11 +171,55 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
             raise
         print(not_installed(library), file=sys.stderr, flush=True)
         return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(_too_long(error), file=sys.stderr, flush=True)
+        return UsageError.exit_code
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0
+
+
+def _too_long(error: OSError) -> UsageError:
+    """Whichever command asks first whether there is such a file, none takes a name that no file can have."""
+    name = str(error.filename)
+    shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
+    return UsageError(f"cannot open {shown}: {error.strerror}", why="no file has that name", fix="give a shorter name")
+
+
+@contextlib.contextmanager
+def to_stdout() -> Iterator[None]:
+    """Around what prints: a stdout that takes no more, such as a file on a full disk, becomes a `UserError`.
+
+    Raises:
+        UserError: it does.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # closed by the shell: >&-
+                sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:
+            raise  # another file
+        _forget_stdout()
+        raise UserError(
+            f"cannot write to stdout: {error.strerror or error}",
+            why="what the command has to say is lost",
+            fix="send it to another place, or make room there",
+        ) from error
+
+
+def _forget_stdout() -> None:
+    """Lets what is still to be printed vanish, or Python would try again when it ends, and fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, sys.stdout.fileno())
+        os.close(silent)
 
 
 def _tell_launcher(error: UserError) -> None:

@@ -29,7 +29,7 @@ def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
         UserError: a file is there already, or can't be written.
     """
     contents = _contents(config, native)
-    there = [str(target / name) for name in contents if (target / name).exists()]
+    there = [str(target / name) for name in contents if atomic_files.is_taken(target / name)]
     if there:
         raise UserError(
             f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'}",

@@ -86,35 +86,51 @@ def _round_trip() -> "YAML":
     return round_trip
 
 
-def _text(path: Path) -> str:
-    """A file's text with Unix line ends, or that of stdin for `-`; a pipe that nobody writes to counts as empty.
+def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
+    """The text of a file that the user named, with Unix line ends, or of stdin for `-`.
+
+    No more is read than such files ever have, so that a device ends too, and a pipe that nobody writes to counts as
+    empty. `why` and `fix` are those of the error, `usual` is the reason where it is too large.
 
     Raises:
         UsageError: it can't be read, is too large, or no text.
     """
     try:
-        if str(path) == STDIN:
-            data = sys.stdin.buffer.read(LARGEST + 1)
-        else:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb") as file:
-                os.set_blocking(descriptor, True)
-                data = file.read(LARGEST + 1)
-        text = data.decode("utf-8")
-    except (OSError, ValueError) as error:
+        data = _read(path)
+    except (OSError, ValueError) as error:  # a ValueError is a null in the name
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"cannot read {path}: {reason}",
-            why="the command works on an Accelerate YAML that exists",
-            fix="make one: accel-fsdp config -o FILE",
-        ) from error
+        raise UsageError(f"cannot read {path}: {reason}", why=why, fix=fix) from error
     if len(data) > LARGEST:
-        raise UsageError(
-            f"{path} is larger than {LARGEST >> 20} MiB",
-            why="an Accelerate YAML has a few dozen lines",
-            fix="give the YAML that accelerate launch --config_file takes",
-        )
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
+        raise UsageError(f"{path} is larger than {LARGEST >> 20} MiB", why=usual or why, fix=fix)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {path}: it is no text in UTF-8", why=why, fix=fix) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(path: Path) -> bytes:
+    """A file's bytes, one more than the largest has at most."""
+    if str(path) == STDIN:
+        return sys.stdin.buffer.read(LARGEST + 1)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with os.fdopen(descriptor, "rb") as file:
+        os.set_blocking(descriptor, True)
+        return file.read(LARGEST + 1)
+
+
+def _text(path: Path) -> str:
+    """The text of an Accelerate YAML.
+
+    Raises:
+        UsageError: it can't be read, or is nested too deep.
+    """
+    text = read_text(
+        path,
+        why="the command works on an Accelerate YAML that exists",
+        fix="give the YAML that accelerate launch --config_file takes, or make one: accel-fsdp config -o FILE",
+        usual="an Accelerate YAML has a few dozen lines",
+    )
     if _depth(text) > DEEPEST:
         raise UsageError(
             f"{path} is nested more than {DEEPEST} levels deep",

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import read_config
+from accel_fsdp.config import read_config, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.rules import ScriptFacts, Subject
@@ -23,6 +23,8 @@ from accel_fsdp.models import ModelFacts
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
 
 
+NO_ARGUMENTS = "there are no arguments to compare the YAML with"
+GIVE_ARGUMENTS = "--args with a YAML or JSON mapping, or a command line such as train/sft.py --bf16"
 LARGEST_PORT = 65535
 PORT = 29500
 """Where the launcher meets unless the file says otherwise."""
@@ -60,7 +62,7 @@ def read_launch(script: Path, words: tuple[str, ...]) -> Given:
     """
     ours, parsed = is_ours(script), None
     with contextlib.suppress(UsageError):
-        parsed = None if ours else read_script(script)
+        parsed = None if ours else _parsed(script, _script_text(script))
     return Given(args=parse_command_line(list(words)), starter="accelerate", script=parsed, ours=ours)
 
 
@@ -70,18 +72,24 @@ def is_ours(script: Path) -> bool:
     `accel_fsdp.cpu` is not among them: it lets any script run without GPUs.
     """
     try:
-        return OURS.search(script.read_text(encoding="utf-8")) is not None
-    except (OSError, ValueError):
+        return _imports_ours(_script_text(script))
+    except UserError:
         return script.parts[-2:] == ("train", "sft.py")
 
 
+def _imports_ours(text: str) -> bool:
+    return OURS.search(text) is not None
+
+
 def read_given(sources: Sources) -> Given:
-    """Reads model, arguments, checkpoint and script.
+    """Reads model, arguments, checkpoint and script, each once: it may be a pipe.
 
     Raises:
         UsageError: one of them can't be read.
     """
-    words = [] if sources.args is None else command_words(sources.args)
+    arguments = "" if sources.args is None else _arguments_text(sources.args)
+    words = command_words(arguments)
+    script = None if sources.script is None else _script_text(sources.script)
     checkpoint = None
     if sources.checkpoint is not None:
         from accel_fsdp.checkpoints import read_checkpoint
@@ -89,12 +97,12 @@ def read_given(sources: Sources) -> Given:
         checkpoint = read_checkpoint(sources.checkpoint)
     return Given(
         model=None if sources.model is None else _read_model(sources.model),
-        args=None if sources.args is None else read_args(sources.args),
+        args=None if sources.args is None else _arguments(sources.args, arguments),
         starter=starter_of(words),
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
-        script=None if sources.script is None else read_script(sources.script),
-        ours=is_ours(sources.script or Path(_script_in(words))),
+        script=None if sources.script is None or script is None else _parsed(sources.script, script),
+        ours=is_ours(Path(_script_in(words))) if script is None else _imports_ours(script),
     )
 
 
@@ -144,26 +152,30 @@ def _read_here(values: Mapping[str, Any], args: Mapping[str, Any]) -> HereFacts:
     return read_here(port if usable else PORT, None if output is None else str(output))
 
 
-def read_script(path: Path) -> ScriptFacts:
-    """Parses a training script without running it.
+def _script_text(path: Path) -> str:
+    return yaml_file.read_text(path, why="the script can't be checked", fix="give a Python file")
+
+
+def _parsed(path: Path, text: str) -> ScriptFacts:
+    """A training script, without running it.
 
     Raises:
-        UsageError: it can't be read, or isn't Python.
+        UsageError: it isn't Python.
     """
     try:
-        return ScriptFacts(path.name, ast.parse(path.read_text(encoding="utf-8")))
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or getattr(error, "msg", None) or error
+        return ScriptFacts(path.name, ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or error
         raise UsageError(
             f"cannot read {path}: {reason}", why="the script can't be checked", fix="give a Python file"
         ) from error
 
 
-def command_words(path: Path) -> list[str]:
-    """The words of a command line in an arguments file, without `VARIABLE=value` before it; none if it holds none."""
+def command_words(text: str) -> list[str]:
+    """The words of a command line in a file of arguments, without `VARIABLE=value` before it; none if it holds none."""
     try:
-        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
-    except (OSError, ValueError):
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:
         return []
     start = next((at for at, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     return words[start:]
@@ -200,28 +212,26 @@ def read_args(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: it can't be read or holds neither.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _no_arguments(path, getattr(error, "strerror", None) or "it is no text") from error
+    return _arguments(path, _arguments_text(path))
+
+
+def _arguments_text(path: Path) -> str:
+    return yaml_file.read_text(path, why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS)
+
+
+def _arguments(path: Path, text: str) -> dict[str, Any]:
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         content = None
     if isinstance(content, dict):
         return {str(key): value for key, value in content.items()}
-    words = command_words(path)
+    words = command_words(text)
     if not any(word.startswith("--") or word.endswith((".py", ".sh")) for word in words) and not starter_of(words):
-        raise _no_arguments(path, "neither a mapping nor a command line")
+        raise UsageError(
+            f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
+        )
     return parse_command_line(words)
-
-
-def _no_arguments(path: Path, reason: str) -> UsageError:
-    return UsageError(
-        f"cannot read {path}: {reason}",
-        why="there are no arguments to compare the YAML with",
-        fix="--args with a YAML or JSON mapping, or a command line such as train/sft.py --bf16",
-    )
 
 
 def parse_command_line(words: list[str]) -> dict[str, Any]:

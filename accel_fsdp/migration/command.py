@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import header, read_config, unreadable, yaml_edit, yaml_file
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.migration.changes import Change, Migration
 from accel_fsdp.migration.translate import SECTIONS, plan
 
@@ -38,8 +38,10 @@ def migrate(path: Path, target: str, options: Options) -> int:
             `options.overwrite`; nothing is written.
         UsageError: the file can't be read, or its engine can't be migrated.
     """
+    if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
+        raise UsageError("migrate -", why="stdin can't be rewritten", fix="migrate - with -o OUT, or with --dry-run")
     job, document = read_config(path)
-    before = path.read_text(encoding="utf-8")
+    before = document.source
     migration = plan(job, target, options.layer_class)
     _refuse_merge_keys(path, document)
     yaml_edit.apply(document, migration.edits)

@@ -50,7 +50,7 @@ def configure(options: Options, flags: Mapping[str, str]) -> int:
     interactive = not options.yes and sys.stdin.isatty()
     if not interactive:
         _refuse_existing(options)
-    if interactive and output and output.exists() and not options.from_file and not options.force:
+    if interactive and output and atomic_files.is_taken(output) and not options.from_file and not options.force:
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     written = _flags_of(options.from_file) if options.from_file else {}
     mode: interview.Mode = "ask" if interactive else "defaults" if options.yes else "flags"
@@ -83,8 +83,10 @@ def _preset(name: str | None) -> Mapping[str, str]:
 def _flags_of(path: Path) -> dict[str, str]:
     from accel_fsdp.config import read_config
 
-    job, _ = read_config(path)
-    return from_yaml.to_flags(job, path.read_text(encoding="utf-8"))
+    if str(path) == yaml_file.STDIN:
+        raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
+    job, document = read_config(path)
+    return from_yaml.to_flags(job, document.source)
 
 
 def _original(path: Path, written: Mapping[str, str], talk: interview.Interview) -> Original:
@@ -92,7 +94,7 @@ def _original(path: Path, written: Mapping[str, str], talk: interview.Interview)
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in talk.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
-    return Original(path, path.read_text(encoding="utf-8"), answers)
+    return Original(path, yaml_file.load(path).source, answers)
 
 
 def _text(answers: Answers, original: Original | None) -> str:
@@ -147,7 +149,7 @@ def _diff(original: Original, text: str) -> None:
 
 def _may_write(output: Path | None, options: Options, original: Original | None, text: str) -> bool:
     """Asks before a file is overwritten; of one that is re-edited the diff is shown first."""
-    if output is None or not output.exists() or options.force:
+    if output is None or options.force or not atomic_files.is_taken(output):
         return True
     if original is not None:
         _diff(original, text)

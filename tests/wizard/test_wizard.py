@@ -191,8 +191,10 @@ def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
 
 
 def test_the_first_prompt_needs_no_heavy_library() -> None:
-    loaded = "[m for m in ('torch', 'accelerate') if m in sys.modules]"
-    code = f"import sys; from accel_fsdp.wizard import configure; configure; print({loaded})"
+    code = (
+        "import sys; from accel_fsdp.wizard import configure\n"
+        "print([m for m in ('torch', 'accelerate') if m in sys.modules])"
+    )
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
