@@ -154,6 +154,7 @@ GPUS: tuple[Gpu, ...] = (
     # torch sees each of the two dies of a card as a device: its row is half a card.
     _gpu("MI250X",        64,  191.5, 23.95, 1638, 100,  32,   25, None, False, "MI250X datasheet, halved"),
     _gpu("MI300X",       192, 1307.4, 163.4, 5300, 448,  64,   50, None, False, "MI300X datasheet"),
+    _gpu("MI325X",       256, 1307.4, 163.4, 6000, 448,  64,   50, None, False, "MI325X datasheet"),
 )
 # fmt: on
 

@@ -143,7 +143,9 @@ def _write(options: Options, told: Told) -> None:
         atomic_files.write_text(options.output, text)
         console.say(f"written: {options.output}")
     elif options.output:
-        console.say("no YAML written: " + ("one GPU needs none" if told.plan.choice else "nothing fits"))
+        why = "one GPU needs no YAML" if told.plan.choice else "nothing fits"
+        there = ", and what is there is older" if atomic_files.is_taken(options.output) else ""
+        console.say(f"warning: {options.output} was NOT written: {why}{there}", style="bold red")
 
 
 def _as_written(job: Job, subject: Subject) -> Job:

@@ -87,7 +87,12 @@ class PlanCommand:
         Path | None, tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
     ] = None
     output: Annotated[
-        Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE", help="Also write the YAML of what is recommended.")
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"],
+            metavar="FILE",
+            help="Also write the YAML of what is recommended; one GPU needs none, and none is written.",
+        ),
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False
     html: Annotated[

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from accel_fsdp.config import Engine, Setup, clashes
@@ -121,7 +122,7 @@ def check_gpus(context: Context, value: Any) -> str:
         near = nearest(name, known)
         what = f"{name} is no GPU that this tool knows." + (f" Did you mean {near}?" if near else "")
         first = f"{text.replace(name, near)}; or " if near else ""
-        typed = f"{first}{text}-80GB, with the memory of one GPU; known are: {', '.join(known)}"
+        typed = f"{first}{text}-<N>GB, with N the GiB of memory of one GPU; known are: {', '.join(known)}"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, typed)
     return text
 
@@ -225,7 +226,7 @@ def check_processes(context: Context, value: Any) -> int:
         raise UserError(
             f"hybrid sharding with {total // machines_in_all} process per machine",
             why="it shards inside each machine, so nothing would be sharded",
-            fix=f"--num-processes {2 * machines_in_all} or more, or --strategy 1",
+            fix=f"{_two_on_each(context)}, or --strategy 1",
         )
     if total < 2 and is_ddp(context.given):
         raise UserError(
@@ -234,6 +235,17 @@ def check_processes(context: Context, value: Any) -> int:
             fix="--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do",
         )
     return total
+
+
+def _two_on_each(context: Context) -> str:
+    """What gives each machine two processes: a machine of one GPU takes no second one."""
+    number = context["num_machines"]
+    if context.machine.count != 1:
+        return f"--num-processes {2 * number} or more"
+    pair = machines.describe(replace(context.machine, count=2))
+    described = machines.parse(context["gpus"])[1]
+    words = f"--gpus {described}x{pair}" if described > 1 else f"--gpus {pair}"
+    return f"{words} or more" + (", which describes each machine" if number > described else "")
 
 
 def check_ip(context: Context, value: Any) -> str:

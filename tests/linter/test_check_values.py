@@ -156,6 +156,35 @@ def test_text_that_counts_as_true(tmp_path: Path) -> None:
     assert "ACCELERATE_DEBUG_MODE" not in accelerate_takes(EIGHT + "debug: false\n", tmp_path)
 
 
+@pytest.mark.parametrize(("value", "taken"), [("1000", "true"), ("maybe", "true"), ("[]", "false")])
+def test_a_value_of_debug_that_stops_nothing_is_no_error(value: str, taken: str, tmp_path: Path) -> None:
+    """AF209, not AF204: Accelerate asks whether there is something."""
+    text = EIGHT + f"debug: {value}\n"
+    assert accelerate_takes(text, tmp_path).get("ACCELERATE_DEBUG_MODE", "false") == taken
+    path = tmp_path / "checked.yaml"
+    path.write_text(text)
+    (found,) = (one for one in linter.lint(path, linter.Options()) if one.code in ("AF204", "AF209"))
+    assert (found.code, found.severity, found.why) == ("AF209", "warning", f"Accelerate takes it for {taken}")
+
+
+@pytest.mark.parametrize("key", ["use_cpu", "same_network", "enable_cpu_affinity"])
+def test_which_booleans_at_the_top_stop_it(key: str, tmp_path: Path) -> None:
+    """AF204 says "Accelerate stops" where it does: `use_cpu` without an engine."""
+    alone = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\n"
+    for text in (EIGHT, alone):
+        path = tmp_path / "checked.yaml"
+        path.write_text(text + f"{key}: 1000\n")
+        found = {one.code for one in linter.lint(path, linter.Options())}
+        if key == "use_cpu" and text == alone:
+            with pytest.raises(Exception, match="invalid truth value 1000"):
+                accelerate_takes(path.read_text(), tmp_path)
+            assert "AF204" in found
+        else:
+            accelerate_takes(path.read_text(), tmp_path)
+            assert "AF204" not in found
+            assert found
+
+
 @pytest.mark.parametrize("keys", [("offload_params", "fsdp_offload_params"), ("fsdp_offload_params", "offload_params")])
 def test_the_last_of_two_spellings_wins(keys: tuple[str, str], tmp_path: Path) -> None:
     text = EIGHT + f"  {keys[0]}: false\n  {keys[1]}: true\n"

@@ -79,6 +79,14 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
     assert (judged["fits"], judged["peak_bytes"]) == ("yes", choice["peak_bytes"])
 
 
+def test_one_gpu_needs_no_yaml_and_that_is_said_aloud(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    done = accel_fsdp("plan", "--model", "gpt2", "--gpus", "1xH100", "-o", path)
+    assert done.code == 0
+    assert f"warning: {path} was NOT written: one GPU needs no YAML" in done.output
+    assert not path.exists()
+
+
 MACHINES = ("1xA100", "2xRTX4090", "8xA100-40GB", "8xH100", "4x8xH100")
 
 

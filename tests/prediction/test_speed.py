@@ -186,6 +186,7 @@ def test_the_optimizer_is_bound_by_memory_and_sharding_divides_it() -> None:
         ("NVIDIA GH200 480GB", None, "GH200", 96),
         ("Tesla V100-SXM2-32GB", None, "V100", 32),
         ("AMD Instinct MI300X", None, "MI300X", 192),
+        ("AMD Instinct MI325X", None, "MI325X", 256),
     ],
 )
 def test_gpus_go_by_many_names(name: str, memory: float | None, found: str, gib: float) -> None:

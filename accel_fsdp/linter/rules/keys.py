@@ -300,6 +300,8 @@ def not_a_boolean(subject: Subject) -> Iterator[Finding]:
     for path, known, value in written(subject):
         if known.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
             strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
+            if not known.section and (known.key != "use_cpu" or subject.engine is not Engine.NONE):
+                continue  # AF209, AF107
             if known.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or strategy):
                 continue  # AF302, AF304
             yield Finding(

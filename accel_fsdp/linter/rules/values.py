@@ -4,11 +4,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from accel_fsdp.config import FALSE_WORDS, Edit, Engine, full_name
+from accel_fsdp.config import FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.keys import SECTIONS
 
 LARGEST_PORT = 65535
+READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
+"""Keys of the top level of which Accelerate's launcher asks whether there is a value, and not which one."""
 DEEPSPEED_FILE_KEYS = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
@@ -42,18 +44,26 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
 
 
 @rule("AF209", "warning")
-def text_that_counts_as_true(subject: Subject) -> Iterator[Finding]:
-    """`debug: "false"` in quotes: any text counts as true there, and debugging slows each collective down."""
-    names = ("debug", "tpu_use_cluster", "tpu_use_sudo") if subject.engine is Engine.TPU else ("debug",)
-    for name in names:
+def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
+    """`debug: "false"` in quotes, or `debug: 1000`: whatever isn't empty or 0 counts as true there.
+
+    Accelerate asks whether there is something, not what it says. Debugging slows each collective down.
+    """
+    names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
+    for name in (*names, "use_cpu") if subject.engine is not Engine.NONE else names:
         value = subject.values.get(name)
-        if isinstance(value, str) and value.lower() in FALSE_WORDS:
+        quoted = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
+        if quoted or (value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS):
             yield Finding(
                 name,
-                f"{name}: '{value}' in quotes is text",
-                "Accelerate takes any text for true",
-                f"{name}: false",
-                (Edit("", name, False),),
+                f"{name}: '{value}' in quotes is text" if quoted else f"{name}: {value} is neither true nor false",
+                "Accelerate takes any text for true"
+                if quoted
+                else "Accelerate takes it for true"
+                if value
+                else "Accelerate takes it for false",
+                f"{name}: false" if quoted else f"{name}: true or false",
+                (Edit("", name, False),) if quoted else (),
             )
 
 
