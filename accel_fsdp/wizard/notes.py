@@ -129,7 +129,8 @@ def state_gib(context: Context) -> tuple[float, float] | None:
 def checkpoints_in_yaml(context: Context) -> bool:
     """Whether Accelerate can checkpoint activations with these answers; where not, the training script can."""
     sharded = context["engine"] == "fsdp" and not is_ddp(context.given)
-    return sharded and not validation.reason("activation_checkpointing", True, context)
+    asked = ("activation_checkpointing", True, context)
+    return sharded and not validation.reason(*asked) and not validation.caution(*asked)
 
 
 def checkpoints_in_script(context: Context) -> bool:
@@ -141,7 +142,12 @@ def checkpoints_in_script(context: Context) -> bool:
 
 
 def warnings(context: Context) -> tuple[str, ...]:
-    """What the plan has to say of settled answers before they are written, line by line."""
+    """What settled answers need, and what the plan has to say of them, before they are written, line by line."""
+    lines = tuple(f"warning: {one}" for one in validation.cautions(context))
+    return lines + _of_the_plan(context)
+
+
+def _of_the_plan(context: Context) -> tuple[str, ...]:
     lines, host = misfit(context), host_words(context)
     return lines if not host or any(host in line for line in lines) else (*lines, f"note: {host}")
 

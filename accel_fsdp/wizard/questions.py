@@ -76,13 +76,18 @@ def _options(name: str, meanings: dict[Any, str]) -> Callable[[Context], list[Op
         return [
             Option(
                 value,
-                _label(value, meaning) + notes.note(name, value, context),
+                _label(value, meaning) + notes.note(name, value, context) + _condition(name, value, context),
                 validation.reason(name, value, context),
             )
             for value, meaning in meanings.items()
         ]
 
     return options
+
+
+def _condition(name: str, value: Any, context: Context) -> str:
+    found = validation.caution(name, value, context)
+    return f" ({found})" if found else ""
 
 
 def _label(value: Any, meaning: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import Engine, Setup, clashes
+from accel_fsdp.config import Clash, Engine, Setup, clashes
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import catalogue
@@ -24,14 +24,27 @@ MOST_RANKS = 1_000_000
 def reason(question: str, value: Any, context: Context) -> str:
     """Why this option can't be taken with the answers so far; empty when it can."""
     check = _OPTIONS.get((question, value))
-    return (check(context) if check else "") or _clash(question, value, context)
+    fatal = (one.what for one in _clashes(question, value, context) if not one.mended)
+    return (check(context) if check else "") or next(fatal, "")
 
 
-def _clash(question: str, value: Any, context: Context) -> str:
+def caution(question: str, value: Any, context: Context) -> str:
+    """Under which condition alone this option works with the answers so far; empty where it does without any."""
+    mended = (one for one in _clashes(question, value, context) if one.mended)
+    return next((f"{one.what}: {one.why}" for one in mended), "")
+
+
+def cautions(context: Context) -> tuple[str, ...]:
+    """The conditions of settled answers, each once."""
+    found = (caution(question, context[question], context) for question in _PARTS if question in context.given)
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
     """What the table of combinations has against an option and the answers before it."""
     given = {**context.given, question: value}
     if question not in _PARTS or (question == "activation_checkpointing" and not value):
-        return ""
+        return []
     setup = Setup(
         _engine(given),
         given["method"],
@@ -40,7 +53,7 @@ def _clash(question: str, value: Any, context: Context) -> str:
         state_dict=given.get("state_dict_type", ""),
         base=context.model.quant_method if context.model else "",
     )
-    return next((one.what for one in clashes(setup) if _PARTS[question] in one.parts), "")
+    return [one for one in clashes(setup) if _PARTS[question] in one.parts]
 
 
 def _engine(given: Given) -> Engine:
