@@ -249,7 +249,7 @@ def merged(
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
             merger.tensors[merger.named(plain(name))] = one
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
-    named = [plain(f"{module}.").rstrip(".") for module in modules]
+    named = _modules(adapter)
     check_patterns(settings, named)
     if other := next((name for name in named if not chooses(settings, name)), None):
         raise _contradicted(f"holds LoRA matrices of {other}, and adapter_config.json chooses other modules")
@@ -259,6 +259,12 @@ def merged(
         if TOKENS in name:
             merger.tokens(name)
     return merger.tensors
+
+
+def _modules(adapter: Iterable[str]) -> list[str]:
+    """The modules with LoRA matrices, by the model's names."""
+    found = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
+    return [plain(f"{module}.").rstrip(".") for module in found]
 
 
 def check_saved(
@@ -273,8 +279,9 @@ def check_saved(
     tied weights stands for all that `ensure_weight_tying` keeps so.
 
     Raises:
-        UserError: the weights of a module that was trained aren't there.
+        UserError: the weights of a module that was trained aren't there, or a pattern of the settings can't be used.
     """
+    check_patterns(settings, _modules(adapter))
     held, groups = {plain(name) for name in adapter}, list(ties)
     for group in groups:
         held |= set(group) if settings.get("ensure_weight_tying") and held & set(group) else set()
