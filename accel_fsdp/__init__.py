@@ -3,6 +3,8 @@
 import logging
 import os
 
+import lazy_loader
+
 __version__ = "0.1.0"
 
 # transformers imports PEFT, and that bitsandbytes, which warns on CPUs of a kernel that training doesn't use (0.50)
@@ -10,3 +12,6 @@ logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 # torch reads it when it is imported: its warnings, such as DDP's about a search for unused parameters, come per rank
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# The commands as functions: each loads when it is first used
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

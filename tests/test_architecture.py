@@ -25,7 +25,7 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"training"},
     {"commands"},
 ]
-COMMANDS = {"cli", "__main__", "init_command", "reference_docs"}
+COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"console", "errors", "cpu", "launch.launcher"}  # all but console speak before it can be imported

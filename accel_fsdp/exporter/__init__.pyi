@@ -7,8 +7,10 @@ from . import safetensors_writer as safetensors_writer
 from . import transformers_probe as transformers_probe
 from . import verification as verification
 from .command import Options as Options
+from .command import exported as exported
 from .command import run as run
 from .contents import OtherPlan as OtherPlan
 from .contents import Plan as Plan
 from .contents import Planner as Planner
 from .transformers_probe import Description as Description
+from .verification import Report as Report

@@ -69,19 +69,14 @@ def run(options: Options) -> int:
     _check_local(options)
     if options.list:
         return show_list(options)
-    out = options.src if options.check else options.out
-    if out is None:
-        raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
+    out = options.src if options.check else _out_of(options)
     if options.push_to_hub:
         hub.check_name(options.push_to_hub)
     if options.check:
         with nullcontext() if options.verify == "bytes" else transformers_probe.aside() as pool:
             report = verification.check(out, pool, options.allow_non_finite)
     else:
-        try:
-            report = export(options, out.resolve())
-        except OSError as error:
-            raise _failed(out.resolve(), error) from error
+        report = exported(options)
     _show(report, options)
     if options.push_to_hub:
         console.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
@@ -101,13 +96,26 @@ def show_list(options: Options) -> int:
     return 0
 
 
-def export(options: Options, out: Path) -> Report:
-    """Writes `out`, complete and verified, or not at all.
+def _out_of(options: Options) -> Path:
+    if options.out is None:
+        raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
+    return options.out
+
+
+def exported(options: Options) -> Report:
+    """Writes OUT, complete and verified, or not at all.
 
     Raises:
-        UserError: the checkpoint can't be exported as asked.
-        OSError: the disk is full.
+        UserError: the checkpoint can't be exported as asked, or the disk is full.
     """
+    out = _out_of(options).resolve()
+    try:
+        return _export(options, out)
+    except OSError as error:
+        raise _failed(out, error) from error
+
+
+def _export(options: Options, out: Path) -> Report:
     _check_flags(options)
     found, newer = discover.find(options.src)
     for one in newer:

@@ -40,15 +40,7 @@ def migrate(path: Path, target: str, options: Options) -> int:
     """
     if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
         raise UsageError("migrate -", why="stdin can't be rewritten", fix="migrate - with -o OUT, or with --dry-run")
-    job, document = read_config(path)
-    before = document.source
-    migration = plan(job, target, options.layer_class)
-    _refuse_merge_keys(path, document)
-    yaml_edit.apply(document, migration.edits)
-    after = before
-    if migration.edits:
-        title = f"Migrated from {migration.source} to {migration.target}. The command below made what it was before."
-        after = header.retitle(yaml_file.dump(document), title)
+    migration, before, after = drawn_up(path, target, options.layer_class)
     _report(path, migration, after, options)
     if migration.broken and not options.force:
         raise _broken(path, migration)
@@ -58,6 +50,23 @@ def migrate(path: Path, target: str, options: Options) -> int:
     else:
         _write(path, before, after, options)
     return 0
+
+
+def drawn_up(path: Path, target: str, layer_class: str = "") -> tuple[Migration, str, str]:
+    """The migration of a file, its text, and that of the new one. Nothing is written.
+
+    Raises:
+        UsageError: the file can't be read, or its engine can't be migrated.
+    """
+    job, document = read_config(path)
+    before = document.source
+    migration = plan(job, target, layer_class)
+    _refuse_merge_keys(path, document)
+    yaml_edit.apply(document, migration.edits)
+    if not migration.edits:
+        return migration, before, before
+    title = f"Migrated from {migration.source} to {migration.target}. The command below made what it was before."
+    return migration, before, header.retitle(yaml_file.dump(document), title)
 
 
 def _refuse_merge_keys(path: Path, document: Any) -> None:

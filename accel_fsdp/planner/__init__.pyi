@@ -9,3 +9,4 @@ from .command import options_of as options_of
 from .command import show_plan as show_plan
 from .flags import DTYPES as DTYPES
 from .flags import PlanCommand as PlanCommand
+from .text_report import PlanReport as PlanReport

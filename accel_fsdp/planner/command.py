@@ -14,7 +14,7 @@ from accel_fsdp.models import config_json
 from accel_fsdp.planner import html_report, proposal, text_report
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
-from accel_fsdp.planner.text_report import Told
+from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import Job, from_yaml, search
 from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.tracing import by_name
@@ -94,7 +94,7 @@ def show_plan(options: Options) -> int:
     return 0 if told.plan.choice else 1
 
 
-def make_plan(options: Options) -> Told:
+def make_plan(options: Options) -> PlanReport:
     """The plan of a command line: searched, or of the YAML that was given.
 
     Raises:
@@ -106,15 +106,15 @@ def make_plan(options: Options) -> Told:
     every = list(search.layouts(job.ranks, job.ranks_per_node))
     proposer = _proposer(options, job).over(job.recipe, every)
     job = replace(job, refuses=proposer.refuses)
-    return Told(job, search.make_plan(job), proposer)
+    return PlanReport(job, search.make_plan(job), proposer)
 
 
-def _judged(options: Options, path: Path) -> Told:
+def _judged(options: Options, path: Path) -> PlanReport:
     subject, _ = read_subject(path, Sources(model=options.model))
     layout, recipe = from_yaml.of_config(subject, options.recipe)
     job = make_job(replace(options, recipe=recipe), layout, subject.number("num_machines") or 1)
     job = _as_written(job, subject)
-    return Told(job, search.judge(job, layout), None, path)
+    return PlanReport(job, search.judge(job, layout), None, path)
 
 
 def _refuse_files(options: Options) -> None:
@@ -132,7 +132,7 @@ def _refuse_files(options: Options) -> None:
         )
 
 
-def _write(options: Options, told: Told) -> None:
+def _write(options: Options, told: PlanReport) -> None:
     """The page, and the YAML of what is recommended."""
     if options.html:
         atomic_files.write_text(

@@ -37,7 +37,7 @@ COLOURS = dict(
 
 
 @dataclass(frozen=True)
-class Told:
+class PlanReport:
     """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged."""
 
     job: Job

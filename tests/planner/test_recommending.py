@@ -41,7 +41,7 @@ def shown(*flags: str | Path) -> str:
     return " ".join(here("plan", *flags).split())
 
 
-def told(model: str, machine: str, method: Method = "full", **options: Any) -> text_report.Told:
+def told(model: str, machine: str, method: Method = "full", **options: Any) -> text_report.PlanReport:
     """The plan as the command makes it."""
     recipe = Recipe(method, dtype="float32" if method == "full" else "bfloat16")
     return planner.make_plan(planner.Options(model, machine, None, recipe, **options))

@@ -1,0 +1,10 @@
+from . import cpu as cpu
+from .api import Migrated as Migrated
+from .api import check as check
+from .api import export as export
+from .api import migrate as migrate
+from .api import plan as plan
+from .api import to_yaml as to_yaml
+from .errors import UserError as UserError
+
+__version__: str

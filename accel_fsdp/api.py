@@ -1,0 +1,137 @@
+"""The commands as functions, for notebooks and other tools: they return what the commands print.
+
+What is wrong is raised as `accel_fsdp.errors.UserError`, with `what`, `why` and `fix`. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_fsdp.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from accel_fsdp.exporter import Report
+    from accel_fsdp.linter.rules import Finding
+    from accel_fsdp.migration import Change
+    from accel_fsdp.planner import PlanReport
+    from accel_fsdp.wizard import Answers
+
+File = str | os.PathLike[str]
+Target = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A YAML for another engine, and what became of each key. `lost` are the changes whose meaning it can't carry."""
+
+    text: str
+    changes: tuple[Change, ...]
+    lost: tuple[Change, ...]
+
+
+def check(
+    path: File,
+    *,
+    model: str | None = None,
+    args: File | None = None,
+    script: File | None = None,
+    checkpoint: File | None = None,
+    here: bool = False,
+) -> list[Finding]:
+    """What `accel-fsdp check` finds in an Accelerate YAML, in the order of its lines; empty where nothing is wrong.
+
+    Raises:
+        UserError: a file or the model can't be read.
+    """
+    from accel_fsdp import linter
+
+    read = (_path(args), _path(checkpoint), _path(script))
+    return linter.lint(Path(path), linter.Options(model, read[0], read[1], read[2], here))
+
+
+def _path(given: File | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
+    """What `accel-fsdp plan` predicts; `flags` are the command's, such as `seq_len=4096` or `method="lora"`.
+
+    Raises:
+        UserError: the model or the GPUs are not known, the numbers can't be, or there is no such flag.
+    """
+    from accel_fsdp import planner
+
+    known = planner.PlanCommand.__dataclass_fields__
+    for name in flags:
+        if name not in known:
+            raise UsageError(
+                f"plan has no {name}.{did_you_mean(name, known)}",
+                why="a flag that nothing reads would be ignored",
+                fix="one of: " + ", ".join(known),
+            )
+    return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
+
+
+def migrate(path: File, to: Target, *, layer_class: str = "") -> Migrated:
+    """What `accel-fsdp migrate --dry-run` writes, with the fate of each key; the file stays as it is.
+
+    Raises:
+        UserError: the file can't be read, or its engine can't be migrated.
+    """
+    from accel_fsdp import migration
+
+    drawn, _, text = migration.drawn_up(Path(path), to, layer_class)
+    return Migrated(text, drawn.changes, drawn.broken)
+
+
+def export(
+    src: File,
+    out: File,
+    *,
+    model: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    merge_adapter: bool = False,
+    verify: Literal["bytes", "load", "logits"] = "load",
+    force: bool = False,
+) -> Report:
+    """Writes a Hugging Face folder from a checkpoint, complete and verified or not at all, as `accel-fsdp export`.
+
+    Raises:
+        UserError: the checkpoint can't be exported as asked; `out` is as it was.
+    """
+    from accel_fsdp import exporter
+
+    short = None if dtype is None else exporter.companion_files.DTYPES[dtype]
+    how = exporter.Options(
+        Path(src), Path(out), model=model, dtype=short, merge_adapter=merge_adapter, verify=verify, force=force
+    )
+    return exporter.exported(how)
+
+
+def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
+    """The YAML that `accel-fsdp config --yes` writes for these answers, by the names of its flags.
+
+    What is left out takes its default.
+
+    Raises:
+        UserError: an answer can't be used, or there is no such question.
+    """
+    from accel_fsdp import wizard
+    from accel_fsdp.wizard import interview
+
+    if not isinstance(answers, Mapping):
+        return wizard.to_text(answers)
+    known = {question.field for question in wizard.QUESTIONS}
+    for name in answers:
+        if name not in known:
+            raise UsageError(
+                f"there is no question {name}.{did_you_mean(name, known)}",
+                why="an answer that nothing reads would be ignored",
+                fix="one of: " + ", ".join(sorted(known)),
+            )
+    flags = {name: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
+    return wizard.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
