@@ -113,10 +113,13 @@ def _read(path: Path) -> bytes:
     """A file's bytes, one more than the largest has at most."""
     if str(path) == STDIN:
         return sys.stdin.buffer.read(LARGEST + 1)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    with os.fdopen(descriptor, "rb") as file:
-        os.set_blocking(descriptor, True)
+    with open(path, "rb", opener=_without_waiting) as file:
+        os.set_blocking(file.fileno(), True)
         return file.read(LARGEST + 1)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe waits for a writer for ever
 
 
 def _text(path: Path) -> str:

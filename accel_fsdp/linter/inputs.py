@@ -77,6 +77,12 @@ def is_ours(script: Path) -> bool:
         return script.parts[-2:] == ("train", "sft.py")
 
 
+def _is_ours_in(words: list[str]) -> bool:
+    """Whether the script of a command line is ours, if there is one."""
+    script = _script_in(words)
+    return bool(script) and is_ours(Path(script))
+
+
 def _imports_ours(text: str) -> bool:
     return OURS.search(text) is not None
 
@@ -102,7 +108,7 @@ def read_given(sources: Sources) -> Given:
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None or script is None else _parsed(sources.script, script),
-        ours=is_ours(Path(_script_in(words))) if script is None else _imports_ours(script),
+        ours=_is_ours_in(words) if script is None else _imports_ours(script),
     )
 
 

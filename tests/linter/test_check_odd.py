@@ -93,8 +93,10 @@ def test_what_is_no_file_ends_well(place: str, tmp_path: Path) -> None:
         os.mkfifo(path)
     if place == "folder":
         path.mkdir()
+    opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UsageError):
         linter.lint(path, linter.Options())
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
