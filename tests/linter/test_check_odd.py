@@ -149,7 +149,10 @@ BAD = [yaml.safe_load(bad) for bad, _ in GOLDEN.values()]
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.sampled_from(BAD), min_size=1, max_size=3), indent=st.sampled_from([2, 4]), data=st.data())
 def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: st.DataObject, tmp_path: Path) -> None:
-    """No error that wasn't there, and every key that no finding names keeps its value, as PyYAML reads it."""
+    """No error that wasn't there, and every key that no finding names keeps its value, as PyYAML reads it.
+
+    What stood beside another engine, and was read by nobody, has the errors that it has under the engine that is meant.
+    """
     content: dict[str, Any] = {}
     for part in parts:
         content = merged(content, part)
@@ -160,9 +163,12 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     before = linter.lint(path, linter.Options())
     named = {edit.key for one in before for edit in one.edits} | {edit.new_key for one in before for edit in one.edits}
     after = linter.lint(path, linter.Options(fix=True))
-    errors = [{one.code for one in found if one.severity == "error"} for found in (before, after)]
-    assert errors[1] - errors[0] == set(), content
     now = yaml.safe_load(path.read_text())
+    meant = tmp_path / "meant.yaml"
+    meant.write_text(yaml.safe_dump({**content, **{key: now[key] for key in ("distributed_type",) if key in now}}))
+    hidden = linter.lint(meant, linter.Options())
+    errors = [{one.code for one in found if one.severity == "error"} for found in ([*before, *hidden], after)]
+    assert errors[1] - errors[0] == set(), content
     for key, value in content.items():
         if key not in named and not isinstance(value, dict):
             assert now[key] == value
