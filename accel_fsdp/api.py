@@ -6,7 +6,7 @@ What is wrong is raised as `accel_fsdp.errors.UserError`, with `what`, `why` and
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,14 +65,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     """
     from accel_fsdp import planner
 
-    known = planner.PlanCommand.__dataclass_fields__
-    for name in flags:
-        if name not in known:
-            raise UsageError(
-                f"plan has no {name}.{did_you_mean(name, known)}",
-                why="a flag that nothing reads would be ignored",
-                fix="one of: " + ", ".join(known),
-            )
+    _refuse_unknown("plan has no", flags, planner.PlanCommand.__dataclass_fields__)
     return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
 
 
@@ -125,13 +118,17 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
 
     if not isinstance(answers, Mapping):
         return wizard.to_text(answers)
-    known = {question.field for question in wizard.QUESTIONS}
-    for name in answers:
-        if name not in known:
-            raise UsageError(
-                f"there is no question {name}.{did_you_mean(name, known)}",
-                why="an answer that nothing reads would be ignored",
-                fix="one of: " + ", ".join(sorted(known)),
-            )
+    _refuse_unknown("there is no question", answers, [question.field for question in wizard.QUESTIONS])
     flags = {name: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
     return wizard.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
+
+
+def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"{what} {name}.{did_you_mean(name, known)}",
+                why="what nothing reads would be ignored",
+                fix="one of: " + ", ".join(known),
+            )

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -36,14 +35,17 @@ MODULES = {
 }
 
 
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
 def room_of(module: str) -> str:
     return module.rpartition(".")[0] or ("commands" if module in COMMANDS else "helpers")
 
 
-def imported(path: Path) -> set[str]:
-    """What a file imports from this package: `room.module`, `room` for names of its face, or `module` at the top."""
+def imported(module: str) -> set[str]:
+    """What a module imports from this package: `room.module`, `room` for names of its face, or `module` at the top."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -61,7 +63,7 @@ def is_room(name: str) -> bool:
 def test_imports_go_down(module: str) -> None:
     level = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
     room = room_of(module)
-    for name in imported(MODULES[module]):
+    for name in imported(module):
         other = room_of(name) if name in MODULES else name
         assert other == room or level[other] < level[room], f"{module} ({room}) imports {name} ({other})"
 
@@ -69,12 +71,12 @@ def test_imports_go_down(module: str) -> None:
 @pytest.mark.parametrize("room", sorted(set().union(*ORDER)))
 def test_no_circle_in_a_room(room: str) -> None:
     inside = [module for module in MODULES if room_of(module) == room]
-    list(TopologicalSorter({module: imported(MODULES[module]) & set(inside) for module in inside}).static_order())
+    list(TopologicalSorter({module: imported(module) & set(inside) for module in inside}).static_order())
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_other_rooms_are_entered_by_their_faces(module: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_fsdp."):
             name = str(node.module).removeprefix("accel_fsdp.")
             if name in MODULES:
@@ -109,7 +111,7 @@ def test_reading_and_planning_need_no_torch() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_questionary_printing_and_patching_stay_in_their_places(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text())
+    tree = TREES[module]
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert ("questionary" in {name for node in ast.walk(tree) for name in roots(node)}) == (module == "wizard.prompts")
     assert module in MAY_PRINT or "print" not in calls

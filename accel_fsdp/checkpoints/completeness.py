@@ -76,9 +76,11 @@ def begin(checkpoint: Path) -> None:
     Raises:
         UserError: the folder can't be written; `abandon` it.
     """
-    if not checkpoint.exists() or not flaw(checkpoint):
+    there = checkpoint.exists()
+    whole = there and not flaw(checkpoint)
+    if whole or not there:
         _remove(_aside(checkpoint))  # of a run that was killed while it deleted
-    if checkpoint.exists() and not flaw(checkpoint):
+    if whole:
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
     atomic_files.write_text(checkpoint / MARKER, json.dumps({"complete": False}))

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,30 +60,39 @@ def read_launch(script: Path, words: tuple[str, ...]) -> Given:
 
     One that can't be read as Python is not looked at: whether it can be run is the launcher's to say.
     """
-    ours, parsed = is_ours(script), None
-    with contextlib.suppress(UsageError):
-        parsed = None if ours else _parsed(script, _script_text(script))
-    return Given(args=parse_command_line(list(words)), starter="accelerate", script=parsed, ours=ours)
-
-
-def is_ours(script: Path) -> bool:
-    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong.
-
-    `accel_fsdp.cpu` is not among them: it lets any script run without GPUs.
-    """
+    given = Given(args=parse_command_line(list(words)), starter="accelerate")
     try:
-        return _imports_ours(_script_text(script))
+        text = _script_text(script)
     except UserError:
-        return script.parts[-2:] == ("train", "sft.py")
+        return replace(given, ours=_is_called_ours(script))
+    if _imports_ours(text):
+        return replace(given, ours=True)
+    with contextlib.suppress(UsageError):
+        given = replace(given, script=_parsed(script, text))
+    return given
+
+
+def _is_called_ours(script: Path) -> bool:
+    """Whether a script that can't be read has the name of train/sft.py."""
+    return script.parts[-2:] == ("train", "sft.py")
 
 
 def _is_ours_in(words: list[str]) -> bool:
     """Whether the script of a command line is ours, if there is one."""
-    script = _script_in(words)
-    return bool(script) and is_ours(Path(script))
+    script = Path(_script_in(words))
+    if script == Path():
+        return False
+    try:
+        return _imports_ours(_script_text(script))
+    except UserError:
+        return _is_called_ours(script)
 
 
 def _imports_ours(text: str) -> bool:
+    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong.
+
+    `accel_fsdp.cpu` is not among them: it lets any script run without GPUs.
+    """
     return OURS.search(text) is not None
 
 

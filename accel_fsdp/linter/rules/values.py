@@ -53,17 +53,20 @@ def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
     for name in (*names, "use_cpu") if subject.engine is not Engine.NONE else names:
         value = subject.values.get(name)
         quoted = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
-        if quoted or (value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS):
+        if quoted:
             yield Finding(
                 name,
-                f"{name}: '{value}' in quotes is text" if quoted else f"{name}: {value} is neither true nor false",
-                "Accelerate takes any text for true"
-                if quoted
-                else "Accelerate takes it for true"
-                if value
-                else "Accelerate takes it for false",
-                f"{name}: false" if quoted else f"{name}: true or false",
-                (Edit("", name, False),) if quoted else (),
+                f"{name}: '{value}' in quotes is text",
+                "Accelerate takes any text for true",
+                f"{name}: false",
+                (Edit("", name, False),),
+            )
+        elif value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
+            yield Finding(
+                name,
+                f"{name}: {value} is neither true nor false",
+                f"Accelerate takes it for {'true' if value else 'false'}",
+                f"{name}: true or false",
             )
 
 
