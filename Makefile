@@ -38,7 +38,7 @@ clean:
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_fsdp import __version__
-from accel_fsdp.errors import UsageError, guard, nearest, to_stdout
+from accel_fsdp.errors import NotInstalled, UsageError, guard, is_installed, nearest, to_stdout
 from accel_fsdp.planner import DTYPES, PlanCommand
 from accel_fsdp.wizard import PRESETS, QUESTIONS, Question
 
@@ -319,13 +319,18 @@ def _launch(command: Launch, script_args: tuple[str, ...]) -> int:
 
     if linter.stops(command.file, command.script, script_args, command.no_check):
         return 1
-    args = launcher.launcher_args(command.file, command.script, script_args)
+    parses = is_installed("accelerate") or not command.dry_run
+    read = launcher.launcher_args if parses else launcher.unparsed_args
+    args = read(command.file, command.script, script_args)
     launcher.take_machine_rank(args, yaml_file.load(command.file), command.machine_rank)
     if not command.dry_run:
         return launcher.launch(args)
-    for name, value in sorted(launcher.environment(args).items()):
+    for name, value in sorted(launcher.environment(args).items()) if parses else ():
         console.put(f"{name}={shlex.quote(value)}")
     console.put(shlex.join(launcher.command(args)))
+    if not parses:
+        shown = NotInstalled.of("accelerate", "the environment of the ranks")
+        console.say(f"note: {shown.what}: {shown.fix}", style="yellow", wrap=True)
     return 0
 
 

@@ -6,6 +6,7 @@ Everything else that escapes is a bug in accel-fsdp and keeps its traceback.
 import contextlib
 import difflib
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -70,17 +71,43 @@ class Stopped(UserError):
         return printable(f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}")
 
 
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
-"""What the commands need and `pip install accel-fsdp` brings, unless it was told not to."""
+LIBRARIES = {
+    **dict.fromkeys(("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "jinja2"), "train"),
+    **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant"},
+}
+"""The libraries that `pip install accel-fsdp` leaves out, and the extra that brings each."""
 
 
-def not_installed(library: str) -> UserError:
-    """The error for a library that a command needs."""
-    return UserError(
-        f"{library} isn't installed in {sys.prefix}",
-        why="the command reads models or starts jobs with it",
-        fix=f"pip install {library}",
-    )
+class NotInstalled(UserError):
+    """A command needs a library that the light installation leaves out: one line, with the command that brings it."""
+
+    @classmethod
+    def of(cls, library: str, purpose: str = "this") -> "NotInstalled":
+        """For one of `LIBRARIES`; `purpose` begins the sentence."""
+        return cls(
+            f"{purpose} needs {library}, which isn't installed in {sys.prefix}",
+            why="the light installation leaves it out",
+            fix=f"pip install 'accel-fsdp[{LIBRARIES[library]}]'",
+        )
+
+    def __str__(self) -> str:
+        return printable(f"error: {self.what}: {self.fix}")
+
+
+def require(purpose: str, *libraries: str) -> None:
+    """Goes on if all of these libraries are installed; imports none.
+
+    Raises:
+        NotInstalled: one isn't.
+    """
+    for library in libraries:
+        if not is_installed(library):
+            raise NotInstalled.of(library, purpose)
+
+
+def is_installed(library: str) -> bool:
+    """Whether a library could be imported; doesn't import it."""
+    return importlib.util.find_spec(library) is not None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -169,7 +196,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         library = (error.name or "").partition(".")[0]
         if library not in LIBRARIES:
             raise
-        print(not_installed(library), file=sys.stderr, flush=True)
+        print(NotInstalled.of(library), file=sys.stderr, flush=True)
         return 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import Found, Reader, Weights, discover, open_checkpoint
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.contents import OtherPlan, Plan, Planner
@@ -73,6 +73,7 @@ def run(options: Options) -> int:
     if options.push_to_hub:
         hub.check_name(options.push_to_hub)
     if options.check:
+        _require_transformers(options.verify)
         with nullcontext() if options.verify == "bytes" else transformers_probe.aside() as pool:
             report = verification.check(out, pool, options.allow_non_finite)
     else:
@@ -153,6 +154,7 @@ def _one_adapter(found: Found, name: str | None) -> Found:
 
 def _check_flags(options: Options) -> None:
     """What can be refused before anything is looked at."""
+    _require_transformers(options.verify)
     size = options.max_shard_size.strip()
     if not SIZE.fullmatch(size) or not float(size[:-2]):
         raise UsageError(
@@ -166,6 +168,12 @@ def _check_flags(options: Options) -> None:
             why="from_pretrained, which the logits are taken from, loads no .pth file",
             fix="--verify load, or --format safetensors",
         )
+
+
+def _require_transformers(verify: Verify) -> None:
+    """For the checks that load a model; that of bytes is the light installation's too."""
+    if verify != "bytes":
+        require(f"--verify {verify}, unlike --verify bytes,", "transformers", "torch")
 
 
 def _check_place(out: Path, found: Found, force: bool) -> None:
@@ -275,7 +283,7 @@ class _Export:
         if loading is not None:
             report = verification.loaded(report, loading)
         if plan.unknown:
-            console.say("names and ties are those of the checkpoint: transformers has no such model", style="yellow")
+            console.say(f"names and ties are those of the checkpoint: {plan.unknown}", style="yellow")
         if self.options.verify == "logits":
             report = verification.same_logits(folder, report, self.pool, self.found, named)
         return report

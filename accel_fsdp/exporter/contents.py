@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from accel_fsdp.checkpoints import FLOATS, LORA, TIED, TOKENS, Reader, Source, Stored, Weights, open_checkpoint, part_of
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
@@ -15,6 +15,9 @@ from accel_fsdp.models import remote_code
 SHOWN = 3
 PARAMETERS = (".weight", ".bias", TOKENS)
 """How the names of an adapter's tensors end that aren't buffers, besides those of LoRA."""
+FILED_AS_NAMED = frozenset({"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
+"""Model types whose files hold the tensors that the model's code names, all in one dtype, tied only if the config says
+so: that much an export has to know where transformers can't be asked."""
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """What models once saved and compute today."""
 
@@ -100,13 +103,14 @@ class Plan:
     def __init__(self, planner: Planner, asked: "Future[Description] | None", by_name: bool = False) -> None:
         """Plans by the names that the config lets expect, or waits for the answer where those are likely others.
 
-        `by_name`: where only the model's own code knows its tensors, what the config lets expect is enough.
+        `by_name`: where only the model's own code knows its tensors, or transformers isn't installed and the model is
+        of a type of `FILED_AS_NAMED`, what the config lets expect is enough; `unknown` then says why.
 
         Raises:
             UserError: the checkpoint doesn't hold the model that the config describes.
         """
         self.planner, self._asked, self._by_name = planner, asked, by_name
-        self.unknown = False
+        self.unknown = ""
         self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
 
     def _is_likely_other(self) -> bool:
@@ -121,8 +125,13 @@ class Plan:
         except remote_code.NeedsCode:
             if not self._by_name:
                 raise
-            self.unknown = True
-            return None
+            self.unknown = "transformers has no such model"
+        except NotInstalled:
+            kind = self.planner.papers.config.get("model_type")
+            if not self._by_name or self.planner.merge or kind not in FILED_AS_NAMED:
+                raise
+            self.unknown = "transformers isn't installed"
+        return None
 
     def look(self) -> None:
         """Once the answer is there, compares it with what is being written.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import TORCH_NAMES, tensor_names
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import NotInstalled, UserError, is_installed
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.models import first_line, model_class, read_config, read_tokenizer, remote_code
 
@@ -79,12 +79,25 @@ class Here(Executor):
         return asked
 
 
+class Nobody(Executor):
+    """Runs nothing, because the light installation has no transformers."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """The error that says so, to be raised where the answer is taken."""
+        asked: Future[Any] = Future()
+        asked.set_exception(NotInstalled.of("transformers", "the layout of this model's files"))
+        return asked
+
+
 @contextmanager
 def aside() -> Iterator[Executor]:
     """A process for this module's functions; it ends with this one, however that ends.
 
     One that has loaded transformers already, such as a notebook's, asks itself.
     """
+    if not (is_installed("transformers") and is_installed("torch")):
+        yield Nobody()
+        return
     if "transformers" in sys.modules:
         yield Here()
         return

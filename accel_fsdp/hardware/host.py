@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import atomic_files
+from accel_fsdp.hardware import gpus
+from accel_fsdp.hardware.machines import CPU, MachineFacts
 
 NVIDIA_SMI_SECONDS = 20
 OTHER_ACCELERATORS = ("kfd", "accel*", "davinci*", "hl*", "neuron*")
@@ -78,6 +80,21 @@ def count_gpus() -> int | None:
         count = len(list(proc.iterdir())) if proc.is_dir() else 0
     others = any(any(Path("/dev").glob(pattern)) for pattern in OTHER_ACCELERATORS)
     return None if count == 0 and others else count
+
+
+def listed_gpus() -> MachineFacts:
+    """The NVIDIA GPUs that a process started here would see, by the name and memory that their driver tells."""
+    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(words, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return CPU
+    cards = [(name.strip(), mib.strip()) for name, _, mib in (line.rpartition(",") for line in told) if name]
+    count = HereFacts(len(cards), os.environ.get("CUDA_VISIBLE_DEVICES")).usable_gpus
+    if not count:
+        return CPU
+    name, mib = cards[0]
+    return MachineFacts(name, count, gpus.sold_gib(name, int(mib) / 1024) if mib.isdecimal() else None)
 
 
 def memory_limit() -> int | None:

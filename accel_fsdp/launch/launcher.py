@@ -9,11 +9,12 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accel_fsdp import cpu
 from accel_fsdp.config import yaml_file
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
@@ -30,18 +31,12 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
     """Accelerate's own parsed launch arguments for this YAML and script.
 
     Raises:
-        UserError: the YAML can't be read, or Accelerate's parser refuses it; or there is no such script.
+        UserError: the YAML can't be read, or Accelerate's parser refuses it; there is no such script, or no Accelerate.
     """
-    yaml_file.load(config_file)
-    if not script.is_file():
-        raise UserError(
-            f"script {script} does not exist",
-            why="there is nothing to launch",
-            fix="give the path of a training script",
-        )
+    words = _words(config_file, script, script_args)
+    require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    words = ["--config_file", str(config_file), str(script), *script_args]
     try:
         args, defaults, named = _validate_launch_command(launch_command_parser().parse_args(words))
     except REFUSALS as error:
@@ -52,6 +47,28 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
     args.launcher_words = words
     return args
+
+
+def unparsed_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
+    """What `take_machine_rank` and `command` ask of `launcher_args`, where Accelerate isn't there to parse.
+
+    Raises:
+        UserError: the YAML can't be read, or there is no such script.
+    """
+    words = _words(config_file, script, script_args)
+    machines = yaml_file.load(config_file).get("num_machines") or 1
+    return SimpleNamespace(config_file=config_file, num_machines=machines, launcher_words=words)
+
+
+def _words(config_file: Path, script: Path, script_args: tuple[str, ...]) -> list[str]:
+    yaml_file.load(config_file)
+    if not script.is_file():
+        raise UserError(
+            f"script {script} does not exist",
+            why="there is nothing to launch",
+            fix="give the path of a training script",
+        )
+    return ["--config_file", str(config_file), str(script), *script_args]
 
 
 def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) -> None:

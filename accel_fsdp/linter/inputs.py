@@ -15,7 +15,7 @@ import yaml
 
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import read_config, yaml_file
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import NotInstalled, UsageError, UserError
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.models import ModelFacts
@@ -100,7 +100,7 @@ def read_given(sources: Sources) -> Given:
     """Reads model, arguments, checkpoint and script, each once: it may be a pipe.
 
     Raises:
-        UsageError: one of them can't be read.
+        UsageError, NotInstalled: one of them can't be read.
     """
     arguments = "" if sources.args is None else _arguments_text(sources.args)
     words = command_words(arguments)
@@ -126,6 +126,9 @@ def _read_model(name: str) -> ModelFacts:
 
     try:
         return read_model(name)
+    except NotInstalled as error:
+        error.exit_code = UsageError.exit_code  # 1 would say that the files were read, and errors found
+        raise
     except UserError as error:
         raise UsageError(error.what, why=error.why, fix=error.fix) from error
 

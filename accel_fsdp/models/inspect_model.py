@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import safetensors_header, summary
-from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean
-from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean, is_installed, require
+from accel_fsdp.hardware import MachineFacts, gpus, host
 from accel_fsdp.models import catalogue, config_json, remote_code
 from accel_fsdp.models.config_json import first_line as first_line
 from accel_fsdp.models.facts import LayerClass, ModelFacts
@@ -26,7 +26,9 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def read_machine() -> MachineFacts:
-    """Counts the accelerators that torch sees on this machine."""
+    """Counts the accelerators that torch sees on this machine; without torch, the GPUs that NVIDIA's driver lists."""
+    if not is_installed("torch"):
+        return host.listed_gpus()
     import torch
 
     if not torch.accelerator.is_available():
@@ -216,9 +218,10 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
     Raises:
         UserError: there is none, it can't be read, or not without its own Python.
     """
+    settings = read_settings(name, revision)
+    require(f"reading the model {name}", "transformers", "torch")
     from transformers import AutoConfig
 
-    settings = read_settings(name, revision)
     if not run_code:
         remote_code.check_kernels(name, settings)
     with config_json.believed(name):
@@ -253,6 +256,7 @@ def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
     check_local_path(name, "model")
     if Path(name).is_dir():
         return config_json.settings_in(Path(name))
+    require(f"reading the model {name}", "transformers", "torch")
     from transformers import PreTrainedConfig
 
     try:

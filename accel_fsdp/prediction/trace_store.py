@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from accel_fsdp.atomic_files import write_text
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, Size, Tape, Tapes
 
 RECORDING = 2
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
+TRACED_WITH = ("torch", "transformers", "peft")
 Record: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
@@ -53,7 +54,8 @@ def file_name(name: str) -> str:
 
 def key_of(config: Mapping[str, Any], variants: tuple[str, ...]) -> str:
     """What a file depends on, as a hash: the model's configuration, the variants, and the libraries' versions."""
-    libraries = {name: version(name).split("+")[0] for name in ("torch", "transformers", "peft")}
+    require("tracing what a model allocates", *TRACED_WITH)
+    libraries = {name: version(name).split("+")[0] for name in TRACED_WITH}
     content = json.dumps([RECORDING, libraries, variants, config], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 

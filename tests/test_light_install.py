@@ -1,0 +1,246 @@
+"""The light installation: what `pip install .` brings is enough for the commands that need no torch, and the others say
+in one line what brings the rest.
+
+The environment is a real one, with the packages that the metadata of `dependencies` lead to and no other.
+"""
+
+import json
+import os
+import venv
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import distribution, requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from conftest import ROOT, Finished, accel_fsdp, run
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from accel_fsdp.errors import LIBRARIES
+
+MODEL = "Qwen/Qwen3-0.6B"
+YAML = ROOT / "accelerate_configs" / "fsdp2.yaml"
+SFT = ROOT / "train" / "sft.py"
+TRAIN = "pip install 'accel-fsdp[train]'"
+
+
+def closure(words: list[str]) -> Iterator[str]:
+    """The names of the distributions that pip would install for these requirements, without extras of their own."""
+    seen: set[str] = set()
+    todo = [Requirement(word) for word in words]
+    while todo:
+        wanted = todo.pop()
+        name = canonicalize_name(wanted.name)
+        if name in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        yield name
+        todo += [Requirement(word) for word in requires(name) or ()]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the light set alone, linked from the one that runs the tests."""
+    folder = tmp_path_factory.mktemp("light")
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in closure(project["dependencies"]):
+        found = distribution(name)
+        tops = {Path(part).parts[0] for part in found.files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            os.symlink(Path(str(found.locate_file(top))).resolve(), site / top)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def light(python: Path) -> Any:
+    def start(*words: str | Path, **environment: str) -> Finished:
+        return run([python, "-m", "accel_fsdp", *words], **environment)
+
+    return start
+
+
+def test_the_light_set_has_none_of_the_heavy_libraries(python: Path) -> None:
+    asked = f"from importlib.util import find_spec; print([one for one in {list(LIBRARIES)} if find_spec(one)])"
+    assert run([python, "-c", asked]).output.strip() == "[]"
+
+
+def test_config_check_migrate_plan_and_init_do_what_they_do_with_everything_installed(
+    light: Any, tmp_path: Path
+) -> None:
+    """Byte for byte: the YAMLs, the findings, the plan."""
+    for run_it, name in ((light, "light"), (accel_fsdp, "whole")):
+        folder = tmp_path / name
+        folder.mkdir()
+        yaml = folder / "fsdp.yaml"
+        made = run_it("config", "--yes", "--model", MODEL, "--gpus", "8xH100-80GB", "-o", yaml)
+        assert (made.code, yaml.is_file()) == (0, True), made.output
+        assert run_it("check", "--strict", "--model", MODEL, yaml).code == 0
+        assert run_it("migrate", yaml, "--to", "zero3", "-o", folder / "zero3.yaml").code == 0
+        drawn = folder / "plan.html"
+        planned = run_it("plan", "--model", MODEL, "--gpus", "8xH100-80GB", "--json", "--html", drawn)
+        assert planned.code == 0
+        (folder / "plan.json").write_text(planned.output.replace(str(folder), "FOLDER"))
+        assert run_it("init", folder / "project", "--native").code == 0
+        (folder / "rules").write_text(run_it("check", "--list-rules").output)
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "light" / path.relative_to(tmp_path / "whole")).read_bytes(), path
+
+
+def test_check_reads_arguments_script_checkpoint_and_machine(light: Any, tmp_path: Path) -> None:
+    (tmp_path / "args").write_text("--optim adamw_8bit")
+    (tmp_path / "checkpoint-1").mkdir()
+    words = ["check", YAML, "--args", tmp_path / "args", "--script", SFT, "--checkpoint", tmp_path / "checkpoint-1"]
+    said = light(*words, "--here")
+    assert said.code == 1
+    assert all(code in said.output for code in ("AF604", "AF814", "AF420")), said.output
+
+
+def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any) -> None:
+    said = light("launch", "--dry-run", YAML, SFT, "--max_steps", "3")
+    lines = said.output.strip().splitlines()
+    assert said.code == 0
+    assert lines[0] == accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.strip().splitlines()[-1]
+    assert TRAIN in " ".join(lines[1:])
+
+
+def test_the_gpus_of_the_machine_are_those_that_the_driver_lists(light: Any, tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\nfor i in 1 2 3 4; do echo 'NVIDIA H100 80GB HBM3, 81559'; done\n")
+    fake.chmod(0o755)
+    path = {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    made = light("config", "--yes", "--model", MODEL, "-o", tmp_path / "all.yaml", **path)
+    assert made.code == 0, made.output
+    assert "num_processes: 4" in (tmp_path / "all.yaml").read_text()
+    light("config", "--yes", "--model", MODEL, "-o", tmp_path / "two.yaml", **path, CUDA_VISIBLE_DEVICES="0,2")
+    assert "num_processes: 2" in (tmp_path / "two.yaml").read_text()
+
+
+@pytest.fixture(scope="module")
+def sharded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoint is a sharded state dict of `tiny_model` with Adam's moments, in float32."""
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run_folder = tmp_path_factory.mktemp("run")
+    inner = run_folder / "checkpoint-1" / "pytorch_model_fsdp_0"
+    state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    with warnings.catch_warnings(action="ignore"):  # of one process
+        dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(inner), no_dist=True)
+    (inner.parent / "trainer_state.json").write_text("{}")
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.dtype = "bfloat16"
+    config.save_pretrained(run_folder / "model")
+    return run_folder
+
+
+def test_an_export_whose_bytes_are_verified_equals_the_one_with_everything_installed(
+    light: Any, sharded: Path, tmp_path: Path
+) -> None:
+    asked = ["export", sharded, "--verify", "bytes"]
+    said = light(*asked, tmp_path / "light")
+    assert said.code == 0, said.output
+    assert "names and ties are those of the checkpoint: transformers isn't installed" in said.output
+    assert accel_fsdp(*asked, tmp_path / "whole").code == 0
+    reports = [json.loads((tmp_path / name / "export.json").read_text()) for name in ("light", "whole")]
+    assert reports[0]["tensors"] == reports[1]["tensors"]
+    assert {one["dtype"] for one in reports[0]["tensors"].values()} == {"BF16"}
+    assert (tmp_path / "light" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
+    assert light("export", "--check", "--verify", "bytes", tmp_path / "light").code == 0
+    assert "checkpoint-1" in light("export", "--list", sharded).output
+
+
+def test_the_functions_are_there_too(python: Path, tmp_path: Path) -> None:
+    program = f"""
+import accel_fsdp
+assert accel_fsdp.check({str(YAML)!r}) == []
+assert accel_fsdp.plan({MODEL!r}, "8xH100-80GB").yaml()
+assert "DEEPSPEED" in accel_fsdp.migrate({str(YAML)!r}, "zero3", layer_class="LlamaDecoderLayer").text
+assert "fsdp_version: 2" in accel_fsdp.to_yaml({{"model": {MODEL!r}, "gpus": "8xH100-80GB"}})
+try:
+    accel_fsdp.plan({str(tmp_path)!r}, "8xH100-80GB")
+except accel_fsdp.UserError as error:
+    print(error)
+"""  # config says on stderr which model it found
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    said = run([python, "-c", program])
+    assert said.code == 0, said.output
+    assert TRAIN in said.output.strip().splitlines()[-1]
+
+
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64},
+    **{"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config", "--yes", "--model", "FOLDER", "--gpus", "8xH100-80GB", "-o", "OUT"],
+        ["config", "--yes", "--model", "nobody/knows-it", "--gpus", "8xH100-80GB", "-o", "OUT"],
+        ["plan", "--model", "FOLDER", "--gpus", "8xH100-80GB", "--html", "OUT"],
+        ["check", "--model", "FOLDER", YAML],
+        ["launch", YAML, SFT],
+        ["export", "RUN", "OUT"],
+        ["export", "--check", "RUN"],
+        ["export", "RUN", "OUT", "--verify", "logits"],
+        ["export", "RUN", "OUT", "--verify", "bytes", "--format", "pth"],
+        ["export", "RUN", "OUT", "--verify", "bytes", "--dtype", "float16"],
+        ["export", "OTHER", "OUT", "--verify", "bytes"],
+    ],
+    ids=lambda words: " ".join(str(word) for word in words if "/" not in str(word)),
+)
+def test_a_command_that_needs_more_says_so_in_one_line(
+    words: list[str], light: Any, sharded: Path, tmp_path: Path
+) -> None:
+    """Also for a type of model whose files may be laid out otherwise than its tensors are named."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    other = tmp_path / "other"
+    (other / "model").mkdir(parents=True)
+    (other / "checkpoint-1").symlink_to(sharded / "checkpoint-1")
+    (other / "model" / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mixtral"}))
+    places = {"FOLDER": tmp_path / "model", "OUT": tmp_path / "out", "RUN": sharded, "OTHER": other / "checkpoint-1"}
+    before = sorted(tmp_path.rglob("*"))
+    said = light(*(places.get(str(word), word) for word in words))
+    errors = [line for line in said.output.splitlines() if line.startswith("error: ")]
+    assert said.code == (2 if words[0] == "check" else 1), said.output  # of a check, 1 is about the file
+    assert len(errors) == 1, said.output
+    assert TRAIN in errors[0]
+    assert "Traceback" not in said.output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_types_whose_files_need_no_transformers_are_as_they_are_taken_for(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from accel_fsdp.exporter import transformers_probe
+    from accel_fsdp.exporter.contents import FILED_AS_NAMED
+
+    for kind in sorted(FILED_AS_NAMED):
+        small = {key: LLAMA[key] for key in LLAMA.keys() - {"model_type", "architectures"}}
+        config = AutoConfig.for_model(kind, **small, pad_token_id=None)
+        config.save_pretrained(tmp_path / kind)
+        for dtype in ("BF16", "F16"):
+            found = transformers_probe.describe(tmp_path / kind, dtype)
+            assert (found.converts, dict(found.wider), found.ties) == (False, {}, ()), kind
+            assert found.files == found.memory
+
+
+def test_extras_name_what_they_bring(light: Any) -> None:
+    """Each library that the light set lacks belongs to an extra that the metadata have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        name: {canonicalize_name(Requirement(word).name) for word in words}
+        for name, words in project["optional-dependencies"].items()
+    }
+    for library, extra in LIBRARIES.items():
+        if library != "tokenizers":  # it comes with transformers
+            assert library in extras[extra], library
