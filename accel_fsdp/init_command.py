@@ -65,7 +65,7 @@ def _readme(config: str, native: bool) -> str:
     also = f"\n`{NATIVE}` is the same job in plain PyTorch, without Accelerate and Trainer.\n" if native else ""
     return f"""# Fine-tuning with FSDP
 
-`{SCRIPT}` is yours to change; what it is made of comes with `pip install accel-fsdp`.
+`{SCRIPT}` is yours to change; what it is made of comes with `pip install 'accel-fsdp[train]'`.
 
 ```bash
 accel-fsdp config -o fsdp.yaml          # a YAML for your model and machine, or edit {_yaml(config)}

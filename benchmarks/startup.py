@@ -37,6 +37,7 @@ CASES: dict[str, Callable[[], None]] = {
     "accel-fsdp config, first question": first_prompt,
     "accel-fsdp check FILE": finished(*TOOL, "check", FILE),
     "accel-fsdp plan (bundled model)": finished(*TOOL, *PLAN),
+    "import torch": finished(sys.executable, "-c", "import torch"),
     "accelerate --help": finished(sys.executable, "-m", "accelerate.commands.accelerate_cli", "--help"),
 }
 

@@ -1,0 +1,63 @@
+"""What the light installation saves: `python benchmarks/installation.py`.
+
+Installs each set into a new virtual environment with the tested versions, and runs the same two commands there.
+Downloads are part of the time, and depend on the network and on pip's cache.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from statistics import median
+
+from results import keep
+
+ROOT = Path(__file__).parent.parent
+SETS = {"light: `pip install .`": [["."]], "whole: `pip install '.[train]'`": [["torch"], [".[train]"]]}
+CHECK = ["check", str(ROOT / "accelerate_configs" / "fsdp2.yaml")]
+PLAN = ["plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB"]
+REPEATS = 5
+NOT_OURS = {"pip", "setuptools"}
+
+
+def seconds(*words: str | Path) -> float:
+    """How long a command takes that must succeed."""
+    start = time.perf_counter()
+    subprocess.run(words, cwd=ROOT, capture_output=True, check=True)
+    return time.perf_counter() - start
+
+
+def unpacked_bytes(found: Distribution) -> int:
+    """What pip unpacked of a distribution, without the bytecode that Python makes of it."""
+    paths = (Path(str(found.locate_file(part))) for part in found.files or () if part.suffix != ".pyc")
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def row(name: str, steps: list[list[str]], folder: Path) -> str:
+    """Installs a set and measures it."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [folder / "bin" / "pip", "install", "--quiet", "--constraint", "constraints.txt"]
+    took = sum(seconds(*pip, *step) for step in steps)
+    site = str(next(folder.glob("lib/python*/site-packages")))
+    found = [one for one in distributions(path=[site]) if one.metadata["Name"] not in NOT_OURS]
+    size = sum(map(unpacked_bytes, found))
+    command = folder / "bin" / "accel-fsdp"
+    check, plan = (median(seconds(command, *words) for _ in range(REPEATS)) for words in (CHECK, PLAN))
+    return f"| {name} | {len(found)} | {size / 1e6:,.0f} MB | {took:.0f} s | {check:.2f} s | {plan:.2f} s |"
+
+
+def main() -> None:
+    """Measures both sets and keeps the table."""
+    lines = ["## Installation", "", *(__doc__ or "").strip().splitlines()[2:], ""]
+    lines += ["| set | packages | unpacked | installed in | `check FILE` | `plan` |", "|---|---|---|---|---|---|"]
+    for name, steps in SETS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            lines.append(row(name, steps, Path(folder)))
+            print(lines[-1], flush=True)
+    keep("installation", [*lines, "", "`unpacked` is without pip and without bytecode. torch is a build for CPUs."])
+
+
+if __name__ == "__main__":
+    main()
