@@ -1,16 +1,22 @@
 """A tiny model with a real tokenizer, and real launches of several gloo processes."""
 
+import atexit
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
+import warm
 
 ROOT = Path(__file__).parent.parent
 SFT = ROOT / "train" / "sft.py"
@@ -36,10 +42,18 @@ class Finished:
 
 
 def run(words: Sequence[str | Path], **environment: str) -> Finished:
-    """Runs a command in a process group of its own and leaves no process behind, also after a timeout."""
+    """Runs a command in a process group of its own and leaves no process behind, also after a timeout.
+
+    Launches start from a process that has imported the libraries already (`warm.py`), unless WARM is 0.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    words = [str(word) for word in words]
+    if env.get("WARM", "1") != "0" and words[0] == sys.executable and words[1:3] in LAUNCHERS:
+        stub, place = warm_python()
+        env.update(PYTHON_EXEC=str(stub), WARM_SOCKET=str(place))
+        words[0] = str(stub)
     process = subprocess.Popen(
-        [str(word) for word in words],
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,6 +69,36 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
         output, _ = process.communicate()
         pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-3000:]}")
     return Finished(process.returncode, output.replace("\r", "\n"))
+
+
+LAUNCHERS = (["-m", "accelerate.commands.launch"], ["-m", "torch.distributed.run"])
+
+
+@cache
+def warm_python() -> tuple[Path, Path]:
+    """A stub that takes the place of a Python interpreter, and the socket of the process that serves it."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    stub, place = folder / "python", folder / "socket"
+    stub.write_text(warm.stub_text())
+    stub.chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "WARM_SOCKET": str(place)}
+    words = [sys.executable, ROOT / "tests" / "warm.py", place]
+    server = subprocess.Popen(words, stdin=subprocess.PIPE, env=env, cwd=ROOT, start_new_session=True)
+    atexit.register(end, server, folder)
+    deadline = time.monotonic() + LAUNCH_SECONDS
+    while not place.exists():
+        assert server.poll() is None, "the server of warm processes didn't start"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return stub, place
+
+
+def end(server: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Closes the server's standard input, which ends it."""
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
+    shutil.rmtree(folder)
 
 
 def together(commands: Sequence[Sequence[str | Path]], **environment: str) -> list[Finished]:

@@ -1,0 +1,229 @@
+"""Processes that start with torch and transformers already imported: most of a launch's time is that.
+
+`python tests/warm.py SOCKET` imports what training and Accelerate's launcher need, then forks a process for each program
+that the stub of `stub_text` asks for, with the stub's arguments, environment, folder and open files. What runs is the
+same program in a process of its own. A program whose environment differs from the server's in anything that libraries
+may read while they are imported is started by the stub itself, as usual.
+"""
+
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+MODULES = (
+    *("torch.distributed.run", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("accelerate.commands.launch", "datasets", "peft", "transformers.models.llama.modeling_llama"),
+    *(
+        "transformers.models.auto.modeling_auto",
+        "transformers.trainer_pt_utils",
+        "transformers.tokenization_utils_base",
+    ),
+    *("torch.distributed.checkpoint.state_dict", "torch.optim.adamw", "torch.nn.parallel.distributed"),
+)
+READ_LATER = (
+    *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FSDP_", "ACCELERATE_", "WARM_"),
+    *("PARALLELISM_CONFIG_", "PYTEST_", "PYTHON_EXEC", "FILL", "PROBE_", "TORCH_NCCL_", "COLUMNS", "PWD", "_"),
+)
+"""How the names of variables begin that programs read when they run, not when they are imported."""
+LENGTH = 8
+
+
+def stub_text() -> str:
+    """A program to be used as a Python interpreter: hands its arguments, environment and files to the server."""
+    return f"""#!{sys.executable} -ISE
+import json, os, signal, socket, sys
+
+asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+try:
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(os.environ["WARM_SOCKET"])
+    socket.send_fds(server, [len(asked).to_bytes({LENGTH}, "big")], [0, 1, 2])
+    server.sendall(asked)
+    taken = server.recv(1)
+except (OSError, KeyError):
+    taken = b""
+if taken != b"y":
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+for number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE}}:
+    signal.signal(number, lambda got, _: server.sendall(bytes([got])))
+status = int.from_bytes(server.recv(4), "big")
+if os.WIFSIGNALED(status):
+    signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    os.kill(os.getpid(), os.WTERMSIG(status))
+os._exit(os.waitstatus_to_exitcode(status) if not os.WIFSIGNALED(status) else 1)
+"""
+
+
+class Server:
+    """Accepts programs, forks them, hands signals on to them and their exit status back."""
+
+    def __init__(self, path: Path, before: dict[str, str]) -> None:
+        """`before`: the environment in which the imports began."""
+        self.selector = selectors.DefaultSelector()
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
+        self.environment = self.relevant(before)
+
+    def run(self) -> None:
+        """Serves until its standard input closes, which the tests hold open."""
+        self.selector.register(0, selectors.EVENT_READ, lambda: os._exit(0))
+        while True:
+            for key, _ in self.selector.select():
+                key.data()
+
+    def relevant(self, environment: dict[str, str]) -> dict[str, str]:
+        """What libraries may have read while they were imported."""
+        skipped = (*READ_LATER, *self.set_by_imports)
+        return {name: value for name, value in environment.items() if not name.startswith(skipped)}
+
+    def accept(self) -> None:
+        """Starts one program, or leaves it to the stub."""
+        client, _ = self.listener.accept()
+        try:
+            head, files, _, _ = socket.recv_fds(client, LENGTH, 3)
+            size, asked = int.from_bytes(head, "big"), b""
+            while len(asked) < size:
+                asked += client.recv(size - len(asked))
+            words, environment, folder = json.loads(asked)
+        except (OSError, ValueError):
+            client.close()
+            return
+        if self.relevant(environment) != self.environment:
+            if log := os.environ.get("WARM_LOG"):
+                odd = self.relevant(environment).items() ^ self.environment.items()
+                Path(log).open("a").write(f"{sorted({name for name, _ in odd})} {words[:4]}\n")
+            client.sendall(b"n")
+        else:
+            self.fork(client, files, words, environment, folder)
+        for one in files:
+            os.close(one)
+
+    def fork(self, client: socket.socket, files: list[int], words: list[str], environment: Any, folder: str) -> None:
+        """The child is the program; this process goes on and waits for its end beside everything else."""
+        child = os.fork()
+        if child == 0:
+            self.selector.close()
+            self.listener.close()
+            client.close()
+            become(files, words, {**self.set_by_imports, **environment}, folder)
+        client.sendall(b"y")
+        ended = os.pidfd_open(child)
+
+        def hand_on() -> None:
+            numbers = client.recv(64)
+            for number in numbers or [signal.SIGKILL]:
+                os.killpg(child, number)
+            if not numbers:
+                self.selector.unregister(client)
+
+        def report() -> None:
+            _, status = os.waitpid(child, 0)
+            self.selector.unregister(ended)
+            os.close(ended)
+            if client in self.selector.get_map():
+                self.selector.unregister(client)
+            try:
+                client.sendall(status.to_bytes(4, "big"))
+            except OSError:
+                pass  # the stub was killed
+            client.close()
+
+        self.selector.register(client, selectors.EVENT_READ, hand_on)
+        self.selector.register(ended, selectors.EVENT_READ, report)
+
+
+def become(files: list[int], words: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+    """This forked process becomes the program: its files, folder, environment, arguments."""
+    os.setsid()
+    for place, one in enumerate(files):
+        os.dup2(one, place)
+        os.close(one)
+    import numpy as np
+
+    os.chdir(folder)
+    random.seed()  # processes that start alone have each their own
+    np.random.seed()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for name, place, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = open(place, mode, encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+        if "-u" in words[:1] and mode == "w":
+            stream.reconfigure(write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    code = 1
+    try:
+        code = execute(words[1:] if words[:1] == ["-u"] else words)
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """As an interpreter ends: exit handlers, then the streams."""
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)
+
+
+def execute(words: list[str]) -> int:
+    """Runs `-m MODULE`, `-c CODE` or a script to its end; the exit code."""
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path[0] = words[1:], os.getcwd()
+            sys.modules.pop(words[1], None)  # it runs anew, as the program
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Imports, then serves."""
+    before = dict(os.environ)
+    for name in MODULES:
+        __import__(name)
+    from accel_fsdp import training  # noqa: F401
+    from accel_fsdp.training import arguments, data, losses, progress, trainer  # noqa: F401
+
+    Server(Path(sys.argv[1]), before).run()
+
+
+if __name__ == "__main__":
+    main()
