@@ -19,8 +19,9 @@ from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.contents import OtherPlan, Plan, Planner
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed
 from accel_fsdp.exporter.verification import Report
+from accel_fsdp.units import MIB, gb_or_mb
 
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 * MIB
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """As huggingface_hub divides files, which takes negative sizes too."""
 TEMPLATES = "additional_chat_templates"
@@ -90,7 +91,7 @@ def show_list(options: Options) -> int:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
         console.put(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str))
         return 0
-    rows = [(str(one.folder), one.kind, _size(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
+    rows = [(str(one.folder), one.kind, gb_or_mb(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
     styles = ["yellow" if one.missing else "" for one in found]
     console.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
     return 0
@@ -361,8 +362,8 @@ def _check_space(out: Path, needed: int, wide: bool) -> None:
     free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
     if free < needed + SPARE_BYTES:
         raise UserError(
-            f"the export needs {_size(needed + SPARE_BYTES)}, the disk of {out} has {_size(free)} free",
-            why=f"it would end half-way; {_size(SPARE_BYTES)} of it are for config, tokenizer and the file system",
+            f"the export needs {gb_or_mb(needed + SPARE_BYTES)}, the disk of {out} has {gb_or_mb(free)} free",
+            why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",
             fix="choose an OUT on another disk" + ", or --dtype bfloat16" * wide,
         )
 
@@ -404,7 +405,3 @@ def _show(report: Report, options: Options) -> None:
         console.put(json.dumps(report.content(), indent=2))
     for line in () if options.json else report.lines():
         console.say(line, style="green")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

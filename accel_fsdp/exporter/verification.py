@@ -27,9 +27,10 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import compare_logits, transformers_probe
 from accel_fsdp.exporter.companion_files import ADAPTER_CONFIG, CONFIG, Papers
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed, Progress, reread
+from accel_fsdp.units import MIB
 
 CARD = "README.md"
-READ_BYTES = 1 << 20
+READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 WEIGHTS = (".safetensors", ".pth")

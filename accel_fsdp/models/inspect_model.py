@@ -13,6 +13,7 @@ from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.models import catalogue, config_json, remote_code
 from accel_fsdp.models.config_json import first_line as first_line
 from accel_fsdp.models.facts import LayerClass, ModelFacts
+from accel_fsdp.units import GIB
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +34,7 @@ def read_machine() -> MachineFacts:
         return MachineFacts(accelerator=None, count=0)
     if torch.cuda.is_available():
         name, total_bytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / (1 << 30)))
+        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / GIB))
     return MachineFacts(str(torch.accelerator.current_accelerator()), torch.accelerator.device_count())
 
 

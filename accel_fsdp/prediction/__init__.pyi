@@ -10,7 +10,6 @@ from .advice import Advice as Advice
 from .advice import advise as advise
 from .advice import judge as judge
 from .advice import make_job as make_job
-from .capacity import GIB as GIB
 from .capacity import predicted as predicted
 from .capacity import workspace_bytes as workspace_bytes
 from .communication import Traffic as Traffic

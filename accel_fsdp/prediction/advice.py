@@ -10,9 +10,9 @@ from typing import Literal
 from accel_fsdp.config import Method, Precision
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.capacity import GIB
 from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
 from accel_fsdp.prediction.search import Candidate, Job, evaluate
+from accel_fsdp.units import GIB
 
 LENGTH = 2048
 """Tokens per row that a YAML is judged at, which says none; fewer where the model has fewer positions."""

@@ -17,8 +17,8 @@ from accel_fsdp.prediction.memory import (
     variant_of,
 )
 from accel_fsdp.prediction.memory import shards as states
+from accel_fsdp.units import GIB
 
-GIB = 1 << 30
 CONTEXT_BYTES = round(0.9 * GIB)
 """CUDA context with kernels loaded: 0.47 (lazy) to 0.92 GiB, A100, torch 2.1 (stas00, ml-engineering)."""
 COMMUNICATOR_BYTES = round(1.5 * GIB)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accel_fsdp.config import Method
-from accel_fsdp.prediction.capacity import GIB
 from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.prediction.search import (
     Job,
@@ -16,6 +15,7 @@ from accel_fsdp.prediction.search import (
     name_of,
     offloads,
 )
+from accel_fsdp.units import GIB
 
 MOST_DOUBLINGS = 10
 SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import GIB, Device
+from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Tapes
 from accel_fsdp.prediction.speed import RANGE, Step, step_time
+from accel_fsdp.units import GIB
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""

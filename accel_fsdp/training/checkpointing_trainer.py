@@ -22,13 +22,13 @@ from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, summary, tensor_names
-from accel_fsdp.disks import size
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import resuming
 from accel_fsdp.training.counting import numel
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
+from accel_fsdp.units import gib_or_mib
 
 STATELESS = ("sgd", "adafactor")
 """Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
@@ -147,7 +147,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         newest = completeness.choose(folder.parent).newest
         needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
         try:
-            self._check_room(needed, f"{folder.name} takes {size(needed)}")
+            self._check_room(needed, f"{folder.name} takes {gib_or_mib(needed)}")
         except UserError:
             completeness.abandon(folder)
             raise
@@ -234,16 +234,16 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 
     def _check_whole_run(self) -> None:
         count = self._checkpoints_to_come()
-        text = f"{count} checkpoints of about {size(self.checkpoint_bytes)} and the export take"
+        text = f"{count} checkpoints of about {gib_or_mib(self.checkpoint_bytes)} and the export take"
         needed = count * self.checkpoint_bytes + self.export_bytes
-        self._check_room(needed, f"{text} {size(needed)}")
+        self._check_room(needed, f"{text} {gib_or_mib(needed)}")
 
     def _check_room(self, needed_bytes: int, text: str) -> None:
         output = atomic_files.existing_part(Path(self.args.output_dir))
         free = shutil.disk_usage(output).free
         if needed_bytes > free:
             raise UserError(
-                f"{text}, {size(free)} are free at {output}",
+                f"{text}, {gib_or_mib(free)} are free at {output}",
                 why="the run would end at a full disk",
                 fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
             )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
-from accel_fsdp.prediction import GIB
+from accel_fsdp.units import GIB
 
 SLOWEST_BYTES_PER_S = 50e6
 """What a busy network file system still takes; a local disk is 10 to 60 times as fast."""

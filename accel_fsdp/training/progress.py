@@ -22,9 +22,9 @@ from transformers import (
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
-from accel_fsdp.prediction import GIB
 from accel_fsdp.training import run_plan
 from accel_fsdp.training.run_plan import Forecast
+from accel_fsdp.units import GIB
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -9,7 +9,7 @@ from accel_fsdp import console
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
-from accel_fsdp.prediction import GIB, from_yaml, name_of, predicted, savings, speed
+from accel_fsdp.prediction import from_yaml, name_of, predicted, savings, speed
 from accel_fsdp.prediction.memory import (
     ATTENTION_LINEAR,
     DTYPE_BYTES,
@@ -21,6 +21,7 @@ from accel_fsdp.prediction.memory import (
     Tapes,
 )
 from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.units import GIB, gib_or_mib
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,11 +71,7 @@ class Forecast:
         """What would free memory, the most first, as lines of text."""
         recipe = replace(self.job.recipe, rows=rows, length=length)
         found = savings(self.shape, self.tapes, recipe, self.job.layout)[:SHOWN_SAVINGS]
-        return [f"{_size(one.freed_bytes)} less: {one.change}" for one in found]
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB / 10 else f"{size_bytes / 2**20:.1f} MiB"
+        return [f"{gib_or_mib(one.freed_bytes, gib_from=GIB / 10)} less: {one.change}" for one in found]
 
 
 def read(job: Job) -> Forecast:

@@ -16,6 +16,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import ModelFacts
 from accel_fsdp.prediction.memory import EngineKind, Layout, ModelShape
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, is_ddp
 
@@ -29,7 +30,6 @@ STATE_BYTES = {"full": 16.0, "lora": 2.0, "qlora": 0.6}
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
 MOST_MACHINES = 64
-GIB = 1 << 30
 SMALL_STATE_GIB = 2
 """Below this, weights and training state leave any GPU room for a row of activations."""
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.rules import RULES, Subject
+from accel_fsdp.units import GIB
 
 BF16 = V2.replace("'no'", "bf16")
 BF16_1 = V1.replace("'no'", "bf16")
@@ -21,7 +22,6 @@ UNNAMED = TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORM
 FP8 = V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n"
 DS_FILE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
 TWO = "num_machines: 2\nmain_process_ip: a\n"
-GIB = 1 << 30
 BILLION = 10**9
 BIG = replace(LLAMA, parameters=70 * BILLION, dtype="bfloat16")
 LOW = replace(LLAMA, dtype="bfloat16")

@@ -13,6 +13,7 @@ from accel_fsdp.hardware import gpus
 from accel_fsdp.planner import html_report
 from accel_fsdp.prediction import search, trace_store
 from accel_fsdp.prediction.memory import KINDS, Layout, Recipe, step, variant_of
+from accel_fsdp.units import GIB
 
 VOID = {"meta", "link"}
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -96,7 +97,7 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
         speed = [f"{one['step_seconds']:.2f}", f"{one['tokens_per_s_per_gpu']:,.0f}"]
         assert row == [*how, *map(str, sizes), one["peak_phase"], *speed]
         note = {"yes": "fits", "no": "over", "tight": "tight"}[one["fits"]]
-        assert text.count(f">{one['peak_bytes'] / (1 << 30):,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
+        assert text.count(f">{one['peak_bytes'] / GIB:,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
         assert text.count(f'class="name">{one["strategy"]}</text>') == len(html_report.WIDTHS)
 
 

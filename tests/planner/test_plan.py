@@ -24,6 +24,7 @@ from accel_fsdp.prediction.memory import (
     step,
     variant_of,
 )
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Context, notes
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -177,7 +178,7 @@ def test_the_wizard_shows_the_same_prediction() -> None:
     context = Context({**given, "engine": "fsdp"})
     layout = Layout("fsdp2", 1, 8, 8)
     peak = search.evaluate(job_of(layout), Recipe(length=advice.LENGTH), layout).prediction.peak.total
-    assert notes.note("strategy", 1, context) == f", ~{peak / 2**30:,.1f} GiB"
+    assert notes.note("strategy", 1, context) == f", ~{peak / GIB:,.1f} GiB"
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
     assert notes.note("method", 1, context) == ""
     assert notes.note("strategy", 1, Context({**given, "engine": "fsdp", "model": "./mine"})) == ""

@@ -20,8 +20,9 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
 from accel_fsdp.linter import read_subject
 from accel_fsdp.models import catalogue, config_json, inspect_model
-from accel_fsdp.prediction import GIB, from_yaml, search
+from accel_fsdp.prediction import from_yaml, search
 from accel_fsdp.prediction.memory import Checkpointing, Recipe
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Answers, interview, questions, to_yaml
 
 Captured = pytest.CaptureFixture[str]

@@ -4,14 +4,9 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.units import about_gib
 
-GIB = 1 << 30
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB for a sentence."""
-    return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.1f} GiB"
 
 
 @rule("AF408", "warning", pains=("P50",))
@@ -240,7 +235,7 @@ def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
-            f"{subject.ranks_here} ranks cast {gib(needed)} of weights in {gib(memory)} of memory",
+            f"{subject.ranks_here} ranks cast {about_gib(needed)} of weights in {about_gib(memory)} of memory",
             "each rank casts the whole model to float32 before it is sharded, and the system ends the job",
             "fewer processes on each machine, LoRA, or a machine with more memory",
         )
@@ -261,7 +256,7 @@ def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_offload_params",
-            f"offload needs {gib(needed)} on each machine, this one has {gib(memory)}",
+            f"offload needs {about_gib(needed)} on each machine, this one has {about_gib(memory)}",
             "the system ends the job",
             "more machines, LoRA, or fsdp_offload_params: false",
         )
@@ -282,7 +277,7 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"a gathered state dict needs {gib(needed)}, this machine has {gib(memory)}",
+            f"a gathered state dict needs {about_gib(needed)}, this machine has {about_gib(memory)}",
             "rank 0 is ended when it saves",
             "fsdp_state_dict_type: SHARDED_STATE_DICT, and merge on another machine",
         )
@@ -305,7 +300,7 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     if needed > free:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"checkpoints of {gib(each)} need {gib(needed)}, {gib(free)} are free at --output_dir",
+            f"checkpoints of {about_gib(each)} need {about_gib(needed)}, {about_gib(free)} are free at --output_dir",
             "a full disk stops the run",
             "another disk, a lower --save_total_limit, or SHARDED_STATE_DICT",
         )
