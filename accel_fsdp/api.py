@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_fsdp.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from accel_fsdp.config import MigrationTarget
     from accel_fsdp.exporter import Report
     from accel_fsdp.linter.rules import Finding
     from accel_fsdp.migration import Change
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from accel_fsdp.wizard import Answers
 
 File = str | os.PathLike[str]
-Target = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
 
 
-def migrate(path: File, to: Target, *, layer_class: str = "") -> Migrated:
+def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrated:
     """What `accel-fsdp migrate --dry-run` writes, with the fate of each key; the file stays as it is.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_fsdp import __version__
+from accel_fsdp.config import MigrationTarget
 from accel_fsdp.errors import UsageError, guard, nearest, to_stdout
 from accel_fsdp.planner import DTYPES, PlanCommand
 from accel_fsdp.wizard import PRESETS, QUESTIONS, Question
@@ -106,9 +107,7 @@ class Migrate:
     """Rewrite an Accelerate YAML for another engine, in place or with -o, and say what becomes of each key."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
-    to: Annotated[
-        Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"], tyro.conf.arg(help="The engine to rewrite it for.")
-    ]
+    to: Annotated[MigrationTarget, tyro.conf.arg(help="The engine to rewrite it for.")]
     output: Annotated[
         Path | None, tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
     ] = None

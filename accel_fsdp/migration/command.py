@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import header, read_config, unreadable, yaml_edit, yaml_file
+from accel_fsdp.config import MigrationTarget, header, read_config, unreadable, yaml_edit, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.migration.changes import Change, Migration
 from accel_fsdp.migration.translate import SECTIONS, plan
@@ -30,7 +30,7 @@ class Options:
     layer_class: str = ""
 
 
-def migrate(path: Path, target: str, options: Options) -> int:
+def migrate(path: Path, target: MigrationTarget, options: Options) -> int:
     """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
 
     Raises:
@@ -52,7 +52,7 @@ def migrate(path: Path, target: str, options: Options) -> int:
     return 0
 
 
-def drawn_up(path: Path, target: str, layer_class: str = "") -> tuple[Migration, str, str]:
+def drawn_up(path: Path, target: MigrationTarget, layer_class: str = "") -> tuple[Migration, str, str]:
     """The migration of a file, its text, and that of the new one. Nothing is written.
 
     Raises:

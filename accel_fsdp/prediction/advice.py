@@ -10,7 +10,7 @@ from typing import Literal
 from accel_fsdp.config import Method, Precision
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction.memory import SHARDING_KINDS, Layout, ModelShape, Recipe, Tapes
 from accel_fsdp.prediction.search import Candidate, Job, evaluate
 from accel_fsdp.units import GIB
 
@@ -113,4 +113,4 @@ def judge(job: Job, layout: Layout, checkpointing: bool) -> Advice:
 
 def can_offload(layout: Layout) -> bool:
     """Whether Accelerate can offload what this layout shards."""
-    return layout.engine in ("fsdp1", "fsdp2", "zero")
+    return layout.engine in SHARDING_KINDS

@@ -109,7 +109,7 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
     also the weights in the dtype of forward and backward. An adapter is exported as it was trained.
     """
-    shards = layout.engine in ("fsdp1", "fsdp2")
+    shards = layout.is_fsdp
     copies = 1 if shards and ram_efficient else layout.ranks_per_node
     units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
     master = states.master_bytes(recipe, layout)

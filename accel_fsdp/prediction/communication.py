@@ -196,7 +196,7 @@ def _replicates(layout: Layout) -> bool:
 
 def _keeps(layout: Layout) -> bool:
     """Whether blocks stay gathered from forward to backward."""
-    return layout.engine in ("fsdp1", "fsdp2") and layout.strategy in (2, 5)
+    return layout.is_fsdp and layout.strategy in (2, 5)
 
 
 def _ring(volume_bytes: float, ranks: int, ranks_per_node: int) -> Traffic:

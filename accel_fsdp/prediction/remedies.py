@@ -45,7 +45,7 @@ def remedies(job: Job, given: Layout | None) -> Iterator[str]:
         yield f"--seq-len {length}, with {used}"
     yield from _other_methods(job, smallest, given)
     yield from _more_gpus(job, smallest, given)
-    if layout.engine in ("fsdp1", "fsdp2") and not (given and given.offload):
+    if layout.is_fsdp and not (given and given.offload):
         yield from _offload(job, smallest, replace(layout, offload=True), used)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import STRATEGIES
+from accel_fsdp.config import STRATEGIES, zero_name
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device
@@ -221,7 +221,7 @@ def _search(job: Job) -> Iterator[Candidate]:
 
 def offloads(layout: Layout) -> tuple[Layout, ...]:
     """The layout, and with FSDP's offload."""
-    return (layout, replace(layout, offload=True)) if layout.engine in ("fsdp1", "fsdp2") else (layout,)
+    return (layout, replace(layout, offload=True)) if layout.is_fsdp else (layout,)
 
 
 def _best(job: Job, recipe: Recipe, layout: Layout) -> Candidate | None:
@@ -288,7 +288,7 @@ def _contest(layout: Layout, alone: bool) -> str:
 def name_of(layout: Layout) -> str:
     """How people call a layout."""
     if layout.engine == "zero":
-        return f"ZeRO-{layout.strategy}" + (" offload" if layout.offload else "")
+        return zero_name(layout.strategy) + (" offload" if layout.offload else "")
     if layout.engine in ("ddp", "single"):
         return {"ddp": "DDP", "single": "one GPU"}[layout.engine]
     return f"{layout.engine.upper()} {STRATEGIES[layout.strategy]}" + (" offload" if layout.offload else "")

@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, summary, tensor_names
+from accel_fsdp.config import zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import resuming
@@ -54,7 +55,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
     def _origin(self) -> Origin:
         args = self.args
         zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        engine = "FSDP" if self.is_fsdp_enabled else f"ZeRO-{zero.zero_stage}" if zero is not None else "DDP"
+        engine = "FSDP" if self.is_fsdp_enabled else zero_name(zero.zero_stage) if zero is not None else "DDP"
         rows = self.get_total_train_batch_size(args)
         return Origin(engine, args.world_size, rows, self.history.settings, self.history.before)
 

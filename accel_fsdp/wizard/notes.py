@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import Precision
+from accel_fsdp.config import EngineKind, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import ModelFacts
-from accel_fsdp.prediction.memory import EngineKind, Layout, ModelShape
+from accel_fsdp.prediction.memory import Layout, ModelShape
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, is_ddp

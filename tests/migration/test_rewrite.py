@@ -14,8 +14,9 @@ from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED, ZERO2_COMMENTED
 
 from accel_fsdp import migration
 from accel_fsdp.cli import Migrate
+from accel_fsdp.config import TARGETS
 from accel_fsdp.linter.rules import Subject
-from accel_fsdp.migration import TARGETS, plan
+from accel_fsdp.migration import plan
 
 
 @pytest.mark.parametrize(

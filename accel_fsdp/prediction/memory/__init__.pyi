@@ -2,10 +2,10 @@ from . import shards as shards
 from . import step as step
 from .library_versions import quirks_of as quirks_of
 from .recipe import ATTENTION_LINEAR as ATTENTION_LINEAR
+from .recipe import SHARDING_KINDS as SHARDING_KINDS
 from .recipe import Attention as Attention
 from .recipe import Block as Block
 from .recipe import Checkpointing as Checkpointing
-from .recipe import EngineKind as EngineKind
 from .recipe import Kernels as Kernels
 from .recipe import Kind as Kind
 from .recipe import Layout as Layout

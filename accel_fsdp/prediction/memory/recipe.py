@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.config import Method, Precision
+from accel_fsdp.config import EngineKind, Method, Precision
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
-EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
+FSDP_KINDS: frozenset[EngineKind] = frozenset({"fsdp1", "fsdp2"})
+SHARDING_KINDS = FSDP_KINDS | {"zero"}
 Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
@@ -141,6 +142,11 @@ class Layout:
     ranks_per_node: int
     offload: bool = False
     sync_each_batch: bool = False
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether PyTorch's FSDP shards, of either version."""
+        return self.engine in FSDP_KINDS
 
     @property
     def shard_ranks(self) -> int:

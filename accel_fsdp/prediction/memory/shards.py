@@ -65,7 +65,7 @@ def master_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a trained weight: FSDP with mixed precision keeps it in float32 (accelerate >= 1.13)."""
     if recipe.method != "full":
         return 4 if recipe.lora_dtype == "float32" else DTYPE_BYTES[recipe.dtype]
-    if layout.engine == "zero" or (recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")):
+    if layout.engine == "zero" or (recipe.precision != "no" and layout.is_fsdp):
         return 4
     return DTYPE_BYTES[recipe.dtype]
 
