@@ -2,6 +2,7 @@ from . import completeness as completeness
 from . import dcp as dcp
 from . import deepspeed as deepspeed
 from . import discover as discover
+from . import file_names as file_names
 from . import finite as finite
 from . import open_checkpoint as open_checkpoint
 from . import safetensors_header as safetensors_header
@@ -10,10 +11,6 @@ from . import tensor_names as tensor_names
 from . import tensor_storage as tensor_storage
 from . import torch_zip as torch_zip
 from .completeness import Origin as Origin
-from .dcp import METADATA as METADATA
-from .discover import FULL as FULL
-from .discover import LOCAL as LOCAL
-from .discover import REPORT as REPORT
 from .discover import Found as Found
 from .open_checkpoint import MODEL_KEYS as MODEL_KEYS
 from .open_checkpoint import Weights as Weights

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import torch_zip
+from accel_fsdp.checkpoints import file_names, torch_zip
 from accel_fsdp.checkpoints.pickle_opcodes import Inert
 from accel_fsdp.checkpoints.safe_unpickle import ERRORS, unpickle
 from accel_fsdp.checkpoints.tensor_storage import Reader, Record, Stored, damaged, tensor
 from accel_fsdp.checkpoints.torch_zip import DTYPES, TENSORS, Archive, Storage, View
 from accel_fsdp.errors import UserError
 
-METADATA = ".metadata"
 DATA = "data/0"
 """The record of an archive's first tensor."""
 CRC_BYTES = 4
@@ -121,7 +120,7 @@ def entries(folder: Path, reader: Reader) -> dict[str, Entry]:
     Raises:
         UserError: a file is missing, damaged, outside of the folder, or names code.
     """
-    path = folder / METADATA
+    path = folder / file_names.DCP_METADATA
     content = untrusted_files.read_bytes(path, LARGEST_METADATA)
     if content is None:
         raise damaged(path, "is missing")
@@ -200,7 +199,7 @@ def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[t
         name = _text(place.state["relative_path"])
         at, length = torch_zip.size((place.state["offset"], place.state["length"]))
         if name not in known:
-            inner = untrusted_files.inside(folder, name, METADATA)
+            inner = untrusted_files.inside(folder, name, file_names.DCP_METADATA)
             known[name] = inner, reader.size_of(inner)
         path, size_bytes = known[name]
         if place.state.get("transform_descriptors"):
@@ -228,6 +227,6 @@ def _entry(
             raise ValueError("a chunk without a place")
         view = chunks.view(item, sizes)
         if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
-            raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
+            raise damaged(item.path, f"holds something else than {file_names.DCP_METADATA} says of {name}")
         found.append((offsets, view))
     return Entry(path, dtype, shape, tuple(found))

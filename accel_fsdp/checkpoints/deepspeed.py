@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import torch_zip
+from accel_fsdp.checkpoints import file_names, torch_zip
 from accel_fsdp.checkpoints.pickle_opcodes import Inert
 from accel_fsdp.checkpoints.safe_unpickle import ERRORS
 from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Stored, damaged
@@ -53,12 +53,22 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 def folder_of(checkpoint: Path) -> Path | None:
     """The folder of the ranks' files: `global_stepN` as the file `latest` says, else the highest; None without one."""
-    if any(checkpoint.glob("*_optim_states.pt")):
+    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint
-    name = (untrusted_files.read_text(checkpoint / "latest", LONGEST_NAME) or "").strip()
-    steps = sorted(checkpoint.glob("global_step*"), key=lambda path: _numbers(path.name))
+    name = latest(checkpoint)
+    steps = sorted(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"), key=lambda path: _numbers(path.name))
     named = [path for path in steps if path.name == name]
     return named[0] if named else steps[-1] if steps else None
+
+
+def latest(checkpoint: Path) -> str | None:
+    """The folder that DeepSpeed's file `latest` names; None where there is no such file.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    text = untrusted_files.read_text(checkpoint / file_names.LATEST, LONGEST_NAME)
+    return None if text is None else text.strip()
 
 
 def _numbers(name: str) -> list[int]:
@@ -73,10 +83,10 @@ def read(folder: Path, reader: Reader, optimizer_too: bool = False) -> dict[tupl
     Raises:
         UserError: a rank's file is missing or damaged, or the checkpoint is of tensor or pipeline parallel ranks.
     """
-    optimizer = sorted(folder.glob("*_optim_states.pt"), key=lambda path: _numbers(path.name))
-    model = sorted(folder.glob("*_model_states.pt"), key=lambda path: _numbers(path.name))
+    optimizer = sorted(folder.glob(file_names.ZERO_OPTIMIZERS), key=lambda path: _numbers(path.name))
+    model = sorted(folder.glob(file_names.ZERO_MODELS), key=lambda path: _numbers(path.name))
     if not model or not optimizer:
-        lacking = "*_model_states.pt" if not model else "*_optim_states.pt"
+        lacking = file_names.ZERO_MODELS if not model else file_names.ZERO_OPTIMIZERS
         raise damaged(folder, f"holds no {lacking}")
     try:
         return _read(folder, reader, model, optimizer, optimizer_too)

@@ -8,27 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, deepspeed, safetensors_header, summary, tensor_names
-from accel_fsdp.checkpoints.dcp import METADATA
+from accel_fsdp.checkpoints import completeness, deepspeed, file_names, safetensors_header, summary, tensor_names
 from accel_fsdp.errors import UsageError, UserError
 
 Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
-ACCELERATE_MODEL = "pytorch_model_fsdp"
-FULL, LOCAL = f"{ACCELERATE_MODEL}.bin", f"{ACCELERATE_MODEL}_rank*.bin"
 OPTIMIZERS = ("optim", "optimizer")
-NOT_WEIGHTS = (*summary.STATE, "random_states", "rng", "optim", "train_state", "dataloader")
-STATE_FILES = tuple(name for name in NOT_WEIGHTS if name != ACCELERATE_MODEL)
-"""How the names begin of what an export can do without: people delete optimizers to save disk."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
-SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
 """How a file ends that is one of several of a model."""
 DEPTH = 2
 EXPORTED = ("safetensors", "adapter")
-DESCRIBED = "model"
-"""The folder in which a run describes the model that it trains, before the first step: never what it trained."""
-REPORT = "export.json"
-"""What only exports hold; nobody means them by the name of the run that they lie in."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ def _is_temporary(folder: Path) -> bool:
 
 def _sharded(folder: Path) -> Found | None:
     inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
-    named = [path for path in inner if path.name.startswith(ACCELERATE_MODEL)]
+    named = [path for path in inner if path.name.startswith(file_names.FSDP_MODEL)]
     named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
     if _is_dcp(folder):
         named = [folder]
@@ -86,14 +75,14 @@ def _sharded(folder: Path) -> Found | None:
         return None
     place = named[0]
     optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
-    lacking = [] if (place / METADATA).is_file() else [f"{place.name}/{METADATA}"]
-    lacking += [] if any(place.glob("*.distcp")) else [f"{place.name}/*.distcp"]
-    outer = folder.parent if place == folder and folder.name.startswith(ACCELERATE_MODEL) else folder
+    lacking = [] if (place / file_names.DCP_METADATA).is_file() else [f"{place.name}/{file_names.DCP_METADATA}"]
+    lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
+    outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
     return Found("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
-    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
+    return (folder / file_names.DCP_METADATA).is_file() or any(folder.glob(file_names.DCP_PARTS))
 
 
 def _unfinished(folder: Path) -> tuple[str, ...]:
@@ -102,7 +91,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
     `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
     """
     try:
-        lacks = completeness.lacking(folder, lambda name: not name.startswith(STATE_FILES))
+        lacks = completeness.lacking(folder, lambda name: not name.startswith(file_names.SPARED))
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
     if lacks is not None:
@@ -110,9 +99,13 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
             f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
         )
     numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
-    done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
-    trainers = any(folder.glob("scheduler.pt")) or any(folder.glob("rng_state*")) or any(folder.glob("optimizer*"))
-    return ("trainer_state.json",) if numbered and trainers and not done else ()
+    done = (folder / file_names.TRAINER_STATE).is_file() or any(folder.glob(f"{file_names.RANDOM_STATES}_*"))
+    trainers = (
+        (folder / file_names.SCHEDULER).exists()
+        or any(folder.glob(f"{file_names.RNG_STATE}*"))
+        or any(folder.glob("optimizer*"))
+    )
+    return (file_names.TRAINER_STATE,) if numbered and trainers and not done else ()
 
 
 def check_bytes(found: Found, optimizer: bool = False) -> None:
@@ -126,7 +119,7 @@ def check_bytes(found: Found, optimizer: bool = False) -> None:
     def read(name: str) -> bool:
         path = found.folder / name
         return any(path == place or place in path.parents for place in places) or (
-            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(STATE_FILES)
+            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(file_names.SPARED)
         )
 
     if what := completeness.damage(found.folder, read):
@@ -150,16 +143,16 @@ def _safetensors(folder: Path) -> Found | None:
 
 def _names(folder: Path) -> list[str]:
     """The safetensors files that a folder stands for: the one that from_pretrained prefers, else those of its index."""
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    return sorted(set(summary.weight_map(folder).values())) or [path.name for path in folder.glob(summary.SHARDS)]
+    if (folder / file_names.MODEL).is_file():
+        return [file_names.MODEL]
+    return summary.files_in(summary.weight_map(folder)) or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
 
 
 def _adapter(folder: Path) -> Found | None:
-    if not (folder / ADAPTER).is_file():
+    if not (folder / file_names.ADAPTER).is_file():
         return None
-    lacking = () if (folder / "adapter_config.json").is_file() else ("adapter_config.json",)
-    return Found("adapter", folder, folder / ADAPTER, (*lacking, *_unfinished(folder)))
+    lacking = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
+    return Found("adapter", folder, folder / file_names.ADAPTER, (*lacking, *_unfinished(folder)))
 
 
 def adapter_beside(found: Found) -> Found | None:
@@ -168,7 +161,7 @@ def adapter_beside(found: Found) -> Found | None:
 
 
 def _full(folder: Path) -> Found | None:
-    path = folder / FULL
+    path = folder / file_names.FULL_MODEL
     return Found("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
 
 
@@ -176,8 +169,8 @@ def _zero(folder: Path) -> Found | None:
     place = deepspeed.folder_of(folder)
     if place is None:
         return None
-    lacking = [name for name in ("*_model_states.pt", "*_optim_states.pt") if not any(place.glob(name))]
-    outer = folder.parent if place == folder and folder.name.startswith("global_step") else folder
+    lacking = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
+    outer = folder.parent if place == folder and folder.name.startswith(file_names.GLOBAL_STEP) else folder
     return Found("ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer)))
 
 
@@ -188,7 +181,7 @@ def _single(folder: Path) -> Found | None:
 
 def is_single(path: Path) -> bool:
     """Whether a file's name is one for weights."""
-    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(NOT_WEIGHTS)
+    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(file_names.NOT_WEIGHTS)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -212,7 +205,7 @@ def listed(run: Path) -> list[Found]:
 
 def _is_trained(folder: Path) -> bool:
     """Whether a run's folder may be its result: not the model it began with, nor an export."""
-    return folder.name != DESCRIBED and not (folder / REPORT).is_file()
+    return folder.name != file_names.DESCRIBED and not (folder / file_names.REPORT).is_file()
 
 
 def _is_run(folder: Path) -> bool:
@@ -287,7 +280,7 @@ def _meant(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
-    if place.is_file() and (place.suffix == ".distcp" or place.name == METADATA):
+    if place.is_file() and (place.suffix == ".distcp" or place.name == file_names.DCP_METADATA):
         return place.parent
     return place
 
@@ -295,9 +288,9 @@ def _meant(path: Path) -> Path:
 def _of_file(path: Path) -> Found | None:
     if not path.is_file():
         return None
-    if path.name == FULL:
+    if path.name == file_names.FULL_MODEL:
         return Found("FSDP full", path.parent, path, _unfinished(path.parent))
-    if path.suffix == ".safetensors" and not path.name.startswith(NOT_WEIGHTS):
+    if path.suffix == ".safetensors" and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _of_safetensors(path)
     if is_single(path):
         return Found("torch.save", path.parent, path, _unfinished(path.parent))
@@ -311,17 +304,17 @@ def _of_safetensors(path: Path) -> Found | None:
         UserError: it is a part of a model whose other parts aren't known, or aren't what its folder stands for.
     """
     folder = path.parent
-    if path.name == ADAPTER:
+    if path.name == file_names.ADAPTER:
         return _adapter(folder)
     if path.name in _names(folder):
         return _safetensors(folder)
     if PART.search(path.name):
-        other = (folder / SINGLE).is_file()
+        other = (folder / file_names.MODEL).is_file()
         raise UserError(
             f"{path} is a part of a model, "
-            + (f"and {SINGLE} beside it is what the folder stands for" if other else "and no index lists it"),
+            + (f"and {file_names.MODEL} beside it is what the folder stands for" if other else "and no index lists it"),
             why="the other parts of the model would be missing",
-            fix=f"move {SINGLE} away, or name that" if other else f"put {summary.INDEX} beside it",
+            fix=f"move {file_names.MODEL} away, or name that" if other else f"put {file_names.INDEX} beside it",
         )
     kind: Kind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
     return Found(kind, folder, path, _unfinished(folder))
@@ -334,9 +327,12 @@ def _nothing(path: Path, place: Path) -> UserError:
             why="there is nothing to export",
             fix=f"give the checkpoint's folder: {place.parent}",
         )
-    if any(any(folder.glob(LOCAL)) for folder in (place if place.is_dir() else place.parent, *_folders(place))):
+    if any(
+        any(folder.glob(file_names.LOCAL_MODELS))
+        for folder in (place if place.is_dir() else place.parent, *_folders(place))
+    ):
         return UserError(
-            f"{path} is of LOCAL_STATE_DICT: {LOCAL}",
+            f"{path} is of LOCAL_STATE_DICT: {file_names.LOCAL_MODELS}",
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
@@ -354,7 +350,7 @@ def _nothing(path: Path, place: Path) -> UserError:
 
 def _below(folder: Path, depth: int) -> Iterator[Found]:
     for path in _folders(folder):
-        found = listed(path) if path.name != DESCRIBED else []
+        found = listed(path) if path.name != file_names.DESCRIBED else []
         yield from found[-1:]
         if not found and depth > 1:
             yield from _below(path, depth - 1)

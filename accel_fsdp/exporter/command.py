@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import atomic_files, console, untrusted_files
-from accel_fsdp.checkpoints import Found, Reader, Weights, discover, open_checkpoint
+from accel_fsdp.checkpoints import Found, Reader, Weights, discover, file_names, open_checkpoint
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
 from accel_fsdp.exporter.companion_files import Papers
@@ -27,9 +27,9 @@ SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 TEMPLATES = "additional_chat_templates"
 WRITTEN = (
     *companion_files.COPIED,
-    *("config.json", "adapter_config.json", discover.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
-    *("model*.safetensors", "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", "model.pth"),
-    *("vocab.txt", "*.jinja", "training_args.bin", "run.json", ".gitattributes"),
+    *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
+    *(file_names.MODELS, "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", file_names.TORCH_MODEL),
+    *("vocab.txt", "*.jinja", file_names.TRAINING_ARGS, file_names.RUN, ".gitattributes"),
 )
 """Files of a model: those of exports and of `save_pretrained`."""
 OPTIMIZER = "optimizer"
@@ -196,9 +196,7 @@ def _check_place(out: Path, found: Found, force: bool) -> None:
 
 
 def _is_model(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file() for name in (companion_files.CONFIG, companion_files.ADAPTER_CONFIG, discover.REPORT)
-    )
+    return any((folder / name).is_file() for name in (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT))
 
 
 def _is_of_model(path: Path) -> bool:
@@ -211,7 +209,7 @@ def _is_of_model(path: Path) -> bool:
 def _check_model(out: Path, named: Papers, found: Found) -> None:
     """Keeps the model that the export reads from being replaced by it; a run's folder may hold its exports."""
     place, run = out.resolve(), found.folder.resolve().parent
-    described = [folder for folder in named.others if folder.name == companion_files.DESCRIBED]
+    described = [folder for folder in named.others if folder.name == file_names.DESCRIBED]
     for model in (named.folder, *described):
         used = model.resolve()
         if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (run, found.folder.resolve())):
@@ -289,7 +287,7 @@ class _Export:
         if options.format == "pth":
             from accel_fsdp.exporter import pth_writer
 
-            placed = pth_writer.place(outputs, folder / "model.pth")
+            placed = pth_writer.place(outputs, folder / file_names.TORCH_MODEL)
         elif adapter:
             placed = safetensors_writer.place(outputs, folder, "adapter_model", total + 1)
         else:
@@ -303,7 +301,7 @@ class _Export:
         if options.format == "pth":
             from accel_fsdp.exporter import pth_writer
 
-            pth_writer.seal(folder / "model.pth")
+            pth_writer.seal(folder / file_names.TORCH_MODEL)
         return hashes
 
 
@@ -327,9 +325,7 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
             fix="leave it out",
         )
     if weights.adapter and named.adapter is None:
-        settings = (
-            f"{options.adapter}/{companion_files.ADAPTER_CONFIG}" if options.adapter else companion_files.ADAPTER_CONFIG
-        )
+        settings = f"{options.adapter}/{file_names.ADAPTER_CONFIG}" if options.adapter else file_names.ADAPTER_CONFIG
         raise UserError(
             f"no {settings} beside the checkpoint or in its run's folder",
             why="rank, scaling and kind of the adapter are in no other file",

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import ITEM_BYTES, Inert, Reader, View, dcp, deepspeed, torch_zip
+from accel_fsdp.checkpoints import ITEM_BYTES, Inert, Reader, View, dcp, deepspeed, file_names, torch_zip
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def of_zero(folder: Path, reader: Reader, room: Path) -> "dict[str, torch.Tensor
     with tempfile.TemporaryDirectory(prefix=".zero-", dir=room) as place:
         made = Path(place) / "step"
         made.mkdir()
-        for path in [*folder.glob("*_model_states.pt"), *folder.glob("*_optim_states.pt")]:
+        for path in [*folder.glob(file_names.ZERO_MODELS), *folder.glob(file_names.ZERO_OPTIMIZERS)]:
             content = torch_zip.load(reader, path, deepspeed.ADMITTED)
             held = content.get("optimizer_state_dict")
             kept: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}

@@ -13,23 +13,21 @@ from typing import Any
 from accel_fsdp import __version__, untrusted_files
 from accel_fsdp.checkpoints import (
     ITEM_BYTES,
-    METADATA,
-    REPORT,
     Found,
     Reader,
     damaged,
     discover,
+    file_names,
     open_checkpoint,
     summary,
     torch_zip,
 )
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import compare_logits, transformers_probe
-from accel_fsdp.exporter.companion_files import ADAPTER_CONFIG, CONFIG, Papers
+from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed, Progress, reread
 from accel_fsdp.units import MIB
 
-CARD = "README.md"
 READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
@@ -107,7 +105,7 @@ class Report:
     def save(self, folder: Path) -> None:
         """Writes `export.json`, last of all files."""
         content = replace(self, papers=_papers(folder)).content()
-        (folder / REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / file_names.REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
         """For the screen."""
@@ -124,7 +122,7 @@ def read_report(folder: Path) -> Report | None:
     Raises:
         UserError: it is damaged, so that nothing can be compared with it.
     """
-    content = untrusted_files.read_json(folder / REPORT)
+    content = untrusted_files.read_json(folder / file_names.REPORT)
     if content is None:
         return None
     try:
@@ -134,7 +132,7 @@ def read_report(folder: Path) -> Report | None:
             raise ValueError("no hashes of config and tokenizer")
         return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise untrusted_files.broken(folder / REPORT, "is damaged: no report of an export") from error
+        raise untrusted_files.broken(folder / file_names.REPORT, "is damaged: no report of an export") from error
 
 
 def _written(one: Mapping[str, Any]) -> Written:
@@ -152,7 +150,7 @@ def _papers(folder: Path) -> dict[str, str]:
     return {
         name.as_posix(): _sha(folder / name, folder)
         for name in names
-        if str(name) not in (REPORT, CARD)
+        if str(name) not in (file_names.REPORT, file_names.CARD)
         and not any(part.startswith(".") for part in name.parts)
         and not (len(name.parts) == 1 and name.suffix in WEIGHTS)
     }
@@ -336,7 +334,7 @@ def loaded(report: Report, loading: "Future[Any]") -> Report:
     if wrong:
         name = min(name for name, _ in wrong)
         raise UserError(
-            f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
+            f"the adapter's tensors aren't those of its {file_names.ADAPTER_CONFIG}: {name}",
             why="PEFT would leave it random or refuse it",
             fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
         )
@@ -357,13 +355,15 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
         _check_listed(folder, report)
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
-    if not (folder / CONFIG).is_file() and not any(
+    if not (folder / file_names.CONFIG).is_file() and not any(
         one.file.startswith("adapter_model") for one in report.tensors.values()
     ):
         raise UserError(
-            f"{folder} holds no {CONFIG}", why="from_pretrained needs it", fix="put it back, or export the model again"
+            f"{folder} holds no {file_names.CONFIG}",
+            why="from_pretrained needs it",
+            fix="put it back, or export the model again",
         )
-    if pool is not None and (folder / CONFIG).is_file() and not any(folder.glob("*.pth")):
+    if pool is not None and (folder / file_names.CONFIG).is_file() and not any(folder.glob("*.pth")):
         pool.submit(transformers_probe.loads, folder).result()
         report = report.proven("from_pretrained loads all of it")
     return report
@@ -414,5 +414,5 @@ def same_logits(folder: Path, report: Report, pool: Executor, found: Found, pape
 def _describing(found: Found) -> str:
     """The file that says what a checkpoint holds, without its numbers."""
     if found.kind == "adapter":
-        return ADAPTER_CONFIG
-    return METADATA if found.kind == "sharded (DCP)" else CONFIG
+        return file_names.ADAPTER_CONFIG
+    return file_names.DCP_METADATA if found.kind == "sharded (DCP)" else file_names.CONFIG

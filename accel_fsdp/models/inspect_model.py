@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import safetensors_header, summary
+from accel_fsdp.checkpoints import file_names, safetensors_header, summary
 from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.models import catalogue, config_json, remote_code
@@ -122,7 +122,7 @@ def _local_folder(name: str) -> Path:
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json")
+    cached = try_to_load_from_cache(name, file_names.CONFIG)
     return Path(cached).parent if isinstance(cached, str) else Path(os.devnull)
 
 

@@ -21,7 +21,7 @@ from transformers import Trainer, set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
-from accel_fsdp.checkpoints import Origin, completeness, summary, tensor_names
+from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
 from accel_fsdp.config import zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.models import inspect_model
@@ -390,7 +390,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _rng_file(rank: int, ranks: int) -> str:
-    return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+    return f"{file_names.RNG_STATE}_{rank}.pth" if ranks > 1 else f"{file_names.RNG_STATE}.pth"
 
 
 def _convert_rng(source: Path, target: Path, ranks: int) -> None:

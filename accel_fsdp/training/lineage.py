@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import completeness, summary
+from accel_fsdp.checkpoints import completeness, file_names, summary
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def changes(old: Settings, new: Settings) -> Iterator[Change]:
 
 def step_of(checkpoint: Path) -> int:
     """The last step that the checkpoint has behind it; 0 where Trainer's own file doesn't say."""
-    step = summary.read_json(checkpoint / "trainer_state.json").get("global_step", 0)
+    step = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("global_step", 0)
     return step if isinstance(step, int) else 0
 
 

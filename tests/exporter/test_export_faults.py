@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
 from accel_fsdp import atomic_files, exporter
-from accel_fsdp.checkpoints import TENSORS, Piece, Record, completeness, dcp, discover, tensor, unpickle
+from accel_fsdp.checkpoints import TENSORS, Piece, Record, completeness, dcp, discover, file_names, tensor, unpickle
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import transformers_probe
@@ -543,7 +543,7 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
     (folder / "optimizer_0").mkdir()
     for name in ("optimizer_0/__0_0.distcp", "scheduler.pt", "rng_state_0.pth"):
         (folder / name).write_bytes(b"1")
-    (folder / completeness.MARKER).write_text("{}")
+    (folder / file_names.MARKER).write_text("{}")
     completeness.seal(folder, completeness.Origin("FSDP"))
     shutil.rmtree(folder / "optimizer_0")
     (folder / "scheduler.pt").unlink()
