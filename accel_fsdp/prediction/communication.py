@@ -11,9 +11,8 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
-    DTYPE_BYTES,
-    NF4_BYTES,
     Block,
     Layout,
     ModelShape,
@@ -140,7 +139,7 @@ def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
     for one in unit.parameters:
         quantized = recipe.method == "qlora" and is_quantized(one, unit)
-        yield one.numel, NF4_BYTES if quantized else compute_bytes(recipe)
+        yield one.numel, state_bytes.NF4_BYTES if quantized else compute_bytes(recipe)
     if recipe.method != "full":
         yield trained_numel(unit, recipe), compute_bytes(recipe)
 
@@ -184,9 +183,9 @@ def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:
     """Bytes per element that come from the host: FSDP casts on the GPU, ZeRO on the host, 4 bits stay packed."""
-    if layout.engine == "zero" or width == NF4_BYTES:
+    if layout.engine == "zero" or width == state_bytes.NF4_BYTES:
         return width
-    return master_bytes(recipe, layout) if recipe.method == "full" else DTYPE_BYTES[recipe.dtype]
+    return master_bytes(recipe, layout) if recipe.method == "full" else state_bytes.DTYPE_BYTES[recipe.dtype]
 
 
 def _replicates(layout: Layout) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.communication import Traffic, Unit
 from accel_fsdp.prediction.memory import (
-    NF4_BYTES,
     Block,
     Layout,
     ModelShape,
@@ -283,7 +283,7 @@ def _unpacked_bytes(unit: Unit, recipe: Recipe) -> float:
     if recipe.method != "qlora":
         return 0
     packed = sum(one.numel for one in unit.parameters if communication.is_quantized(one, unit))
-    return packed * (NF4_BYTES + compute_bytes(recipe))
+    return packed * (state_bytes.NF4_BYTES + compute_bytes(recipe))
 
 
 def _is_bf16(recipe: Recipe) -> bool:

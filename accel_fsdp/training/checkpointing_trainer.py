@@ -24,7 +24,7 @@ from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
 from accel_fsdp.config import zero_name
 from accel_fsdp.errors import Stopped, UserError
-from accel_fsdp.models import inspect_model
+from accel_fsdp.models import inspect_model, state_bytes
 from accel_fsdp.training import resuming
 from accel_fsdp.training.counting import numel
 from accel_fsdp.training.lineage import History
@@ -267,18 +267,17 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights
         a second time for Hugging Face, ZeRO also in 16 bits. An adapter goes without its base.
         """
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        master = sharded and self.accelerator.mixed_precision != "no"
+        mixed, fsdp, zero = self.accelerator.mixed_precision != "no", self.is_fsdp_enabled, self.is_deepspeed_enabled
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        masters = sum(numel(p) * (4 if master else p.element_size()) for p in trained)
+        masters = sum(numel(p) * state_bytes.weight_bytes(p.element_size(), mixed, fsdp, zero) for p in trained)
         adapter = hasattr(self.model, "peft_config")
         held = (numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         frozen = 0 if adapter else sum(held)
-        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else 2 * masters
+        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else state_bytes.MOMENTS
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         full = plugin is not None and "FULL" in str(plugin.state_dict_type)
-        copies = 2 if full or self.is_deepspeed_enabled else 1
-        return copies * (masters + frozen) + moments, masters + frozen
+        weights = masters + frozen
+        return state_bytes.checkpoint_bytes(weights, masters, full or zero, moments), weights
 
     # Resuming
 

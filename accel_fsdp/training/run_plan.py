@@ -9,10 +9,10 @@ from accel_fsdp import console
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import from_yaml, name_of, predicted, savings, speed
 from accel_fsdp.prediction.memory import (
     ATTENTION_LINEAR,
-    DTYPE_BYTES,
     Attention,
     Layout,
     ModelShape,
@@ -109,7 +109,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     layout = _layout(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     optimizer = OPTIMIZERS.get(getattr(args.optim, "value", args.optim))
-    if layout is None or optimizer is None or dtype not in DTYPE_BYTES:
+    if layout is None or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
     quantized = bool(getattr(model, "is_loaded_in_4bit", False))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib
 
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
@@ -231,7 +232,7 @@ def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
         return
     if subject.model is None or memory is None:
         return
-    needed = subject.model.parameters * 4 * subject.ranks_here
+    needed = subject.model.parameters * state_bytes.MASTER * subject.ranks_here
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
@@ -252,7 +253,9 @@ def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
         return
     if subject.model is None or memory is None:
         return
-    needed = subject.model.parameters * 16 // (subject.number("num_machines") or 1)
+    needed = state_bytes.training_bytes(subject.model.parameters * state_bytes.MASTER) // (
+        subject.number("num_machines") or 1
+    )
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_offload_params",
@@ -273,7 +276,7 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
         return
     if subject.model is None or memory is None:
         return
-    needed = subject.model.parameters * 4.8
+    needed = state_bytes.gathering_bytes(subject.model.parameters * state_bytes.MASTER)
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -295,7 +298,8 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
-    each = subject.model.parameters * (16 if subject.full_state_dict else 12)
+    masters = subject.model.parameters * state_bytes.MASTER
+    each = state_bytes.checkpoint_bytes(masters, masters, twice=subject.full_state_dict)
     needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(

@@ -14,8 +14,6 @@ from .recipe import OptimizerName as OptimizerName
 from .recipe import Parameter as Parameter
 from .recipe import Recipe as Recipe
 from .replay import fused_head as fused_head
-from .shards import DTYPE_BYTES as DTYPE_BYTES
-from .shards import NF4_BYTES as NF4_BYTES
 from .shards import compute_bytes as compute_bytes
 from .shards import master_bytes as master_bytes
 from .shards import outer_parts as outer_parts
