@@ -93,13 +93,13 @@ def build(folder: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter, save
     from transformers import LlamaForCausalLM
 
+    from accel_fsdp import exporter
     from accel_fsdp.checkpoints import completeness
-    from accel_fsdp.exporter import command as exporting
 
     model = small_llama()
     model.save_pretrained(folder / "saved", max_shard_size="40KB")
     small_tokenizer().save_pretrained(folder / "saved")
-    exporting.run(exporting.Options(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
+    exporter.run(exporter.ExportOptions(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
     evil = EVIL.encode()
     checkpoint = folder / "run" / "checkpoint-2"
     completeness.begin(checkpoint)

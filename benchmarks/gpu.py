@@ -28,8 +28,7 @@ from accel_fsdp.atomic_files import write_text
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import capacity, trace_store
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, variant_of
-from accel_fsdp.prediction.memory import step as memory
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, predict, variant_of
 from accel_fsdp.units import MIB
 
 HERE = Path(__file__).parent
@@ -163,7 +162,7 @@ def cut(shape: ModelShape, layers: int) -> ModelShape:
 def predicted(one: Case, workspace: int) -> dict[str, int]:
     """Bytes at the highest point of forward and backward together, of the optimizer step, and between steps."""
     shape, tapes = shape_and_tapes(one)
-    made = memory.predict(shape, tapes, one.recipe, one.layout, workspace)
+    made = predict(shape, tapes, one.recipe, one.layout, workspace)
     step = max(moment.total for moment in made.moments if moment.phase == "optimizer step")
     run = max(moment.total for moment in made.moments if moment.phase != "optimizer step")
     return {"run": run, "step": step, "steady": made.steady, "peak": made.peak.total}

@@ -24,7 +24,7 @@ def main() -> None:
     atomic_files.check_writable(output)
     training.begin(training_args)
     given = run_record.arguments_of(model_args, data_args, training_args)
-    record = run_record.Record(output, given, first_rank=training_args.process_index == 0)
+    record = run_record.RunRecord(output, given, first_rank=training_args.process_index == 0)
 
     # Data: one rank per node tokenizes on all cores, the others read its cache
     tokenizer = load_model.load_tokenizer(model_args)

@@ -11,7 +11,7 @@ from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import completeness, deepspeed, file_names, safetensors_header, summary, tensor_names
 from accel_fsdp.errors import UsageError, UserError
 
-Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
+CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
 OPTIMIZERS = ("optim", "optimizer")
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
@@ -21,10 +21,10 @@ EXPORTED = ("safetensors", "adapter")
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointLocation:
     """A checkpoint or model: what kind, the folder that a user would name, where its weights lie, and what it lacks."""
 
-    kind: Kind
+    kind: CheckpointKind
     folder: Path
     weights: Path
     missing: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Found:
 SIZED = {".distcp", ".bin", ".safetensors", ".pt", ".pth"}
 
 
-def look(folder: Path) -> Found | None:
+def look(folder: Path) -> CheckpointLocation | None:
     """What `folder` itself is: a checkpoint, an exported model, or the inner folder of one; None if none of them."""
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         found = read(folder)
@@ -65,7 +65,7 @@ def _is_temporary(folder: Path) -> bool:
     return folder.name.startswith(".") and folder.name.endswith(".tmp")
 
 
-def _sharded(folder: Path) -> Found | None:
+def _sharded(folder: Path) -> CheckpointLocation | None:
     inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
     named = [path for path in inner if path.name.startswith(file_names.FSDP_MODEL)]
     named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
@@ -78,7 +78,7 @@ def _sharded(folder: Path) -> Found | None:
     lacking = [] if (place / file_names.DCP_METADATA).is_file() else [f"{place.name}/{file_names.DCP_METADATA}"]
     lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
-    return Found("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
+    return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
@@ -108,7 +108,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
     return (file_names.TRAINER_STATE,) if numbered and trainers and not done else ()
 
 
-def check_bytes(found: Found, optimizer: bool = False) -> None:
+def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:
     """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has.
 
     Raises:
@@ -130,15 +130,15 @@ def check_bytes(found: Found, optimizer: bool = False) -> None:
         )
 
 
-def _safetensors(folder: Path) -> Found | None:
+def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = _names(folder)
     except UserError as error:
-        return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
+        return CheckpointLocation("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
     if not names:
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
-    return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
+    return CheckpointLocation("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
 
 
 def _names(folder: Path) -> list[str]:
@@ -148,35 +148,37 @@ def _names(folder: Path) -> list[str]:
     return summary.files_in(summary.weight_map(folder)) or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
 
 
-def _adapter(folder: Path) -> Found | None:
+def _adapter(folder: Path) -> CheckpointLocation | None:
     if not (folder / file_names.ADAPTER).is_file():
         return None
     lacking = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
-    return Found("adapter", folder, folder / file_names.ADAPTER, (*lacking, *_unfinished(folder)))
+    return CheckpointLocation("adapter", folder, folder / file_names.ADAPTER, (*lacking, *_unfinished(folder)))
 
 
-def adapter_beside(found: Found) -> Found | None:
+def adapter_beside(found: CheckpointLocation) -> CheckpointLocation | None:
     """The adapter in the folder of a whole model, which is the one that the folder's name stands for."""
     return _adapter(found.folder) if found.kind == "safetensors" and found.weights == found.folder else None
 
 
-def _full(folder: Path) -> Found | None:
+def _full(folder: Path) -> CheckpointLocation | None:
     path = folder / file_names.FULL_MODEL
-    return Found("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
+    return CheckpointLocation("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
 
 
-def _zero(folder: Path) -> Found | None:
+def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed.folder_of(folder)
     if place is None:
         return None
     lacking = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.GLOBAL_STEP) else folder
-    return Found("ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer)))
+    return CheckpointLocation(
+        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer))
+    )
 
 
-def _single(folder: Path) -> Found | None:
+def _single(folder: Path) -> CheckpointLocation | None:
     paths = [path for kind in ("*.pth", "*.bin", "*.pt") for path in sorted(folder.glob(kind)) if is_single(path)]
-    return Found("torch.save", folder, paths[0]) if len(paths) == 1 else None
+    return CheckpointLocation("torch.save", folder, paths[0]) if len(paths) == 1 else None
 
 
 def is_single(path: Path) -> bool:
@@ -190,7 +192,7 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in inner if path.is_dir() and not path.name.startswith("."))
 
 
-def listed(run: Path) -> list[Found]:
+def listed(run: Path) -> list[CheckpointLocation]:
     """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
     found = look(run)
     if found is not None and found.kind != "torch.save":
@@ -218,7 +220,7 @@ def _all_below(folder: Path, depth: int) -> Iterator[Path]:
         yield from _all_below(path, depth - 1) if depth > 1 else ()
 
 
-def find(path: Path) -> tuple[Found, list[Found]]:
+def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     """The checkpoint that `path` means, of a run the newest complete one, and those newer that were passed over.
 
     Raises:
@@ -240,14 +242,14 @@ def find(path: Path) -> tuple[Found, list[Found]]:
     return whole[-1], found[found.index(whole[-1]) + 1 :]
 
 
-def _check_links(found: Found, named: Path) -> None:
+def _check_links(found: CheckpointLocation, named: Path) -> None:
     """Refuses parts of a checkpoint that a link puts there, from outside of what the user named."""
     for part in (found.folder, found.weights, found.optimizer):
         if part is not None and part.is_relative_to(named):
             untrusted_files.check_folder(part, named)
 
 
-def of_adapter(found: Found, name: str) -> Found:
+def of_adapter(found: CheckpointLocation, name: str) -> CheckpointLocation:
     """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own.
 
     Raises:
@@ -265,7 +267,7 @@ def of_adapter(found: Found, name: str) -> Found:
     return inner or found
 
 
-def others(found: Found) -> list[str]:
+def others(found: CheckpointLocation) -> list[str]:
     """The adapters in folders of an adapter's folder."""
     return [path.name for path in _folders(found.folder) if found.kind == "adapter" and _adapter(path)]
 
@@ -285,19 +287,19 @@ def _meant(path: Path) -> Path:
     return place
 
 
-def _of_file(path: Path) -> Found | None:
+def _of_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
     if path.name == file_names.FULL_MODEL:
-        return Found("FSDP full", path.parent, path, _unfinished(path.parent))
+        return CheckpointLocation("FSDP full", path.parent, path, _unfinished(path.parent))
     if path.suffix == ".safetensors" and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _of_safetensors(path)
     if is_single(path):
-        return Found("torch.save", path.parent, path, _unfinished(path.parent))
+        return CheckpointLocation("torch.save", path.parent, path, _unfinished(path.parent))
     return None
 
 
-def _of_safetensors(path: Path) -> Found | None:
+def _of_safetensors(path: Path) -> CheckpointLocation | None:
     """The model or adapter that a file is, or is a part of; never what another file beside it holds.
 
     Raises:
@@ -316,8 +318,8 @@ def _of_safetensors(path: Path) -> Found | None:
             why="the other parts of the model would be missing",
             fix=f"move {file_names.MODEL} away, or name that" if other else f"put {file_names.INDEX} beside it",
         )
-    kind: Kind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
-    return Found(kind, folder, path, _unfinished(folder))
+    kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
+    return CheckpointLocation(kind, folder, path, _unfinished(folder))
 
 
 def _nothing(path: Path, place: Path) -> UserError:
@@ -348,7 +350,7 @@ def _nothing(path: Path, place: Path) -> UserError:
     )
 
 
-def _below(folder: Path, depth: int) -> Iterator[Found]:
+def _below(folder: Path, depth: int) -> Iterator[CheckpointLocation]:
     for path in _folders(folder):
         found = listed(path) if path.name != file_names.DESCRIBED else []
         yield from found[-1:]

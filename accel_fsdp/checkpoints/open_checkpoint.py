@@ -16,9 +16,9 @@ from accel_fsdp.checkpoints import (
     tensor_names,
     torch_zip,
 )
-from accel_fsdp.checkpoints.discover import Found
+from accel_fsdp.checkpoints.discover import CheckpointLocation
 from accel_fsdp.checkpoints.tensor_names import clean_name
-from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, FileReader, FileRecord, Piece, Stored, damaged, tensor
 from accel_fsdp.checkpoints.torch_zip import View
 from accel_fsdp.errors import UsageError, UserError
 
@@ -41,7 +41,7 @@ class Weights:
     filed: bool = False
 
 
-def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | None = None) -> Weights:
+def read(found: CheckpointLocation, reader: FileReader, optimizer: bool = False, adapter: str | None = None) -> Weights:
     """Finds all tensors of a checkpoint; none is read. Of several adapters it takes the one named `adapter`.
 
     Raises:
@@ -59,7 +59,7 @@ def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | N
     return made
 
 
-def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) -> Weights:
+def _read(found: CheckpointLocation, reader: FileReader, optimizer: bool, adapter: str | None) -> Weights:
     if found.kind == "safetensors":
         state = _full_optimizer(found.folder, reader) if optimizer else {}
         return Weights(of_place(found.weights), optimizer=split(state).optimizer, filed=True)
@@ -79,7 +79,7 @@ def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) ->
     return split(paths, adapter)
 
 
-def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+def _full_optimizer(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
     """What Accelerate saves beside a full state dict and beside safetensors files alike; empty if it isn't there."""
     path = folder / file_names.FULL_OPTIMIZER
     state = torch_zip.load(reader, path) if path.is_file() else {}
@@ -158,7 +158,9 @@ def _of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_header.Tens
         raise damaged(one.file, f"and its siblings hold parts of {name} that don't belong together")
     ends = [tuple(map(add, at, part.shape)) for at, part in parts.items()]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
-    pieces = [Piece(Record(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()]
+    pieces = [
+        Piece(FileRecord(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()
+    ]
     return tensor(name, one.dtype, shape, pieces)
 
 

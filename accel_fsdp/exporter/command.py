@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import atomic_files, console, untrusted_files
-from accel_fsdp.checkpoints import Found, Reader, Weights, discover, file_names, open_checkpoint
+from accel_fsdp.checkpoints import CheckpointLocation, FileReader, Weights, discover, file_names, open_checkpoint
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
 from accel_fsdp.exporter.companion_files import Papers
-from accel_fsdp.exporter.contents import OtherPlan, Plan, Planner
-from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed
-from accel_fsdp.exporter.verification import Report
+from accel_fsdp.exporter.contents import ExportPlan, OtherPlan, Planner
+from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
+from accel_fsdp.exporter.verification import ExportReport
 from accel_fsdp.units import MIB, gb_or_mb
 
 SPARE_BYTES = 64 * MIB
@@ -38,7 +38,7 @@ Verify = Literal["bytes", "load", "logits"]
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """The flags of the command; `dtype` as safetensors spells it."""
 
     src: Path
@@ -61,7 +61,7 @@ class Options:
     private: bool = False
 
 
-def run(options: Options) -> int:
+def run(options: ExportOptions) -> int:
     """Lists, checks or exports; returns the exit code.
 
     Raises:
@@ -84,7 +84,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def show_list(options: Options) -> int:
+def show_list(options: ExportOptions) -> int:
     """What a run's folder holds."""
     found = discover.listed(options.src) or [discover.find(options.src)[0]]
     if options.json:
@@ -97,13 +97,13 @@ def show_list(options: Options) -> int:
     return 0
 
 
-def _out_of(options: Options) -> Path:
+def _out_of(options: ExportOptions) -> Path:
     if options.out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
     return options.out
 
 
-def exported(options: Options) -> Report:
+def exported(options: ExportOptions) -> ExportReport:
     """Writes OUT, complete and verified, or not at all.
 
     Raises:
@@ -111,12 +111,12 @@ def exported(options: Options) -> Report:
     """
     out = _out_of(options).resolve()
     try:
-        return _export(options, out)
+        return _find_and_export(options, out)
     except OSError as error:
         raise _failed(out, error) from error
 
 
-def _export(options: Options, out: Path) -> Report:
+def _find_and_export(options: ExportOptions, out: Path) -> ExportReport:
     _check_flags(options)
     found, newer = discover.find(options.src)
     for one in newer:
@@ -127,7 +127,7 @@ def _export(options: Options, out: Path) -> Report:
     console.say(str(found), style="cyan")
     _check_place(out, found, options.force)
     discover.check_bytes(found, options.with_optimizer)
-    reader = Reader()
+    reader = FileReader()
     try:
         with transformers_probe.aside() as pool:
             return _Export(options, out, found, reader, pool).run()
@@ -135,7 +135,7 @@ def _export(options: Options, out: Path) -> Report:
         reader.close()
 
 
-def _one_of_two(found: Found, options: Options) -> Found:
+def _one_of_two(found: CheckpointLocation, options: ExportOptions) -> CheckpointLocation:
     """Of a folder with a model and an adapter, the adapter where a flag is about it; a file that was named stays it."""
     beside = discover.adapter_beside(found) if options.src.is_dir() else None
     if beside is None or options.merge_adapter or options.adapter:
@@ -144,7 +144,7 @@ def _one_of_two(found: Found, options: Options) -> Found:
     return found
 
 
-def _one_adapter(found: Found, name: str | None) -> Found:
+def _one_adapter(found: CheckpointLocation, name: str | None) -> CheckpointLocation:
     if name is not None:
         return discover.of_adapter(found, name)
     for other in discover.others(found):
@@ -152,7 +152,7 @@ def _one_adapter(found: Found, name: str | None) -> Found:
     return found
 
 
-def _check_flags(options: Options) -> None:
+def _check_flags(options: ExportOptions) -> None:
     """What can be refused before anything is looked at."""
     size = options.max_shard_size.strip()
     if not SIZE.fullmatch(size) or not float(size[:-2]):
@@ -169,7 +169,7 @@ def _check_flags(options: Options) -> None:
         )
 
 
-def _check_place(out: Path, found: Found, force: bool) -> None:
+def _check_place(out: Path, found: CheckpointLocation, force: bool) -> None:
     """Keeps the source and other folders safe from being replaced."""
     place, source = out.resolve(), found.weights.resolve()
     if source.is_relative_to(place):
@@ -206,7 +206,7 @@ def _is_of_model(path: Path) -> bool:
     return any(path.match(pattern) for pattern in WRITTEN)
 
 
-def _check_model(out: Path, named: Papers, found: Found) -> None:
+def _check_model(out: Path, named: Papers, found: CheckpointLocation) -> None:
     """Keeps the model that the export reads from being replaced by it; a run's folder may hold its exports."""
     place, run = out.resolve(), found.folder.resolve().parent
     described = [folder for folder in named.others if folder.name == file_names.DESCRIBED]
@@ -224,13 +224,13 @@ def _check_model(out: Path, named: Papers, found: Found) -> None:
 class _Export:
     """One export; `pool` runs what needs transformers, beside the streaming."""
 
-    options: Options
+    options: ExportOptions
     out: Path
-    found: Found
-    reader: Reader
+    found: CheckpointLocation
+    reader: FileReader
     pool: Executor
 
-    def run(self) -> Report:
+    def run(self) -> ExportReport:
         """From the checkpoint to the folder in its place."""
         started, options = time.monotonic(), self.options
         named = companion_files.find(self.found, options.model, options.merge_adapter, options.adapter)
@@ -242,12 +242,12 @@ class _Export:
         dtype = options.dtype or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            plan = Plan(planner, None if adapter else asked, by_name=options.verify == "bytes")
+            plan = ExportPlan(planner, None if adapter else asked, by_name=options.verify == "bytes")
             report = self._proven(folder, plan, named, adapter)
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _proven(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
+    def _proven(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
         """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
         try:
             return self._attempt(folder, plan, named, adapter)
@@ -256,7 +256,7 @@ class _Export:
             folder.mkdir()
             return self._attempt(folder, other.plan, named, adapter)
 
-    def _attempt(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
+    def _attempt(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
         """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
         placed = self._place(folder, plan, adapter)
         taken = named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype)
@@ -264,7 +264,7 @@ class _Export:
         if self.options.verify != "bytes" and self.options.format == "safetensors":
             loading = verification.ask(folder, self.pool, named.folder if adapter else None)
         hashes = self._write(folder, placed, plan)
-        report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
+        report = ExportReport.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
         with console.progress("verifying", report.size_bytes) as progress:
             report = verification.verify(folder, report, THREADS, progress)
         report = report if self.options.allow_non_finite else verification.check_finite(report)
@@ -279,7 +279,7 @@ class _Export:
             report = verification.same_logits(folder, report, self.pool, self.found, named)
         return report
 
-    def _place(self, folder: Path, plan: Plan, adapter: bool) -> list[Placed]:
+    def _place(self, folder: Path, plan: ExportPlan, adapter: bool) -> list[TensorPlacement]:
         options, outputs = self.options, plan.outputs
         state = [Output(name, one.dtype, one) for name, one in sorted(plan.planner.weights.optimizer.items())]
         total = sum(one.size_bytes for one in (*outputs, *state))
@@ -294,7 +294,7 @@ class _Export:
             placed = safetensors_writer.place(outputs, folder, "model", options.max_shard_size)
         return placed + (safetensors_writer.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])
 
-    def _write(self, folder: Path, placed: list[Placed], plan: Plan) -> dict[str, str]:
+    def _write(self, folder: Path, placed: list[TensorPlacement], plan: ExportPlan) -> dict[str, str]:
         options = self.options
         with console.progress("exporting", sum(one.output.size_bytes for one in placed)) as progress:
             hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
@@ -305,7 +305,7 @@ class _Export:
         return hashes
 
 
-def _refuse(options: Options, weights: Weights, named: Papers) -> None:
+def _refuse(options: ExportOptions, weights: Weights, named: Papers) -> None:
     if options.merge_adapter and not weights.adapter:
         raise UserError(
             "--merge-adapter, and the checkpoint has no adapter",
@@ -364,7 +364,7 @@ def _check_space(out: Path, needed: int, wide: bool) -> None:
         )
 
 
-def _check_local(options: Options) -> None:
+def _check_local(options: ExportOptions) -> None:
     """Refuses addresses, which as paths would be folders `s3:` of this machine."""
     for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
         address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
@@ -383,11 +383,11 @@ def _failed(out: Path, error: OSError) -> UserError:
     path = Path(str(error.filename)) if error.filename else out
     being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)
     return (
-        _cannot_write(out, error) if being_written else untrusted_files.unreadable(path, error.strerror or str(error))
+        _export_stopped(out, error) if being_written else untrusted_files.unreadable(path, error.strerror or str(error))
     )
 
 
-def _cannot_write(out: Path, error: OSError) -> UserError:
+def _export_stopped(out: Path, error: OSError) -> UserError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return UserError(
         f"cannot write {out}: {error.strerror or error}",
@@ -396,7 +396,7 @@ def _cannot_write(out: Path, error: OSError) -> UserError:
     )
 
 
-def _show(report: Report, options: Options) -> None:
+def _show(report: ExportReport, options: ExportOptions) -> None:
     if options.json:
         console.put(json.dumps(report.content(), indent=2))
     for line in () if options.json else report.lines():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import TORCH_NAMES, Found, file_names, summary
+from accel_fsdp.checkpoints import TORCH_NAMES, CheckpointLocation, file_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.models import inspect_model
@@ -163,7 +163,9 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
             atomic_files.write_text(folder / file_names.CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def find(found: Found, model: str | None, with_weights: bool = False, adapter_name: str | None = None) -> Papers:
+def find(
+    found: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
+) -> Papers:
     """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
 
     The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
@@ -193,7 +195,7 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
     return Papers(described[0], near, adapter, trained, run)
 
 
-def _near(found: Found) -> Iterator[Path]:
+def _near(found: CheckpointLocation) -> Iterator[Path]:
     """Folders that may hold papers; those that a link puts there, from outside of the run, are refused."""
     run = found.folder.parent
     for folder in (run / file_names.DESCRIBED, run / file_names.FINAL):

@@ -15,7 +15,7 @@ STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow
 
 
 @dataclass(frozen=True)
-class Options:
+class MigrateOptions:
     """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written.
 
     `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
@@ -30,7 +30,7 @@ class Options:
     layer_class: str = ""
 
 
-def migrate(path: Path, target: MigrationTarget, options: Options) -> int:
+def migrate(path: Path, target: MigrationTarget, options: MigrateOptions) -> int:
     """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
 
     Raises:
@@ -75,7 +75,7 @@ def _refuse_merge_keys(path: Path, document: Any) -> None:
             raise unreadable(path, "it takes keys from elsewhere (<<)")
 
 
-def _report(path: Path, migration: Migration, after: str, options: Options) -> None:
+def _report(path: Path, migration: Migration, after: str, options: MigrateOptions) -> None:
     console.say(f"{path}: {migration.note or f'{migration.source} -> {migration.target}'}")
     if options.json:
         shown = {"source": migration.source, "target": migration.target, "note": migration.note}
@@ -105,7 +105,7 @@ def _broken(path: Path, migration: Migration) -> UserError:
     )
 
 
-def _write(path: Path, before: str, after: str, options: Options) -> None:
+def _write(path: Path, before: str, after: str, options: MigrateOptions) -> None:
     output = options.output or path
     if options.output and not options.overwrite:
         atomic_files.refuse_existing(output, allow="--overwrite")

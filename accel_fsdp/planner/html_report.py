@@ -8,8 +8,8 @@ from typing import Literal
 from accel_fsdp import __version__, svg
 from accel_fsdp.prediction import (
     Candidate,
-    Job,
     Plan,
+    PlanJob,
     checkpointing_in,
     evaluate,
     name_of,
@@ -85,7 +85,7 @@ class Series:
     peaks: Mapping[str, Sequence[int]]
 
 
-def make_page(job: Job, found: Plan, headline: str, advice: Sequence[str]) -> str:
+def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> str:
     """The whole page; `headline` and `advice` are the sentences of the terminal."""
     title = f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
     shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
@@ -110,7 +110,7 @@ def make_page(job: Job, found: Plan, headline: str, advice: Sequence[str]) -> st
     )
 
 
-def _against(job: Job) -> str:
+def _against(job: PlanJob) -> str:
     layouts = (Layout(*CURVES[name], job.ranks, job.ranks_per_node) for name in ("DDP", "FULL_SHARD"))
     ddp, fsdp = (_timeline(job, job.recipe, layout).most for layout in layouts)
     least = max(ddp.values()) * TOO_THIN
@@ -134,7 +134,7 @@ def _against(job: Job) -> str:
     )
 
 
-def _strategies(job: Job, found: Plan) -> str:
+def _strategies(job: PlanJob, found: Plan) -> str:
     rows = [_bar(one, name_of(one.layout)) for one in found.rows]
     how = f"The highest point of one step, {_how(job.recipe)}."
     if found.choice and found.choice.recipe != job.recipe:
@@ -161,7 +161,7 @@ def _bar(one: Candidate, name: str) -> Bar:
     return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)} GiB, {fits}", parts)
 
 
-def _step(job: Job, shown: Candidate, chosen: bool) -> str:
+def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     samples = _timeline(job, shown.recipe, shown.layout).samples
     drawn = [(one.phase, {LETTERS[kind]: size / GIB for kind, size in one.live.items()}) for one in samples]
     name = f"{name_of(shown.layout)}, {_how(shown.recipe)}"
@@ -181,7 +181,7 @@ def _step(job: Job, shown: Candidate, chosen: bool) -> str:
     )
 
 
-def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
+def _growth(job: PlanJob, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
     how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
     tokens = shown.recipe.length
     gpus = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
@@ -196,7 +196,7 @@ def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> s
     )
 
 
-def _lines(job: Job, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
+def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
     curves = [
         Curve(name, f"c{number}", [(x, peak / GIB) for x, peak in zip(series.sizes, peaks, strict=True)])
         for number, (name, peaks) in enumerate(series.peaks.items(), start=1)
@@ -209,12 +209,12 @@ def _lines(job: Job, series: Series, axis: str, here: tuple[int, str]) -> list[s
     return [svg.lines(words, curves, _capacity(job), here, axis, width) for width in WIDTHS]
 
 
-def _over_gpus(job: Job, recipe: Recipe) -> Series:
+def _over_gpus(job: PlanJob, recipe: Recipe) -> Series:
     counts = _doublings(1, MOST_GPUS, job.ranks)
     return Series(counts, {name: [_peak(job, recipe, name, count) for count in counts] for name in CURVES})
 
 
-def _over_tokens(job: Job, recipe: Recipe) -> Series:
+def _over_tokens(job: PlanJob, recipe: Recipe) -> Series:
     most = min(MOST_TOKENS, job.shape.positions or MOST_TOKENS)
     lengths = _doublings(min(LEAST_TOKENS, most), most, recipe.length)
     names = CURVES if job.ranks > 1 else ("one GPU",)
@@ -227,19 +227,19 @@ def _doublings(first: int, last: int, here: int) -> list[int]:
     return sorted({*powers, last, here})
 
 
-def _peak(job: Job, recipe: Recipe, name: str, ranks: int) -> int:
+def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
     layout = Layout("single", 1, 1, 1)
     if ranks > 1:
         layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
     return evaluate(job, recipe, layout).prediction.peak.total
 
 
-def _timeline(job: Job, recipe: Recipe, layout: Layout) -> step.Timeline:
+def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:
     tapes = job.tapes[variant_of(recipe, layout.engine)]
     return step.timeline(job.shape, tapes, recipe, layout, workspace_bytes(job.gpu))
 
 
-def _numbers(job: Job, found: Plan) -> str:
+def _numbers(job: PlanJob, found: Plan) -> str:
     titles = ("strategy", "batch", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
     rows = [_cells(one, name_of(one.layout)) for one in found.rows]
     if found.choice:
@@ -310,7 +310,7 @@ def _key(kinds: Iterable[str]) -> str:
     return f'<ul class="key">{items}</ul>'
 
 
-def _capacity(job: Job) -> Capacity:
+def _capacity(job: PlanJob) -> Capacity:
     return Capacity(f"one {job.gpu.name}", job.gpu.usable_gib)
 
 

@@ -10,8 +10,8 @@ from accel_fsdp.planner import proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
     Candidate,
-    Job,
     Plan,
+    PlanJob,
     capacity,
     checkpointing_in,
     name_of,
@@ -40,7 +40,7 @@ COLOURS = dict(
 class PlanReport:
     """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged."""
 
-    job: Job
+    job: PlanJob
     plan: Plan
     proposer: Proposer | None
     config: Path | None = None

@@ -16,8 +16,8 @@ from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
 from .communication import units as units
 from .search import Candidate as Candidate
-from .search import Job as Job
 from .search import Plan as Plan
+from .search import PlanJob as PlanJob
 from .search import checkpointing_in as checkpointing_in
 from .search import evaluate as evaluate
 from .search import host_bytes as host_bytes
@@ -29,4 +29,4 @@ from .speed import RANGE as RANGE
 from .speed import Step as Step
 from .speed import block_work as block_work
 from .speed import step_time as step_time
-from .trace_store import Record as Record
+from .trace_store import TraceRecord as TraceRecord

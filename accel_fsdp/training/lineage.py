@@ -44,7 +44,7 @@ HASHED_ROWS = 10_000
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One setting that differs from the checkpoint's."""
 
     group: str
@@ -64,7 +64,7 @@ class History:
 
     settings: Settings
     before: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[SettingChange] = field(default_factory=list)
     unknown: bool = False
     """The checkpoint holds no settings to compare with."""
 
@@ -189,7 +189,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
     return History(here, [*origin.before, *ended], found)
 
 
-def changes(old: Settings, new: Settings) -> Iterator[Change]:
+def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
     """What differs, of the settings that both have.
 
     Data of the same content may come from anywhere; a rank that hasn't read them leaves that to the one that has.
@@ -201,10 +201,12 @@ def changes(old: Settings, new: Settings) -> Iterator[Change]:
         if group == "data" and same:
             continue
         if group == "length" and before and before.keys() != values.keys():
-            yield Change(group, "length", *(" ".join(map(_shown, next(iter(one.items())))) for one in (before, values)))
+            yield SettingChange(
+                group, "length", *(" ".join(map(_shown, next(iter(one.items())))) for one in (before, values))
+            )
         for name, value in values.items():
             if name in before and before[name] != value:
-                yield Change(group, name, before[name], value)
+                yield SettingChange(group, name, before[name], value)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from accel_fsdp import atomic_files, console
 from accel_fsdp.checkpoints import (
     CheckpointFacts,
+    FileReader,
     Origin,
-    Reader,
     completeness,
     deepspeed,
     file_names,
@@ -163,7 +163,7 @@ def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "defa
     path = checkpoint / file_names.FULL_MODEL
     if not path.is_file():
         return
-    reader = Reader()
+    reader = FileReader()
     try:
         stored = {_without_adapter(name, adapter) for name in torch_zip.load(reader, path)}
     finally:

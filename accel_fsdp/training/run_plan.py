@@ -35,7 +35,7 @@ SHOWN_SAVINGS = 5
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """A run in the planner's words. `recipe` has one row of one token until a batch was seen."""
 
     model: str
@@ -52,7 +52,7 @@ class Job:
 class Forecast:
     """A job with its model's shape and tapes, which take seconds to read the first time."""
 
-    job: Job
+    job: RunJob
     shape: ModelShape
     tapes: Mapping[str, Tapes]
 
@@ -74,7 +74,7 @@ class Forecast:
         return [f"{gib_or_mib(one.freed_bytes, gib_from=GIB / 10)} less: {one.change}" for one in found]
 
 
-def read(job: Job) -> Forecast:
+def read(job: RunJob) -> Forecast:
     """Reads the model's shape and tapes: bundled, cached, or recorded now, away from this process's random numbers.
 
     Raises:
@@ -101,7 +101,7 @@ def gpu_here() -> tuple[Gpu | None, str]:
         return None, f"{name} is not in the table of GPUs"
 
 
-def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
+def job_of(model: "nn.Module", args: Any, accelerator: Any) -> RunJob | None:
     """What an `Accelerator` made of the YAML, with what `model`, not yet wrapped, and Trainer's `args` say of the rest.
 
     None for what the planner doesn't know: TPUs, other optimizers, other dtypes.
@@ -126,7 +126,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
         attention=_attention(str(getattr(model.config, "_attn_implementation", ""))),
         **_adapter(adapter),
     )
-    return Job(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
+    return RunJob(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
 
 
 def _attention(implementation: str) -> Attention:

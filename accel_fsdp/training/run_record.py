@@ -22,7 +22,7 @@ ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 CURVE_WIDTH = 720
 
 
-class Record:
+class RunRecord:
     """`run.json`: versions, arguments, config, timings, results and log of a run. Only the first rank's is written.
 
     A run that is resumed keeps the account of the sessions before under `earlier`.

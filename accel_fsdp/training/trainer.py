@@ -51,7 +51,7 @@ class SftTrainer(LossTrainer):
                 fix=SEE_HELP,
             ) from error
         job = run_plan.job_of(model, self.args, self.accelerator)
-        self.report = progress.Report(job, self.accelerator)
+        self.report = progress.ProgressReport(job, self.accelerator)
         self.report.replace_printers(self)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))

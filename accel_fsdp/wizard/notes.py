@@ -21,7 +21,7 @@ from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, is_ddp
 
 if TYPE_CHECKING:
-    from accel_fsdp.prediction import Advice, Job
+    from accel_fsdp.prediction import Advice, PlanJob
     from accel_fsdp.prediction.memory import Tapes
 
 Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
@@ -98,7 +98,7 @@ def _advise_anew(*asked: Any) -> "Advice | None":
 _advise = lru_cache(_advise_anew)
 
 
-def _judged(job: "Job", layout: Layout, checkpointing: bool) -> "Advice | None":
+def _judged(job: "PlanJob", layout: Layout, checkpointing: bool) -> "Advice | None":
     from accel_fsdp.prediction import judge
 
     try:
@@ -199,7 +199,7 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
     return (f"warning: this doesn't fit: the {what} alone take {state[0]:,.1f} of {state[1]:,.1f} GiB",)
 
 
-def _job(context: Context, layout: Layout | None) -> "Job | None":
+def _job(context: Context, layout: Layout | None) -> "PlanJob | None":
     from accel_fsdp.prediction import make_job
 
     if layout is None or _is_unknown(context):

@@ -9,7 +9,7 @@ from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Clash, Engine, Setup
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import catalogue
-from accel_fsdp.wizard.question import Context, Given, is_ddp
+from accel_fsdp.wizard.question import Context, GivenAnswers, is_ddp
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that are typed for digits."""
@@ -56,7 +56,7 @@ def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
     return [one for one in clashes(setup) if _PARTS[question] in one.parts]
 
 
-def _engine(given: Given) -> Engine:
+def _engine(given: GivenAnswers) -> Engine:
     """The engine of answers that may lack the later ones."""
     if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
         return OTHER_ENGINES.get(given.get("engine", "ddp"), Engine.DDP)

@@ -75,7 +75,7 @@ def assert_same_meaning(path: Path, target: str) -> Migration:
 
 
 def errors(path: Path) -> list[str]:
-    return [f"{one.code} {one.key}" for one in linter.lint(path, linter.Options()) if one.severity == "error"]
+    return [f"{one.code} {one.key}" for one in linter.lint(path, linter.LintOptions()) if one.severity == "error"]
 
 
 @ANY_FILE

@@ -52,13 +52,13 @@ class Balance(HTMLParser):
             self.rows[-1].append(data)
 
 
-def job(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> search.Job:
+def job(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> search.PlanJob:
     found = trace_store.find(model)
     assert found is not None
-    return search.Job(*found, recipe, gpus.find(gpu, 80), ranks, per_node)
+    return search.PlanJob(*found, recipe, gpus.find(gpu, 80), ranks, per_node)
 
 
-def made(given: search.Job) -> str:
+def made(given: search.PlanJob) -> str:
     return html_report.make_page(given, search.make_plan(given), "what is planned", ["what to take"])
 
 
@@ -139,7 +139,7 @@ def test_a_name_can_not_become_markup() -> None:
     ],
     ids=["one small", "nothing fits", "micro-batches and machines", "many"],
 )
-def test_odd_plans_make_a_page(given: search.Job) -> None:
+def test_odd_plans_make_a_page(given: search.PlanJob) -> None:
     text = made(given)
     Balance(text)
     assert not re.search(r"nan|inf[^o]|-\d+\.\d\" (?:width|height)|(?:width|height)=\"-", text.partition("</style>")[2])

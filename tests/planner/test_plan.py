@@ -132,7 +132,7 @@ def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     found = trace_store.find(LLAMA)
     assert found is not None
     recipe, layout = Recipe(length=2048, checkpointing="full"), Layout("fsdp2", 1, 8, 8)
-    job = search.Job(*found, recipe, gpus.find("H100", 80), 8, 8)
+    job = search.PlanJob(*found, recipe, gpus.find("H100", 80), 8, 8)
     rows = search.largest_rows(job, recipe, layout)
     at, above = (search.evaluate(job, replace(recipe, rows=count), layout).fits for count in (rows, rows + 1))
     assert (at, above) == (True, False)
@@ -203,10 +203,10 @@ def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout)
     assert row[0]["peak_bytes"] == search.evaluate(job_of(layout), Recipe(), layout).prediction.peak.total
 
 
-def job_of(layout: Layout) -> search.Job:
+def job_of(layout: Layout) -> search.PlanJob:
     found = trace_store.find(LLAMA)
     assert found is not None
-    return search.Job(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
+    return search.PlanJob(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
 
 
 def test_a_yaml_for_other_gpus_is_refused() -> None:

@@ -45,7 +45,7 @@ def shown(*flags: str | Path) -> str:
 def told(model: str, machine: str, method: Method = "full", **options: Any) -> text_report.PlanReport:
     """The plan as the command makes it."""
     recipe = Recipe(method, dtype="float32" if method == "full" else "bfloat16")
-    return planner.make_plan(planner.Options(model, machine, None, recipe, **options))
+    return planner.make_plan(planner.PlanOptions(model, machine, None, recipe, **options))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from .recipe import Attention as Attention
 from .recipe import Block as Block
 from .recipe import Checkpointing as Checkpointing
 from .recipe import Kernels as Kernels
-from .recipe import Kind as Kind
 from .recipe import Layout as Layout
 from .recipe import ModelShape as ModelShape
 from .recipe import OptimizerName as OptimizerName
 from .recipe import Parameter as Parameter
+from .recipe import ParameterKind as ParameterKind
 from .recipe import Recipe as Recipe
 from .replay import fused_head as fused_head
 from .shards import compute_bytes as compute_bytes

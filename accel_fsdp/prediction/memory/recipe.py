@@ -14,7 +14,7 @@ LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
 Wide = Literal["none", "norms", "rest"]
 Kernels = Literal["none", "liger", "foak"]
-Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
+ParameterKind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
 """Linear layers of attention, by the names that models give them."""
 
@@ -25,7 +25,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: ParameterKind
 
     @property
     def numel(self) -> int:
