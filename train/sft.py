@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console, training
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
 from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
@@ -63,7 +64,7 @@ def main() -> None:
     record.trained(history.segments(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / "final", model_card.text(record.content, trainer.state.log_history))
+    tensors = trainer.export(output / file_names.FINAL, model_card.text(record.content, trainer.state.log_history))
     record.lap("export")
     record.finish(trainer.state.log_history, trainer.report.totals())
 
