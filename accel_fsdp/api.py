@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_fsdp.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from accel_fsdp.exporter import Report
+    from accel_fsdp.config import MigrationTarget
+    from accel_fsdp.exporter import ExportReport
     from accel_fsdp.linter.rules import Finding
     from accel_fsdp.migration import Change
     from accel_fsdp.planner import PlanReport
     from accel_fsdp.wizard import Answers
 
 File = str | os.PathLike[str]
-Target = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def check(
     from accel_fsdp import linter
 
     read = (_path(args), _path(checkpoint), _path(script))
-    return linter.lint(Path(path), linter.Options(model, read[0], read[1], read[2], here))
+    return linter.lint(Path(path), linter.LintOptions(model, read[0], read[1], read[2], here))
 
 
 def _path(given: File | None) -> Path | None:
@@ -69,7 +69,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
 
 
-def migrate(path: File, to: Target, *, layer_class: str = "") -> Migrated:
+def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrated:
     """What `accel-fsdp migrate --dry-run` writes, with the fate of each key; the file stays as it is.
 
     Raises:
@@ -90,7 +90,7 @@ def export(
     merge_adapter: bool = False,
     verify: Literal["bytes", "load", "logits"] = "load",
     force: bool = False,
-) -> Report:
+) -> ExportReport:
     """Writes a Hugging Face folder from a checkpoint, complete and verified or not at all, as `accel-fsdp export`.
 
     Raises:
@@ -99,7 +99,7 @@ def export(
     from accel_fsdp import exporter
 
     short = None if dtype is None else exporter.companion_files.DTYPES[dtype]
-    how = exporter.Options(
+    how = exporter.ExportOptions(
         Path(src), Path(out), model=model, dtype=short, merge_adapter=merge_adapter, verify=verify, force=force
     )
     return exporter.exported(how)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accel_fsdp import __version__
+from accel_fsdp.config import MigrationTarget
 from accel_fsdp.errors import NotInstalled, UsageError, guard, is_installed, nearest, to_stdout
 from accel_fsdp.planner import DTYPES, PlanCommand
 from accel_fsdp.wizard import PRESETS, QUESTIONS, Question
@@ -106,9 +107,7 @@ class Migrate:
     """Rewrite an Accelerate YAML for another engine, in place or with -o, and say what becomes of each key."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
-    to: Annotated[
-        Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"], tyro.conf.arg(help="The engine to rewrite it for.")
-    ]
+    to: Annotated[MigrationTarget, tyro.conf.arg(help="The engine to rewrite it for.")]
     output: Annotated[
         Path | None, tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
     ] = None
@@ -249,14 +248,14 @@ def _run(command: Any, script_args: tuple[str, ...]) -> int:
 
         if command.list_rules or command.explain:
             return linter.show_rules(command.explain)
-        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(linter.Options)}
-        options = linter.Options(**asked)
+        asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(linter.LintOptions)}
+        options = linter.LintOptions(**asked)
         return linter.lint_all(command.files, options)
     if isinstance(command, Migrate):
         from accel_fsdp import migration
 
         given = (command.output, command.force, command.overwrite, command.json, command.dry_run, command.layer_class)
-        return migration.migrate(command.file, command.to, migration.Options(*given))
+        return migration.migrate(command.file, command.to, migration.MigrateOptions(*given))
     if isinstance(command, PlanCommand):
         from accel_fsdp import planner
 
@@ -283,9 +282,9 @@ def _export(command: Export) -> int:
     for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
         if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:  # nohup's
             signal.signal(signal.Signals[name], _terminate)
-    asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporter.Options)}
+    asked = {field.name: getattr(command, field.name) for field in dataclasses.fields(exporter.ExportOptions)}
     asked["dtype"] = companion_files.DTYPES.get(command.dtype or "")
-    return exporter.run(exporter.Options(**asked))
+    return exporter.run(exporter.ExportOptions(**asked))
 
 
 def _terminate(number: int, _: object) -> None:
@@ -338,5 +337,5 @@ def _config(command: Any) -> int:
     from accel_fsdp import wizard
 
     flags = {q.field: getattr(command, q.field) for q in QUESTIONS if getattr(command, q.field) is not None}
-    options = wizard.Options(command.output, command.yes, command.force, command.from_file, command.preset)
+    options = wizard.WizardOptions(command.output, command.yes, command.force, command.from_file, command.preset)
     return wizard.configure(options, flags)

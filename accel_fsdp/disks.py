@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_fsdp import atomic_files
+from accel_fsdp.units import MIB, gib_or_mib
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
 """By libraries in Rust, whose errors have no number, and by datasets, which looks before it writes."""
-PROBE_BYTES = 1 << 20
+PROBE_BYTES = MIB
 
 
 def full(error: BaseException, folder: Path) -> str:
@@ -25,7 +26,7 @@ def full(error: BaseException, folder: Path) -> str:
     said = any((isinstance(one, OSError) and one.errno in NO_ROOM) or SAID.search(str(one)) for one in _chain(error))
     if not said and not _refuses(folder):
         return ""
-    return f"the disk is full, {size(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
+    return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -46,8 +47,3 @@ def _refuses(folder: Path) -> bool:
     except OSError as error:
         return error.errno in NO_ROOM
     return False
-
-
-def size(count: int) -> str:
-    """Bytes as people read them."""
-    return f"{count / (1 << 30):,.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):,.1f} MiB"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby, pairwise
 
+from accel_fsdp.units import gib_in_figure
+
 TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
 NARROW = 500
@@ -76,11 +78,6 @@ class Words:
     description: str
 
 
-def gib(size: float) -> str:
-    """A size as the terminal shows it; a small one gets one more digit."""
-    return f"{size:,.1f}" if size >= 1 or size < 0.005 else f"{size:.2f}"
-
-
 def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> str:
     """One bar below the other, name and value above each, cut with a mark where it goes beyond the scale."""
     top = capacity.top(max(sum(part.gib for part in row.parts) for row in rows))
@@ -104,9 +101,9 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
         wide = min(part.gib * scale, end - x)
         if wide <= 0:
             break
-        shown = f"{part.letter} {gib(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
+        shown = f"{part.letter} {gib_in_figure(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
         label = _text(x + wide / 2, y + 33, shown, "middle", f"on-{part.letter}") if shown else ""
-        tip = f"<title>{escape(part.name)}: {gib(part.gib)} GiB</title>"
+        tip = f"<title>{escape(part.name)}: {gib_in_figure(part.gib)} GiB</title>"
         yield f"<g>{tip}{_rect(x, y + 19, wide, 19, part.letter)}{label}</g>"
         x += wide
     if sum(part.gib for part in row.parts) * scale > end + 0.5:
@@ -123,7 +120,7 @@ def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tu
         shapes.append(_text(0, y + 13, kind, style="name"))
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))
-            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib(size)} GiB"))
+            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib_in_figure(size)} GiB"))
     return _figure(words, width, 66 * len(rows) - 6, shapes)
 
 
@@ -154,7 +151,7 @@ def lines(
         shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
         shapes += [
             f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(curve.name)}, '
-            f"{value[0]:,}: {gib(value[1])} GiB</title></circle>"
+            f"{value[0]:,}: {gib_in_figure(value[1])} GiB</title></circle>"
             for (x, y), value in zip(places, curve.points, strict=True)
         ]
         ends.append((curve.style, curve.name, places[-1][1]))
@@ -195,7 +192,7 @@ def areas(
     peak = max(range(len(totals)), key=totals.__getitem__)
     x, y = places[peak], at(totals[peak])
     shapes.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-    shapes.append(_text(x - 8, y + 4, f"{gib(totals[peak])} GiB", "end", "halo"))
+    shapes.append(_text(x - 8, y + 4, f"{gib_in_figure(totals[peak])} GiB", "end", "halo"))
     return _figure(words, width, height, shapes)
 
 

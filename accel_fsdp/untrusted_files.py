@@ -21,9 +21,10 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.units import GIB
 
 LARGEST_JSON = 1 << 27
-LARGEST_COPY = 1 << 30
+LARGEST_COPY = GIB
 """Bytes of the papers of a model; the largest tokenizers have 50 MB."""
 COPIED_AT_ONCE = 1 << 22
 MOST_VALUES = 3_000_000

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_fsdp.units import GIB
+
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", COLUMNS="200", ACCELERATE_USE_CPU="true")
 
 ROOT = Path(__file__).parent.parent
-MOST_BYTES, MOST_SECONDS = 1 << 30, 10.0
+MOST_BYTES, MOST_SECONDS = GIB, 10.0
 HANGS_SECONDS = 60.0
 """Of the wall: a machine that does other work beside it must not fail a case."""
 TRACEBACK = 70
@@ -91,13 +93,13 @@ def build(folder: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter, save
     from transformers import LlamaForCausalLM
 
+    from accel_fsdp import exporter
     from accel_fsdp.checkpoints import completeness
-    from accel_fsdp.exporter import command as exporting
 
     model = small_llama()
     model.save_pretrained(folder / "saved", max_shard_size="40KB")
     small_tokenizer().save_pretrained(folder / "saved")
-    exporting.run(exporting.Options(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
+    exporter.run(exporter.ExportOptions(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
     evil = EVIL.encode()
     checkpoint = folder / "run" / "checkpoint-2"
     completeness.begin(checkpoint)
@@ -285,7 +287,7 @@ class Outcome:
         if self.seconds > MOST_SECONDS:
             return f"{self.seconds:.0f} s"
         if self.peak_bytes > MOST_BYTES:
-            return f"{self.peak_bytes / 2**30:.1f} GB"
+            return f"{self.peak_bytes / GIB:.1f} GB"
         return "" if self.code in (0, 1, 2) else f"exit code {self.code}"
 
 
@@ -416,7 +418,7 @@ def main() -> int:
                 print(f"{outcome.what}: {outcome.command}: {outcome.code}\n{outcome.output}")
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{len(numbers)} cases: {sum(flaws.values())} failed {dict(flaws)}; exit codes {dict(sorted(codes.items()))}")
-    print(f"slowest {slowest:.1f} s, most memory {largest / 2**30:.2f} GB, of which the imports' {own:.2f} GB")
+    print(f"slowest {slowest:.1f} s, most memory {largest / GIB:.2f} GB, of which the imports' {own:.2f} GB")
     return 1 if flaws else 0
 
 

@@ -28,8 +28,8 @@ from accel_fsdp.atomic_files import write_text
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import capacity, trace_store
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, variant_of
-from accel_fsdp.prediction.memory import step as memory
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, predict, variant_of
+from accel_fsdp.units import MIB
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "gpu_cases.json"
@@ -162,7 +162,7 @@ def cut(shape: ModelShape, layers: int) -> ModelShape:
 def predicted(one: Case, workspace: int) -> dict[str, int]:
     """Bytes at the highest point of forward and backward together, of the optimizer step, and between steps."""
     shape, tapes = shape_and_tapes(one)
-    made = memory.predict(shape, tapes, one.recipe, one.layout, workspace)
+    made = predict(shape, tapes, one.recipe, one.layout, workspace)
     step = max(moment.total for moment in made.moments if moment.phase == "optimizer step")
     run = max(moment.total for moment in made.moments if moment.phase != "optimizer step")
     return {"run": run, "step": step, "steady": made.steady, "peak": made.peak.total}
@@ -265,7 +265,7 @@ def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[di
 
 def line(row: dict[str, Any]) -> str:
     """One result: measured and predicted peak, and the errors of all phases."""
-    sizes = [row[side]["peak"] / (1 << 20) for side in ("measured", "predicted")]
+    sizes = [row[side]["peak"] / MIB for side in ("measured", "predicted")]
     errors = [f"{name} {row['error'][name]:+.2%}" for name in ("peak", "steady", "run", "step")]
     return f"{row['case']:<72} {sizes[0]:>9.0f} {sizes[1]:>9.0f} MiB  " + "  ".join(errors)
 

@@ -21,6 +21,7 @@ import results
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.models import catalogue
 from accel_fsdp.training import run_record
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import interview, to_text
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +125,7 @@ def row(one: Case, account: dict[str, Any]) -> str:
     rate = median(entry["tokens_per_second"] for entry in windows)
     mfu = median(entry["mfu"] for entry in windows) if "mfu" in windows[0] else None
     peaks = account["results"]["peak_memory_bytes"]
-    sizes = [f"{peaks[side] / (1 << 30):.1f} GiB" if side in peaks else "unknown" for side in ("measured", "predicted")]
+    sizes = [f"{peaks[side] / GIB:.1f} GiB" if side in peaks else "unknown" for side in ("measured", "predicted")]
     share = f"{mfu:.1%}" if mfu is not None else "unknown"
     return f"| {one.name} | {account['machine']['device']} | {rate:,.0f} | {share} | {' | '.join(sizes)} |"
 

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import completeness
+from accel_fsdp.units import GIB
 
 TENSORS = 16
 
@@ -42,7 +43,7 @@ def drop_from_memory(folder: Path) -> None:
 def once(gib: float, place: Path) -> dict[str, float]:
     """One save and one load."""
     folder = place / "checkpoint-1"
-    state = {f"layer.{number}": torch.rand(int(gib * (1 << 30)) // 4 // TENSORS) for number in range(TENSORS)}
+    state = {f"layer.{number}": torch.rand(int(gib * GIB) // 4 // TENSORS) for number in range(TENSORS)}
 
     def save() -> None:
         completeness.begin(folder)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_fsdp.prediction.memory import Block, Event, Kind, ModelShape, Parameter, Size, Tape, Tapes
+from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, ParameterKind, Size, Tape, Tapes
 from accel_fsdp.prediction.tracing import Raw, Watch, record_run
 
 NAME = "Lightning-1B-demo"
@@ -57,7 +57,7 @@ def _tape(module: nn.Module, like: Tensor | None, forward: Callable[[Any], Any])
 
 
 def _shape(encoder: nn.Module, decoder: nn.Module, outer: nn.Module) -> ModelShape:
-    def parameters(module: nn.Module, kind: Kind) -> tuple[Parameter, ...]:
+    def parameters(module: nn.Module, kind: ParameterKind) -> tuple[Parameter, ...]:
         return tuple(Parameter(name, tuple(each.shape), kind) for name, each in module.named_parameters())
 
     final = Parameter("norm", (2 * WIDTH,), "norm")  # the encoder's has a second one

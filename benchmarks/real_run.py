@@ -23,6 +23,7 @@ from statistics import mean
 from typing import Any
 
 from accel_fsdp import atomic_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.training import run_record
 
@@ -247,7 +248,7 @@ def main() -> None:
     found = compared(options.model, run / "final", offline, wanted)
     if options.write:
         atomic_files.write_text(PAGE, page(run, found))
-        shutil.copyfile(run / run_record.CURVE, PICTURE)
+        shutil.copyfile(run / file_names.CURVE, PICTURE)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp.errors import guard
-from accel_fsdp.launch import launcher as launching
+from accel_fsdp.launch import launcher
 from accel_fsdp.training import trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
@@ -73,7 +73,7 @@ def under(config: Path) -> None:
         if name != "ACCELERATE_TORCH_DEVICE":
             del os.environ[name]
     AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.update(launching.environment(launching.launcher_args(config, SFT, ())))
+    os.environ.update(launcher.environment(launcher.launcher_args(config, SFT, ())))
 
 
 trainer.SftTrainer.export = export_and_note

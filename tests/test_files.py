@@ -165,7 +165,7 @@ def test_arguments_may_come_from_a_pipe(tmp_path: Path) -> None:
     path.write_text(V2)
     os.mkfifo(pipe)
     threading.Thread(target=lambda: pipe.write_text("python train.py --bf16\n"), daemon=True).start()
-    while (given := linter.inputs.read_given(linter.Options(args=pipe))).args is None:
+    while (given := linter.inputs.read_given(linter.LintOptions(args=pipe))).args is None:
         pass
     assert given.starter == "python"
     assert given.args == {"bf16": True}

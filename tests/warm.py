@@ -1,11 +1,12 @@
 """Processes that start with torch and transformers already imported: most of a launch's time is that.
 
-`python tests/warm.py SOCKET` imports what training and Accelerate's launcher need, then forks a process for each program
-that the stub of `stub_text` asks for, with the stub's arguments, environment, folder and open files. What runs is the
-same program in a process of its own. A program whose environment differs from the server's in anything that libraries
-may read while they are imported is started by the stub itself, as usual.
+`python tests/warm.py SOCKET` imports what training and Accelerate's launcher need, then forks a process for each
+program that the stub of `stub_text` asks for, with the stub's arguments, environment, folder and open files. What runs
+is the same program in a process of its own. A program whose environment differs from the server's in anything that
+libraries may read while they are imported is started by the stub itself, as usual; WARM_LOG names a file that says why.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -102,7 +103,8 @@ class Server:
         if self.relevant(environment) != self.environment:
             if log := os.environ.get("WARM_LOG"):
                 odd = self.relevant(environment).items() ^ self.environment.items()
-                Path(log).open("a").write(f"{sorted({name for name, _ in odd})} {words[:4]}\n")
+                with open(log, "a") as file:
+                    file.write(f"{sorted({name for name, _ in odd})} {words[:4]}\n")
             client.sendall(b"n")
         else:
             self.fork(client, files, words, environment, folder)
@@ -133,10 +135,8 @@ class Server:
             os.close(ended)
             if client in self.selector.get_map():
                 self.selector.unregister(client)
-            try:
+            with contextlib.suppress(OSError):  # the stub was killed
                 client.sendall(status.to_bytes(4, "big"))
-            except OSError:
-                pass  # the stub was killed
             client.close()
 
         self.selector.register(client, selectors.EVENT_READ, hand_on)
@@ -179,10 +179,8 @@ def leave(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)
 
 

@@ -33,12 +33,14 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import atomic_files, console, cpu
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
+from accel_fsdp.units import GIB
 
 
 # Flags: the names of train/sft.py, and what its YAML would say
@@ -243,7 +245,7 @@ class State(dcp.stateful.Stateful):
 
 def checkpoint_of(job: Job) -> Path | None:
     """The newest complete checkpoint if one is to be resumed; DCP writes .metadata last."""
-    complete = [path for path in atomic_files.checkpoints(job.output_dir) if (path / ".metadata").is_file()]
+    complete = [path for path in atomic_files.checkpoints(job.output_dir) if (path / file_names.DCP_METADATA).is_file()]
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
         raise UserError(what, why="a run resumes one, or begins where none is", fix="add or drop --resume")
@@ -255,7 +257,7 @@ def save_full(model: Any, job: Job, tokenizer: Any, expected: exported_folder.Ex
     """Writes OUTPUT/final in the Hugging Face layout, complete or not at all. Call on all ranks."""
     full = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        with atomic_files.replaced_folder(job.output_dir / "final") as folder:
+        with atomic_files.replaced_folder(job.output_dir / file_names.FINAL) as folder:
             unwrapped = model.module if job.fsdp_version == 1 else model
             unwrapped.save_pretrained(folder, state_dict=exported_folder.without_tied_copies(full, expected.ties))
             tokenizer.save_pretrained(folder)
@@ -296,7 +298,7 @@ def main() -> None:
     save_full(model, job, tokenizer, expected)
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host.peak_memory()
-    say(f"{seconds:.1f} s in all; rank 0 had {peak / 2**30:.2f} GiB of {device.type} memory at its peak")
+    say(f"{seconds:.1f} s in all; rank 0 had {peak / GIB:.2f} GiB of {device.type} memory at its peak")
     if dist.get_rank() == 0:
         measured = {"losses": losses, "seconds": seconds, "peak_bytes": peak}
         atomic_files.write_text(job.output_dir / "measured.json", json.dumps(measured))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console, training
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
 from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
@@ -24,7 +25,7 @@ def main() -> None:
     atomic_files.check_writable(output)
     training.begin(training_args)
     given = run_record.arguments_of(model_args, data_args, training_args)
-    record = run_record.Record(output, given, first_rank=training_args.process_index == 0)
+    record = run_record.RunRecord(output, given, first_rank=training_args.process_index == 0)
 
     # Data: one rank per node tokenizes on all cores, the others read its cache
     tokenizer = load_model.load_tokenizer(model_args)
@@ -63,7 +64,7 @@ def main() -> None:
     record.trained(history.segments(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / "final", model_card.text(record.content, trainer.state.log_history))
+    tensors = trainer.export(output / file_names.FINAL, model_card.text(record.content, trainer.state.log_history))
     record.lap("export")
     record.finish(trainer.state.log_history, trainer.report.totals())
 

@@ -2,6 +2,7 @@ from . import completeness as completeness
 from . import dcp as dcp
 from . import deepspeed as deepspeed
 from . import discover as discover
+from . import file_names as file_names
 from . import finite as finite
 from . import open_checkpoint as open_checkpoint
 from . import safetensors_header as safetensors_header
@@ -10,11 +11,7 @@ from . import tensor_names as tensor_names
 from . import tensor_storage as tensor_storage
 from . import torch_zip as torch_zip
 from .completeness import Origin as Origin
-from .dcp import METADATA as METADATA
-from .discover import FULL as FULL
-from .discover import LOCAL as LOCAL
-from .discover import REPORT as REPORT
-from .discover import Found as Found
+from .discover import CheckpointLocation as CheckpointLocation
 from .open_checkpoint import MODEL_KEYS as MODEL_KEYS
 from .open_checkpoint import Weights as Weights
 from .pickle_opcodes import Inert as Inert
@@ -34,9 +31,9 @@ from .tensor_storage import FLOATS as FLOATS
 from .tensor_storage import GAP_BYTES as GAP_BYTES
 from .tensor_storage import ITEM_BYTES as ITEM_BYTES
 from .tensor_storage import TORCH_NAMES as TORCH_NAMES
+from .tensor_storage import FileReader as FileReader
+from .tensor_storage import FileRecord as FileRecord
 from .tensor_storage import Piece as Piece
-from .tensor_storage import Reader as Reader
-from .tensor_storage import Record as Record
 from .tensor_storage import Source as Source
 from .tensor_storage import Stored as Stored
 from .tensor_storage import damaged as damaged

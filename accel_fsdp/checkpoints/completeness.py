@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 
-MARKER = "complete.json"
 MOST_LOGGED = 20_000_000
 """Numbers in `trainer_state.json`, which logs all steps."""
-SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
-OWN = (
-    *("model.safetensors", "model-0", "adapter_model.", "pytorch_model", "optimizer", "global_step"),
-    *("scheduler", "rng_state", "random_states", "scaler", "trainer_state"),
-)
-"""How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""
 OF_RANK = re.compile(r"(?:__|rng_state_|zero_pp_rank_|fsdp_rank)(\d+)")
 """The number of the rank that wrote a file, in its name."""
 HASHED_TOGETHER = 4
@@ -83,7 +77,7 @@ def begin(checkpoint: Path) -> None:
     if whole:
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
-    atomic_files.write_text(checkpoint / MARKER, json.dumps({"complete": False}))
+    atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps({"complete": False}))
 
 
 def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = None) -> None:
@@ -98,7 +92,7 @@ def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = No
     found = _sizes(checkpoint)
     taken = hashes_of(checkpoint, found) if hashes is None else dict(hashes)
     content = {"complete": True, "origin": asdict(origin), "files": found, "hashes": taken}
-    atomic_files.write_text(checkpoint / MARKER, json.dumps(content, indent=1, sort_keys=True))
+    atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps(content, indent=1, sort_keys=True))
     atomic_files.sync_names(checkpoint.parent)
     _remove(_aside(checkpoint))
 
@@ -115,7 +109,7 @@ def abandon(checkpoint: Path) -> None:
 def _sizes(checkpoint: Path) -> dict[str, int]:
     """All files but the marker."""
     found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
-    found.pop(MARKER, None)
+    found.pop(file_names.MARKER, None)
     return found
 
 
@@ -150,7 +144,7 @@ def read(checkpoint: Path) -> Marker | None:
     Raises:
         UserError: it is cut short or odd, or no file that can be read.
     """
-    path = checkpoint / MARKER
+    path = checkpoint / file_names.MARKER
     content = untrusted_files.read_json(path)
     if content is None:
         return None
@@ -223,11 +217,15 @@ def _flaw(checkpoint: Path) -> str:
     lacks = lacking(checkpoint)
     if lacks is not None:
         return next((_of_size(checkpoint / name, size) for name, size in lacks.items()), "")
-    if not untrusted_files.read_json(checkpoint / "trainer_state.json", most_values=MOST_LOGGED):
-        return "trainer_state.json, which Trainer writes last, is missing or empty"
-    sharded = (checkpoint / name for name in SHARDED if (checkpoint / name).is_dir())
-    cut = [path.name for path in sharded if not (path / ".metadata").is_file()]
-    return f"{cut[0]}/.metadata is missing" if cut else ""
+    if not untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED):
+        return f"{file_names.TRAINER_STATE}, which Trainer writes last, is missing or empty"
+    sharded = (
+        checkpoint / name
+        for name in (file_names.SHARDED_MODEL, file_names.SHARDED_OPTIMIZER)
+        if (checkpoint / name).is_dir()
+    )
+    cut = [path.name for path in sharded if not (path / file_names.DCP_METADATA).is_file()]
+    return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
 
 
 def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
@@ -244,7 +242,7 @@ def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0
     if marker is None:
         return ""
     if extra := next(filter(wanted, _unlisted(checkpoint, marker)), ""):
-        return f"{extra} is not in the list of {MARKER}"
+        return f"{extra} is not in the list of {file_names.MARKER}"
     names = [name for name in marker.hashes if wanted(name) and (checkpoint / name).exists()]
     found = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
     wrong = sorted(name for name, one in found.items() if one != marker.hashes[name])
@@ -258,7 +256,7 @@ def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
     """
     listed = marker.sizes.keys() | marker.hashes.keys()
     ranks = {found[1] for name in listed if (found := OF_RANK.search(name))}
-    extra = [name for name in _sizes(checkpoint) if name.startswith(OWN) and name not in listed]
+    extra = [name for name in _sizes(checkpoint) if name.startswith(file_names.OF_CHECKPOINTS) and name not in listed]
     return [name for name in extra if not (ranks and (found := OF_RANK.search(name)) and found[1] not in ranks)]
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import torch_zip
+from accel_fsdp.checkpoints import file_names, torch_zip
 from accel_fsdp.checkpoints.pickle_opcodes import Inert
 from accel_fsdp.checkpoints.safe_unpickle import ERRORS, unpickle
-from accel_fsdp.checkpoints.tensor_storage import Reader, Record, Stored, damaged, tensor
+from accel_fsdp.checkpoints.tensor_storage import FileReader, FileRecord, Stored, damaged, tensor
 from accel_fsdp.checkpoints.torch_zip import DTYPES, TENSORS, Archive, Storage, View
 from accel_fsdp.errors import UserError
 
-METADATA = ".metadata"
 DATA = "data/0"
 """The record of an archive's first tensor."""
 CRC_BYTES = 4
@@ -104,7 +103,7 @@ class Entry:
         return tensor(name, self.dtype, self.shape, [view.piece(offsets) for offsets, view in self.chunks])
 
 
-def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+def read(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
     """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read.
 
     Raises:
@@ -113,7 +112,7 @@ def read(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
     return {entry.path: entry.stored(name) for name, entry in entries(folder, reader).items()}
 
 
-def entries(folder: Path, reader: Reader) -> dict[str, Entry]:
+def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
     """The tensors that a folder lists, by their flat names, each with its chunks; none is read.
 
     Pickled values, such as learning rates, are passed over.
@@ -121,7 +120,7 @@ def entries(folder: Path, reader: Reader) -> dict[str, Entry]:
     Raises:
         UserError: a file is missing, damaged, outside of the folder, or names code.
     """
-    path = folder / METADATA
+    path = folder / file_names.DCP_METADATA
     content = untrusted_files.read_bytes(path, LARGEST_METADATA)
     if content is None:
         raise damaged(path, "is missing")
@@ -139,7 +138,7 @@ class _Chunks:
     apart; of the others only the checksum is another.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: FileReader) -> None:
         self.reader = reader
         self._kinds: dict[tuple[int, tuple[int, ...]], tuple[bytes, int, View]] = {}
 
@@ -154,7 +153,7 @@ class _Chunks:
             crc = self.reader.bytes_of(item.path, item.start + entry + torch_zip.CRC_AT, CRC_BYTES)
             if crc != bytes(CRC_BYTES) and self.reader.bytes_of(item.path, item.start, len(head)) == head:
                 length = like.storage.record.length
-                record = Record(item.path, item.start + len(head), length, int.from_bytes(crc, "little"))
+                record = FileRecord(item.path, item.start + len(head), length, int.from_bytes(crc, "little"))
                 return View(Storage(like.dtype, record), like.dtype, like.offset, like.shape, like.strides)
         return self._taken_apart(item, sizes)
 
@@ -169,7 +168,7 @@ class _Chunks:
         return view
 
 
-def _entries(folder: Path, reader: Reader, metadata: dict[str, Any]) -> dict[str, Entry]:
+def _entries(folder: Path, reader: FileReader, metadata: dict[str, Any]) -> dict[str, Entry]:
     chunks = _Chunks(reader)
     items = _items(folder, reader, metadata["storage_data"])
     paths = metadata.get("planner_data") or {}
@@ -192,7 +191,7 @@ def _path(keys: Any) -> tuple[str, ...]:
     return tuple(map(str, keys))
 
 
-def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
+def _items(folder: Path, reader: FileReader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
     """The place of each chunk by name and offset, all of them in plain files of the folder."""
     found: dict[tuple[str, Any], _Item] = {}
     known: dict[str, tuple[Path, int]] = {}
@@ -200,7 +199,7 @@ def _items(folder: Path, reader: Reader, listed: dict[_Index, _Place]) -> dict[t
         name = _text(place.state["relative_path"])
         at, length = torch_zip.size((place.state["offset"], place.state["length"]))
         if name not in known:
-            inner = untrusted_files.inside(folder, name, METADATA)
+            inner = untrusted_files.inside(folder, name, file_names.DCP_METADATA)
             known[name] = inner, reader.size_of(inner)
         path, size_bytes = known[name]
         if place.state.get("transform_descriptors"):
@@ -228,6 +227,6 @@ def _entry(
             raise ValueError("a chunk without a place")
         view = chunks.view(item, sizes)
         if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
-            raise damaged(item.path, f"holds something else than {METADATA} says of {name}")
+            raise damaged(item.path, f"holds something else than {file_names.DCP_METADATA} says of {name}")
         found.append((offsets, view))
     return Entry(path, dtype, shape, tuple(found))

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import torch_zip
+from accel_fsdp.checkpoints import file_names, torch_zip
 from accel_fsdp.checkpoints.pickle_opcodes import Inert
 from accel_fsdp.checkpoints.safe_unpickle import ERRORS
-from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Stored, damaged
+from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, FileReader, Piece, Stored, damaged
 from accel_fsdp.checkpoints.torch_zip import TENSORS, View
 from accel_fsdp.errors import UserError
 
-Span = tuple[View, int, int]
+ViewSpan = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
 LONGEST_NAME = 4096
 Groups = list[View]
@@ -53,19 +53,29 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 def folder_of(checkpoint: Path) -> Path | None:
     """The folder of the ranks' files: `global_stepN` as the file `latest` says, else the highest; None without one."""
-    if any(checkpoint.glob("*_optim_states.pt")):
+    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint
-    name = (untrusted_files.read_text(checkpoint / "latest", LONGEST_NAME) or "").strip()
-    steps = sorted(checkpoint.glob("global_step*"), key=lambda path: _numbers(path.name))
+    name = latest(checkpoint)
+    steps = sorted(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"), key=lambda path: _numbers(path.name))
     named = [path for path in steps if path.name == name]
     return named[0] if named else steps[-1] if steps else None
+
+
+def latest(checkpoint: Path) -> str | None:
+    """The folder that DeepSpeed's file `latest` names; None where there is no such file.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    text = untrusted_files.read_text(checkpoint / file_names.LATEST, LONGEST_NAME)
+    return None if text is None else text.strip()
 
 
 def _numbers(name: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
-def read(folder: Path, reader: Reader, optimizer_too: bool = False) -> dict[tuple[str, ...], Stored]:
+def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> dict[tuple[str, ...], Stored]:
     """All parameters in float32, frozen ones and buffers as they are, by path; no tensor is read.
 
     With `optimizer_too` also its state, the paths of which begin as in the nested state dict of other checkpoints.
@@ -73,10 +83,10 @@ def read(folder: Path, reader: Reader, optimizer_too: bool = False) -> dict[tupl
     Raises:
         UserError: a rank's file is missing or damaged, or the checkpoint is of tensor or pipeline parallel ranks.
     """
-    optimizer = sorted(folder.glob("*_optim_states.pt"), key=lambda path: _numbers(path.name))
-    model = sorted(folder.glob("*_model_states.pt"), key=lambda path: _numbers(path.name))
+    optimizer = sorted(folder.glob(file_names.ZERO_OPTIMIZERS), key=lambda path: _numbers(path.name))
+    model = sorted(folder.glob(file_names.ZERO_MODELS), key=lambda path: _numbers(path.name))
     if not model or not optimizer:
-        lacking = "*_model_states.pt" if not model else "*_optim_states.pt"
+        lacking = file_names.ZERO_MODELS if not model else file_names.ZERO_OPTIMIZERS
         raise damaged(folder, f"holds no {lacking}")
     try:
         return _read(folder, reader, model, optimizer, optimizer_too)
@@ -85,7 +95,7 @@ def read(folder: Path, reader: Reader, optimizer_too: bool = False) -> dict[tupl
 
 
 def _read(
-    folder: Path, reader: Reader, model: list[Path], optimizer: list[Path], optimizer_too: bool
+    folder: Path, reader: FileReader, model: list[Path], optimizer: list[Path], optimizer_too: bool
 ) -> dict[tuple[str, ...], Stored]:
     loaded = [torch_zip.load(reader, path, ADMITTED) for path in model]
     first = loaded[0]
@@ -136,7 +146,7 @@ def _frozen(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
     }
 
 
-def _whole(view: View) -> Span:
+def _whole(view: View) -> ViewSpan:
     return view, 0, prod(view.shape)
 
 
@@ -158,7 +168,7 @@ def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
     for shapes in first["param_shapes"]:
         for name, shape in shapes.items():
             share = -(-prod(shape) // len(ranks))
-            spans: list[Span] = []
+            spans: list[ViewSpan] = []
             for groups in ranks:
                 spans += _cut([_whole(group) for group in groups], at, at + share)
             found[name] = _joined(name, shape, spans)
@@ -166,7 +176,7 @@ def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
     return found
 
 
-def _cut(spans: list[Span], start: int, stop: int) -> Iterator[Span]:
+def _cut(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:
     """Elements `start` to `stop` of spans laid end to end."""
     at = 0
     for view, first, last in spans:
@@ -176,7 +186,7 @@ def _cut(spans: list[Span], start: int, stop: int) -> Iterator[Span]:
         at += last - first
 
 
-def _joined(name: str, shape: tuple[int, ...], spans: list[Span]) -> Stored:
+def _joined(name: str, shape: tuple[int, ...], spans: list[ViewSpan]) -> Stored:
     """A tensor of spans laid end to end; what is left over at the end is padding."""
     pieces, at, total = [], 0, prod(shape)
     for view, first, last in spans:

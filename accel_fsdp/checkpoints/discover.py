@@ -8,34 +8,23 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, deepspeed, safetensors_header, summary, tensor_names
-from accel_fsdp.checkpoints.dcp import METADATA
+from accel_fsdp.checkpoints import completeness, deepspeed, file_names, safetensors_header, summary, tensor_names
 from accel_fsdp.errors import UsageError, UserError
 
-Kind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
-ACCELERATE_MODEL = "pytorch_model_fsdp"
-FULL, LOCAL = f"{ACCELERATE_MODEL}.bin", f"{ACCELERATE_MODEL}_rank*.bin"
+CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
 OPTIMIZERS = ("optim", "optimizer")
-NOT_WEIGHTS = (*summary.STATE, "random_states", "rng", "optim", "train_state", "dataloader")
-STATE_FILES = tuple(name for name in NOT_WEIGHTS if name != ACCELERATE_MODEL)
-"""How the names begin of what an export can do without: people delete optimizers to save disk."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
-SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
 """How a file ends that is one of several of a model."""
 DEPTH = 2
 EXPORTED = ("safetensors", "adapter")
-DESCRIBED = "model"
-"""The folder in which a run describes the model that it trains, before the first step: never what it trained."""
-REPORT = "export.json"
-"""What only exports hold; nobody means them by the name of the run that they lie in."""
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointLocation:
     """A checkpoint or model: what kind, the folder that a user would name, where its weights lie, and what it lacks."""
 
-    kind: Kind
+    kind: CheckpointKind
     folder: Path
     weights: Path
     missing: tuple[str, ...] = ()
@@ -61,7 +50,7 @@ class Found:
 SIZED = {".distcp", ".bin", ".safetensors", ".pt", ".pth"}
 
 
-def look(folder: Path) -> Found | None:
+def look(folder: Path) -> CheckpointLocation | None:
     """What `folder` itself is: a checkpoint, an exported model, or the inner folder of one; None if none of them."""
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         found = read(folder)
@@ -76,9 +65,9 @@ def _is_temporary(folder: Path) -> bool:
     return folder.name.startswith(".") and folder.name.endswith(".tmp")
 
 
-def _sharded(folder: Path) -> Found | None:
+def _sharded(folder: Path) -> CheckpointLocation | None:
     inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
-    named = [path for path in inner if path.name.startswith(ACCELERATE_MODEL)]
+    named = [path for path in inner if path.name.startswith(file_names.FSDP_MODEL)]
     named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
     if _is_dcp(folder):
         named = [folder]
@@ -86,14 +75,14 @@ def _sharded(folder: Path) -> Found | None:
         return None
     place = named[0]
     optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
-    lacking = [] if (place / METADATA).is_file() else [f"{place.name}/{METADATA}"]
-    lacking += [] if any(place.glob("*.distcp")) else [f"{place.name}/*.distcp"]
-    outer = folder.parent if place == folder and folder.name.startswith(ACCELERATE_MODEL) else folder
-    return Found("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
+    lacking = [] if (place / file_names.DCP_METADATA).is_file() else [f"{place.name}/{file_names.DCP_METADATA}"]
+    lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
+    outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
+    return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
-    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
+    return (folder / file_names.DCP_METADATA).is_file() or any(folder.glob(file_names.DCP_PARTS))
 
 
 def _unfinished(folder: Path) -> tuple[str, ...]:
@@ -102,7 +91,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
     `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
     """
     try:
-        lacks = completeness.lacking(folder, lambda name: not name.startswith(STATE_FILES))
+        lacks = completeness.lacking(folder, lambda name: not name.startswith(file_names.SPARED))
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
     if lacks is not None:
@@ -110,12 +99,16 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
             f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
         )
     numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
-    done = (folder / "trainer_state.json").is_file() or any(folder.glob("random_states_*"))
-    trainers = any(folder.glob("scheduler.pt")) or any(folder.glob("rng_state*")) or any(folder.glob("optimizer*"))
-    return ("trainer_state.json",) if numbered and trainers and not done else ()
+    done = (folder / file_names.TRAINER_STATE).is_file() or any(folder.glob(f"{file_names.RANDOM_STATES}_*"))
+    trainers = (
+        (folder / file_names.SCHEDULER).exists()
+        or any(folder.glob(f"{file_names.RNG_STATE}*"))
+        or any(folder.glob("optimizer*"))
+    )
+    return (file_names.TRAINER_STATE,) if numbered and trainers and not done else ()
 
 
-def check_bytes(found: Found, optimizer: bool = False) -> None:
+def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:
     """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has.
 
     Raises:
@@ -126,7 +119,7 @@ def check_bytes(found: Found, optimizer: bool = False) -> None:
     def read(name: str) -> bool:
         path = found.folder / name
         return any(path == place or place in path.parents for place in places) or (
-            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(STATE_FILES)
+            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(file_names.SPARED)
         )
 
     if what := completeness.damage(found.folder, read):
@@ -137,58 +130,60 @@ def check_bytes(found: Found, optimizer: bool = False) -> None:
         )
 
 
-def _safetensors(folder: Path) -> Found | None:
+def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = _names(folder)
     except UserError as error:
-        return Found("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
+        return CheckpointLocation("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
     if not names:
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
-    return Found("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
+    return CheckpointLocation("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
 
 
 def _names(folder: Path) -> list[str]:
     """The safetensors files that a folder stands for: the one that from_pretrained prefers, else those of its index."""
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    return sorted(set(summary.weight_map(folder).values())) or [path.name for path in folder.glob(summary.SHARDS)]
+    if (folder / file_names.MODEL).is_file():
+        return [file_names.MODEL]
+    return summary.files_in(summary.weight_map(folder)) or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
 
 
-def _adapter(folder: Path) -> Found | None:
-    if not (folder / ADAPTER).is_file():
+def _adapter(folder: Path) -> CheckpointLocation | None:
+    if not (folder / file_names.ADAPTER).is_file():
         return None
-    lacking = () if (folder / "adapter_config.json").is_file() else ("adapter_config.json",)
-    return Found("adapter", folder, folder / ADAPTER, (*lacking, *_unfinished(folder)))
+    lacking = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
+    return CheckpointLocation("adapter", folder, folder / file_names.ADAPTER, (*lacking, *_unfinished(folder)))
 
 
-def adapter_beside(found: Found) -> Found | None:
+def adapter_beside(found: CheckpointLocation) -> CheckpointLocation | None:
     """The adapter in the folder of a whole model, which is the one that the folder's name stands for."""
     return _adapter(found.folder) if found.kind == "safetensors" and found.weights == found.folder else None
 
 
-def _full(folder: Path) -> Found | None:
-    path = folder / FULL
-    return Found("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
+def _full(folder: Path) -> CheckpointLocation | None:
+    path = folder / file_names.FULL_MODEL
+    return CheckpointLocation("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
 
 
-def _zero(folder: Path) -> Found | None:
+def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed.folder_of(folder)
     if place is None:
         return None
-    lacking = [name for name in ("*_model_states.pt", "*_optim_states.pt") if not any(place.glob(name))]
-    outer = folder.parent if place == folder and folder.name.startswith("global_step") else folder
-    return Found("ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer)))
+    lacking = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
+    outer = folder.parent if place == folder and folder.name.startswith(file_names.GLOBAL_STEP) else folder
+    return CheckpointLocation(
+        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer))
+    )
 
 
-def _single(folder: Path) -> Found | None:
+def _single(folder: Path) -> CheckpointLocation | None:
     paths = [path for kind in ("*.pth", "*.bin", "*.pt") for path in sorted(folder.glob(kind)) if is_single(path)]
-    return Found("torch.save", folder, paths[0]) if len(paths) == 1 else None
+    return CheckpointLocation("torch.save", folder, paths[0]) if len(paths) == 1 else None
 
 
 def is_single(path: Path) -> bool:
     """Whether a file's name is one for weights."""
-    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(NOT_WEIGHTS)
+    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(file_names.NOT_WEIGHTS)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -197,7 +192,7 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in inner if path.is_dir() and not path.name.startswith("."))
 
 
-def listed(run: Path) -> list[Found]:
+def listed(run: Path) -> list[CheckpointLocation]:
     """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
     found = look(run)
     if found is not None and found.kind != "torch.save":
@@ -212,7 +207,7 @@ def listed(run: Path) -> list[Found]:
 
 def _is_trained(folder: Path) -> bool:
     """Whether a run's folder may be its result: not the model it began with, nor an export."""
-    return folder.name != DESCRIBED and not (folder / REPORT).is_file()
+    return folder.name != file_names.DESCRIBED and not (folder / file_names.REPORT).is_file()
 
 
 def _is_run(folder: Path) -> bool:
@@ -225,7 +220,7 @@ def _all_below(folder: Path, depth: int) -> Iterator[Path]:
         yield from _all_below(path, depth - 1) if depth > 1 else ()
 
 
-def find(path: Path) -> tuple[Found, list[Found]]:
+def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     """The checkpoint that `path` means, of a run the newest complete one, and those newer that were passed over.
 
     Raises:
@@ -247,14 +242,14 @@ def find(path: Path) -> tuple[Found, list[Found]]:
     return whole[-1], found[found.index(whole[-1]) + 1 :]
 
 
-def _check_links(found: Found, named: Path) -> None:
+def _check_links(found: CheckpointLocation, named: Path) -> None:
     """Refuses parts of a checkpoint that a link puts there, from outside of what the user named."""
     for part in (found.folder, found.weights, found.optimizer):
         if part is not None and part.is_relative_to(named):
             untrusted_files.check_folder(part, named)
 
 
-def of_adapter(found: Found, name: str) -> Found:
+def of_adapter(found: CheckpointLocation, name: str) -> CheckpointLocation:
     """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own.
 
     Raises:
@@ -272,7 +267,7 @@ def of_adapter(found: Found, name: str) -> Found:
     return inner or found
 
 
-def others(found: Found) -> list[str]:
+def others(found: CheckpointLocation) -> list[str]:
     """The adapters in folders of an adapter's folder."""
     return [path.name for path in _folders(found.folder) if found.kind == "adapter" and _adapter(path)]
 
@@ -287,44 +282,44 @@ def _meant(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
-    if place.is_file() and (place.suffix == ".distcp" or place.name == METADATA):
+    if place.is_file() and (place.suffix == ".distcp" or place.name == file_names.DCP_METADATA):
         return place.parent
     return place
 
 
-def _of_file(path: Path) -> Found | None:
+def _of_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
-    if path.name == FULL:
-        return Found("FSDP full", path.parent, path, _unfinished(path.parent))
-    if path.suffix == ".safetensors" and not path.name.startswith(NOT_WEIGHTS):
+    if path.name == file_names.FULL_MODEL:
+        return CheckpointLocation("FSDP full", path.parent, path, _unfinished(path.parent))
+    if path.suffix == ".safetensors" and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _of_safetensors(path)
     if is_single(path):
-        return Found("torch.save", path.parent, path, _unfinished(path.parent))
+        return CheckpointLocation("torch.save", path.parent, path, _unfinished(path.parent))
     return None
 
 
-def _of_safetensors(path: Path) -> Found | None:
+def _of_safetensors(path: Path) -> CheckpointLocation | None:
     """The model or adapter that a file is, or is a part of; never what another file beside it holds.
 
     Raises:
         UserError: it is a part of a model whose other parts aren't known, or aren't what its folder stands for.
     """
     folder = path.parent
-    if path.name == ADAPTER:
+    if path.name == file_names.ADAPTER:
         return _adapter(folder)
     if path.name in _names(folder):
         return _safetensors(folder)
     if PART.search(path.name):
-        other = (folder / SINGLE).is_file()
+        other = (folder / file_names.MODEL).is_file()
         raise UserError(
             f"{path} is a part of a model, "
-            + (f"and {SINGLE} beside it is what the folder stands for" if other else "and no index lists it"),
+            + (f"and {file_names.MODEL} beside it is what the folder stands for" if other else "and no index lists it"),
             why="the other parts of the model would be missing",
-            fix=f"move {SINGLE} away, or name that" if other else f"put {summary.INDEX} beside it",
+            fix=f"move {file_names.MODEL} away, or name that" if other else f"put {file_names.INDEX} beside it",
         )
-    kind: Kind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
-    return Found(kind, folder, path, _unfinished(folder))
+    kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
+    return CheckpointLocation(kind, folder, path, _unfinished(folder))
 
 
 def _nothing(path: Path, place: Path) -> UserError:
@@ -334,9 +329,12 @@ def _nothing(path: Path, place: Path) -> UserError:
             why="there is nothing to export",
             fix=f"give the checkpoint's folder: {place.parent}",
         )
-    if any(any(folder.glob(LOCAL)) for folder in (place if place.is_dir() else place.parent, *_folders(place))):
+    if any(
+        any(folder.glob(file_names.LOCAL_MODELS))
+        for folder in (place if place.is_dir() else place.parent, *_folders(place))
+    ):
         return UserError(
-            f"{path} is of LOCAL_STATE_DICT: {LOCAL}",
+            f"{path} is of LOCAL_STATE_DICT: {file_names.LOCAL_MODELS}",
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
@@ -352,9 +350,9 @@ def _nothing(path: Path, place: Path) -> UserError:
     )
 
 
-def _below(folder: Path, depth: int) -> Iterator[Found]:
+def _below(folder: Path, depth: int) -> Iterator[CheckpointLocation]:
     for path in _folders(folder):
-        found = listed(path) if path.name != DESCRIBED else []
+        found = listed(path) if path.name != file_names.DESCRIBED else []
         yield from found[-1:]
         if not found and depth > 1:
             yield from _below(path, depth - 1)

@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import dcp, deepspeed, discover, safetensors_header, summary, tensor_names, torch_zip
-from accel_fsdp.checkpoints.discover import Found
+from accel_fsdp.checkpoints import (
+    dcp,
+    deepspeed,
+    file_names,
+    safetensors_header,
+    summary,
+    tensor_names,
+    torch_zip,
+)
+from accel_fsdp.checkpoints.discover import CheckpointLocation
 from accel_fsdp.checkpoints.tensor_names import clean_name
-from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, Piece, Reader, Record, Stored, damaged, tensor
+from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, FileReader, FileRecord, Piece, Stored, damaged, tensor
 from accel_fsdp.checkpoints.torch_zip import View
 from accel_fsdp.errors import UsageError, UserError
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
-SINGLE = discover.SINGLE
 Paths = Mapping[tuple[str, ...], Stored]
 
 
@@ -34,7 +41,7 @@ class Weights:
     filed: bool = False
 
 
-def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | None = None) -> Weights:
+def read(found: CheckpointLocation, reader: FileReader, optimizer: bool = False, adapter: str | None = None) -> Weights:
     """Finds all tensors of a checkpoint; none is read. Of several adapters it takes the one named `adapter`.
 
     Raises:
@@ -52,7 +59,7 @@ def read(found: Found, reader: Reader, optimizer: bool = False, adapter: str | N
     return made
 
 
-def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) -> Weights:
+def _read(found: CheckpointLocation, reader: FileReader, optimizer: bool, adapter: str | None) -> Weights:
     if found.kind == "safetensors":
         state = _full_optimizer(found.folder, reader) if optimizer else {}
         return Weights(of_place(found.weights), optimizer=split(state).optimizer, filed=True)
@@ -72,20 +79,20 @@ def _read(found: Found, reader: Reader, optimizer: bool, adapter: str | None) ->
     return split(paths, adapter)
 
 
-def _full_optimizer(folder: Path, reader: Reader) -> dict[tuple[str, ...], Stored]:
+def _full_optimizer(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
     """What Accelerate saves beside a full state dict and beside safetensors files alike; empty if it isn't there."""
-    path = folder / "optimizer.bin"
+    path = folder / file_names.FULL_OPTIMIZER
     state = torch_zip.load(reader, path) if path.is_file() else {}
     return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}
 
 
 def _files_of(folder: Path, listed: Mapping[str, str]) -> list[Path]:
     """The safetensors files of a model's folder, as `from_pretrained` takes them: the one, else those of an index."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+    if (folder / file_names.MODEL).is_file():
+        return [folder / file_names.MODEL]
     if listed:
-        return [untrusted_files.inside(folder, name, summary.INDEX) for name in sorted(set(listed.values()))]
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(summary.SHARDS))
+        return [untrusted_files.inside(folder, name, file_names.INDEX) for name in summary.files_in(listed)]
+    return sorted(folder.glob(file_names.MODELS)) or sorted(folder.glob(file_names.RANKS_MODEL))
 
 
 def of_place(place: Path) -> dict[str, Stored]:
@@ -104,13 +111,13 @@ def of_folder(folder: Path) -> dict[str, Stored]:
         UserError: it holds no safetensors files, or damaged ones; its index is damaged, names files elsewhere, or lists
             a tensor that is in none of them.
     """
-    listed = {} if (folder / SINGLE).is_file() else summary.weight_map(folder)
+    listed = {} if (folder / file_names.MODEL).is_file() else summary.weight_map(folder)
     found = _of_files(_files_of(folder, listed))
     if lacking := sorted(listed.keys() - found.keys()):
-        raise damaged(folder / summary.INDEX, f"lists {lacking[0]}, which is in none of its files")
+        raise damaged(folder / file_names.INDEX, f"lists {lacking[0]}, which is in none of its files")
     if not found:
         raise UserError(
-            f"{folder} holds no model*.safetensors",
+            f"{folder} holds no {file_names.MODELS}",
             why="its weights are needed, to be exported or for an adapter to be merged into",
             fix="give the model with its weights: --model ID_OR_FOLDER",
         )
@@ -151,7 +158,9 @@ def _of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_header.Tens
         raise damaged(one.file, f"and its siblings hold parts of {name} that don't belong together")
     ends = [tuple(map(add, at, part.shape)) for at, part in parts.items()]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
-    pieces = [Piece(Record(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()]
+    pieces = [
+        Piece(FileRecord(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()
+    ]
     return tensor(name, one.dtype, shape, pieces)
 
 

@@ -3,22 +3,18 @@
 import mmap
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import completeness, safetensors_header
+from accel_fsdp.checkpoints import completeness, file_names, safetensors_header
 from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
 
-INDEX = "model.safetensors.index.json"
-SHARDS = "shard-*.safetensors"
-"""Files of torch's HuggingFaceStorageWriter, in which each rank has put its part of every tensor."""
 TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
-STATE = ("pytorch_model_fsdp", "optimizer", "scheduler", "training_args", "rng_state", "scaler")
-"""How files begin that end like weights and are none that `from_pretrained` could load."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ def tensors_of(path: Path) -> dict[str, Tensor] | None:
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """The tensors of all `model*.safetensors` in a folder; broken files count for nothing."""
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in sorted(folder.glob(file_names.MODELS)):
         found |= tensors_of(path) or {}
     return found
 
@@ -97,13 +93,18 @@ def weight_map(folder: Path) -> dict[str, str]:
     Raises:
         UserError: the index can't be read, or is none.
     """
-    index = untrusted_files.read_json(folder / INDEX)
+    index = untrusted_files.read_json(folder / file_names.INDEX)
     if index is None:
         return {}
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
-        raise untrusted_files.broken(folder / INDEX, "is damaged: no list of tensors and their files")
+        raise untrusted_files.broken(folder / file_names.INDEX, "is damaged: no list of tensors and their files")
     return listed
+
+
+def files_in(listed: Mapping[str, str]) -> list[str]:
+    """The files of a `weight_map`, each once."""
+    return sorted(set(listed.values()))
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
@@ -136,31 +137,31 @@ def _facts(folder: Path) -> CheckpointFacts:
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
     held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
     names = {path.name for path in held}
-    sharded = [path for path in held if path.is_dir() and any(path.glob("*.distcp"))]
+    sharded = [path for path in held if path.is_dir() and any(path.glob(file_names.DCP_PARTS))]
     read = {path: tensors_of(path) for path in held if path.suffix == ".safetensors"}
-    adapter = read.get(folder / "adapter_model.safetensors")
+    adapter = read.get(folder / file_names.ADAPTER)
     everything = {name: one for tensors in read.values() for name, one in (tensors or {}).items()}
-    config = read_json(folder / "config.json")
+    config = read_json(folder / file_names.CONFIG)
     pair = tied_pair(everything)
     return CheckpointFacts(
         name=str(folder),
         sharded=any(path.name.startswith("pytorch_model") for path in sharded),
-        full="pytorch_model_fsdp.bin" in names,
-        hub=any(Path(name).suffix in WEIGHTS and not name.startswith(STATE) for name in names),
+        full=file_names.FULL_MODEL in names,
+        hub=any(Path(name).suffix in WEIGHTS and not name.startswith(file_names.STATE) for name in names),
         optimizer=any(name.startswith("optimizer") for name in names),
-        scheduler="scheduler.pt" in names,
-        by_accelerator=any(name.startswith("random_states_") for name in names),
-        unfinished=completeness.flaw(folder) if (folder / completeness.MARKER).exists() else "",
-        trainer_state="trainer_state.json" in names,
-        rng_states=sum(name.startswith("rng_state") for name in names),
-        without_metadata=tuple(path.name for path in sharded if not (path / ".metadata").is_file()),
+        scheduler=file_names.SCHEDULER in names,
+        by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),
+        unfinished=completeness.flaw(folder) if (folder / file_names.MARKER).exists() else "",
+        trainer_state=file_names.TRAINER_STATE in names,
+        rng_states=sum(name.startswith(file_names.RNG_STATE) for name in names),
+        without_metadata=tuple(path.name for path in sharded if not (path / file_names.DCP_METADATA).is_file()),
         broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),
         adapter_tensors=None if adapter is None else len(adapter),
         empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),
         tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
         cache_off=config.get("use_cache") is False,
         architecture=_architecture(config),
-        has_config=bool(names & {"config.json", "tokenizer.json", "tokenizer_config.json"}),
+        has_config=bool(names & {file_names.CONFIG, file_names.TOKENIZER, file_names.TOKENIZER_CONFIG}),
         private=next((path.name for path in read if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
     )
 

@@ -49,7 +49,7 @@ def damaged(path: Path, what: str) -> UserError:
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """A run of bytes in a file, and its CRC-32 where the file has one."""
 
     path: Path
@@ -62,7 +62,7 @@ class Record:
 class Piece:
     """A box of a tensor, stored in C order (or with `strides`, in elements) from `skip` bytes into its record on."""
 
-    record: Record
+    record: FileRecord
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     skip: int = 0
@@ -84,7 +84,7 @@ class Source(Protocol):
     def unit(self) -> int:
         """Elements."""
 
-    def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+    def read(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`."""
 
 
@@ -103,7 +103,7 @@ class Stored:
         row = prod(self.shape[1:])
         return 1 if self.flat or row > LONGEST_ROW else row
 
-    def read(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+    def read(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`, multiples of `unit`.
 
         Raises:
@@ -114,7 +114,7 @@ class Stored:
         else:
             self._read_boxes(reader, start, stop, buffer)
 
-    def _read_spans(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+    def _read_spans(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         item = ITEM_BYTES[self.dtype]
         first = bisect_right(self.pieces, start, key=lambda piece: piece.offsets[0]) - 1
         for piece in self.pieces[max(first, 0) :]:
@@ -126,7 +126,7 @@ class Stored:
                 view = buffer[(low - start) * item : (high - start) * item]
                 reader.read(piece.record, piece.skip + (low - at) * item, view)
 
-    def _read_boxes(self, reader: "Reader", start: int, stop: int, buffer: memoryview) -> None:
+    def _read_boxes(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         import numpy as np
 
         item, at = ITEM_BYTES[self.dtype], 0
@@ -167,7 +167,9 @@ def _in_row(
         yield (row, *offsets), (1, *sizes)
 
 
-def _fill(reader: "Reader", piece: Piece, item: int, target: "np.ndarray[Any, Any]", offsets: tuple[int, ...]) -> None:
+def _fill(
+    reader: "FileReader", piece: Piece, item: int, target: "np.ndarray[Any, Any]", offsets: tuple[int, ...]
+) -> None:
     """Fills `target` with the box of a piece that begins at `offsets`.
 
     It is read at once where its bytes lie together; else it is divided along the dimension in which they lie farthest
@@ -200,7 +202,7 @@ def c_order(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
 
 
-def part_of(reader: "Reader", source: Source, start: int, stop: int) -> bytearray:
+def part_of(reader: "FileReader", source: Source, start: int, stop: int) -> bytearray:
     """Elements `start` to `stop` of a tensor, in memory of their own."""
     content = bytearray((stop - start) * ITEM_BYTES[source.dtype])
     source.read(reader, start, stop, memoryview(content))
@@ -265,15 +267,15 @@ def _meet(one: Piece, other: Piece) -> bool:
     return all(at < there + length and there < at + size for at, size, there, length in sides)
 
 
-class Reader:
+class FileReader:
     """Reads records from several threads and keeps the checksum of every part read."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self._parts: dict[Record, list[tuple[int, int, int]]] = {}
+        self._parts: dict[FileRecord, list[tuple[int, int, int]]] = {}
 
-    def read(self, record: Record, skip: int, view: memoryview) -> None:
+    def read(self, record: FileRecord, skip: int, view: memoryview) -> None:
         """Fills `view` from `skip` bytes into the record on.
 
         Raises:
@@ -287,7 +289,7 @@ class Reader:
             with self._lock:
                 self._parts.setdefault(record, []).append(part)
 
-    def read_out_of_order(self, record: Record, skip: int, view: memoryview) -> None:
+    def read_out_of_order(self, record: FileRecord, skip: int, view: memoryview) -> None:
         """As `read`, for many small parts; their checksum is taken in the end, of the whole record.
 
         Raises:
@@ -349,7 +351,7 @@ class Reader:
                 )
         return len(self._parts)
 
-    def _checksum(self, record: Record, parts: list[tuple[int, int, int]]) -> int:
+    def _checksum(self, record: FileRecord, parts: list[tuple[int, int, int]]) -> int:
         total, at = 0, 0
         for skip, length, crc in [*parts, (record.length, 0, 0)]:
             while at < skip:

@@ -17,9 +17,9 @@ from accel_fsdp.checkpoints.safe_unpickle import unpickle
 from accel_fsdp.checkpoints.tensor_storage import (
     ITEM_BYTES,
     TORCH_NAMES,
+    FileReader,
+    FileRecord,
     Piece,
-    Reader,
-    Record,
     Stored,
     damaged,
     tensor,
@@ -72,7 +72,7 @@ class Storage:
     """A storage: the dtype that its class says, and its record."""
 
     dtype: str
-    record: Record
+    record: FileRecord
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Archive:
     chunk, ten thousand of them.
     """
 
-    def __init__(self, reader: Reader, path: Path, start: int, length: int) -> None:
+    def __init__(self, reader: FileReader, path: Path, start: int, length: int) -> None:
         """Reads the list of records.
 
         Raises:
@@ -232,7 +232,7 @@ class Archive:
             return self.head[at : at + count]
         return self.reader.bytes_of(self.path, self.start + at, count)
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> FileRecord:
         """Where a record's bytes lie, behind its local header.
 
         Raises:
@@ -247,7 +247,7 @@ class Archive:
         begin = slot.header + LOCAL_FIELDS.size + sum(LOCAL_FIELDS.unpack(head)[1:])
         if begin + slot.size > self.length:
             raise damaged(self.path, "has a record that ends behind it")
-        return Record(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
+        return FileRecord(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
 
     def content_of(self, name: str) -> bytes:
         """One small record, checked.
@@ -333,7 +333,7 @@ def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
     raise ValueError("a size is missing")
 
 
-def load(reader: Reader, path: Path, more: Admitted | None = None) -> Any:
+def load(reader: FileReader, path: Path, more: Admitted | None = None) -> Any:
     """The object in a file of torch.save, with a `View` for each tensor; no tensor is read.
 
     `more`: names that it may hold besides tensors.

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.config.schema import Engine
-from accel_fsdp.config.vocabulary import Method
+from accel_fsdp.config.vocabulary import Engine, Method
 
 Effect = Literal["stops", "stops when it saves", "trains something else", "saves nothing"]
 Recompute = Literal["none", "engine", "script"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from accel_fsdp.config.schema import BY_NAME, Engine, full_name
-from accel_fsdp.config.vocabulary import STATE_DICT_TYPES, STRATEGIES
+from accel_fsdp.config.schema import BY_NAME, full_name
+from accel_fsdp.config.vocabulary import DISTRIBUTED_TYPES, STATE_DICT_TYPES, STRATEGIES, Engine
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
@@ -41,12 +41,12 @@ class JobConfig:
     def engine(self) -> Engine:
         """The engine that Accelerate will choose."""
         kind = str(self.values.get("distributed_type"))
-        if kind == "FSDP":
+        if kind == DISTRIBUTED_TYPES[Engine.FSDP1]:
             first = self.fsdp_version == "1" or self.fsdp("fsdp_version") is None
             return Engine.FSDP1 if first else Engine.FSDP2
         if kind in DDP_TYPES:
             return Engine.DDP
-        return {"DEEPSPEED": Engine.DEEPSPEED, "XLA": Engine.TPU}.get(kind, Engine.NONE)
+        return {DISTRIBUTED_TYPES[one]: one for one in (Engine.DEEPSPEED, Engine.TPU)}.get(kind, Engine.NONE)
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""

@@ -11,18 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from accel_fsdp.config.vocabulary import STRATEGIES
-
-
-class Engine(Enum):
-    """What a YAML trains with; the value is how it is shown."""
-
-    NONE = "one process"
-    DDP = "DDP"
-    FSDP1 = "FSDP1"
-    FSDP2 = "FSDP2"
-    DEEPSPEED = "DeepSpeed"
-    TPU = "TPU"
+from accel_fsdp.config.vocabulary import STRATEGIES, Engine
 
 
 class Kind(Enum):

@@ -1,9 +1,50 @@
 """The names that an Accelerate YAML and its users give to methods, engines, strategies and dtypes."""
 
+from collections.abc import Mapping
+from enum import Enum
 from typing import Literal
 
+
+class Engine(Enum):
+    """What a YAML trains with; the value is how it is shown."""
+
+    NONE = "one process"
+    DDP = "DDP"
+    FSDP1 = "FSDP1"
+    FSDP2 = "FSDP2"
+    DEEPSPEED = "DeepSpeed"
+    TPU = "TPU"
+
+
+DISTRIBUTED_TYPES: Mapping[Engine, str] = {
+    Engine.DDP: "MULTI_GPU",
+    Engine.FSDP1: "FSDP",
+    Engine.FSDP2: "FSDP",
+    Engine.DEEPSPEED: "DEEPSPEED",
+    Engine.TPU: "XLA",
+}
+"""What `distributed_type` says; of DDP that on GPUs."""
 Method = Literal["full", "lora", "qlora"]
 EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
+"""The wizard's `--engine`; the version of FSDP is a question of its own."""
+OTHER_ENGINES: Mapping[EngineName, Engine] = {"ddp": Engine.DDP, "deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}
+"""The wizard's engines other than FSDP."""
+FSDP_VERSIONS = {1: Engine.FSDP1, 2: Engine.FSDP2}
+ENGINE_NAMES: Mapping[Engine, EngineName] = {
+    **{engine: name for name, engine in OTHER_ENGINES.items()},
+    **dict.fromkeys(FSDP_VERSIONS.values(), "fsdp"),
+}
+EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
+"""The planner's engines."""
+PLANNED: Mapping[EngineKind, Engine] = {
+    "fsdp1": Engine.FSDP1,
+    "fsdp2": Engine.FSDP2,
+    "ddp": Engine.DDP,
+    "zero": Engine.DEEPSPEED,
+    "single": Engine.NONE,
+}
+MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
+"""What `migrate --to` takes: one of FSDP, or a stage of ZeRO."""
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -22,3 +63,23 @@ RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "H
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """Accelerate's `mixed_precision` as torch names the dtype."""
 LOW_DTYPES = ("bfloat16", "float16")
+
+
+def zero_name(stage: object) -> str:
+    """How people call a stage of DeepSpeed's."""
+    return f"ZeRO-{stage}"
+
+
+def deepspeed_name(stage: object) -> str:
+    """A stage of ZeRO with the name of who shards."""
+    return f"{Engine.DEEPSPEED.value} {zero_name(stage)}"
+
+
+TARGETS: Mapping[MigrationTarget, str] = {
+    "fsdp1": Engine.FSDP1.value,
+    "fsdp2": Engine.FSDP2.value,
+    "zero1": deepspeed_name(1),
+    "zero2": deepspeed_name(2),
+    "zero3": deepspeed_name(3),
+}
+"""What `migrate --to` takes, and how it is shown."""

@@ -12,23 +12,24 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import atomic_files, console, untrusted_files
-from accel_fsdp.checkpoints import Found, Reader, Weights, discover, open_checkpoint
+from accel_fsdp.checkpoints import CheckpointLocation, FileReader, Weights, discover, file_names, open_checkpoint
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
 from accel_fsdp.exporter.companion_files import Papers
-from accel_fsdp.exporter.contents import OtherPlan, Plan, Planner
-from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed
-from accel_fsdp.exporter.verification import Report
+from accel_fsdp.exporter.contents import ExportPlan, OtherPlan, Planner
+from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
+from accel_fsdp.exporter.verification import ExportReport
+from accel_fsdp.units import MIB, gb_or_mb
 
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 * MIB
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """As huggingface_hub divides files, which takes negative sizes too."""
 TEMPLATES = "additional_chat_templates"
 WRITTEN = (
     *companion_files.COPIED,
-    *("config.json", "adapter_config.json", discover.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
-    *("model*.safetensors", "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", "model.pth"),
-    *("vocab.txt", "*.jinja", "training_args.bin", "run.json", ".gitattributes"),
+    *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
+    *(file_names.MODELS, "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", file_names.TORCH_MODEL),
+    *("vocab.txt", "*.jinja", file_names.TRAINING_ARGS, file_names.RUN, ".gitattributes"),
 )
 """Files of a model: those of exports and of `save_pretrained`."""
 OPTIMIZER = "optimizer"
@@ -37,7 +38,7 @@ Verify = Literal["bytes", "load", "logits"]
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """The flags of the command; `dtype` as safetensors spells it."""
 
     src: Path
@@ -60,7 +61,7 @@ class Options:
     private: bool = False
 
 
-def run(options: Options) -> int:
+def run(options: ExportOptions) -> int:
     """Lists, checks or exports; returns the exit code.
 
     Raises:
@@ -84,26 +85,26 @@ def run(options: Options) -> int:
     return 0
 
 
-def show_list(options: Options) -> int:
+def show_list(options: ExportOptions) -> int:
     """What a run's folder holds."""
     found = discover.listed(options.src) or [discover.find(options.src)[0]]
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
         console.put(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str))
         return 0
-    rows = [(str(one.folder), one.kind, _size(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
+    rows = [(str(one.folder), one.kind, gb_or_mb(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
     styles = ["yellow" if one.missing else "" for one in found]
     console.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
     return 0
 
 
-def _out_of(options: Options) -> Path:
+def _out_of(options: ExportOptions) -> Path:
     if options.out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
     return options.out
 
 
-def exported(options: Options) -> Report:
+def exported(options: ExportOptions) -> ExportReport:
     """Writes OUT, complete and verified, or not at all.
 
     Raises:
@@ -111,12 +112,12 @@ def exported(options: Options) -> Report:
     """
     out = _out_of(options).resolve()
     try:
-        return _export(options, out)
+        return _find_and_export(options, out)
     except OSError as error:
         raise _failed(out, error) from error
 
 
-def _export(options: Options, out: Path) -> Report:
+def _find_and_export(options: ExportOptions, out: Path) -> ExportReport:
     _check_flags(options)
     found, newer = discover.find(options.src)
     for one in newer:
@@ -127,7 +128,7 @@ def _export(options: Options, out: Path) -> Report:
     console.say(str(found), style="cyan")
     _check_place(out, found, options.force)
     discover.check_bytes(found, options.with_optimizer)
-    reader = Reader()
+    reader = FileReader()
     try:
         with transformers_probe.aside() as pool:
             return _Export(options, out, found, reader, pool).run()
@@ -135,7 +136,7 @@ def _export(options: Options, out: Path) -> Report:
         reader.close()
 
 
-def _one_of_two(found: Found, options: Options) -> Found:
+def _one_of_two(found: CheckpointLocation, options: ExportOptions) -> CheckpointLocation:
     """Of a folder with a model and an adapter, the adapter where a flag is about it; a file that was named stays it."""
     beside = discover.adapter_beside(found) if options.src.is_dir() else None
     if beside is None or options.merge_adapter or options.adapter:
@@ -144,7 +145,7 @@ def _one_of_two(found: Found, options: Options) -> Found:
     return found
 
 
-def _one_adapter(found: Found, name: str | None) -> Found:
+def _one_adapter(found: CheckpointLocation, name: str | None) -> CheckpointLocation:
     if name is not None:
         return discover.of_adapter(found, name)
     for other in discover.others(found):
@@ -152,7 +153,7 @@ def _one_adapter(found: Found, name: str | None) -> Found:
     return found
 
 
-def _check_flags(options: Options) -> None:
+def _check_flags(options: ExportOptions) -> None:
     """What can be refused before anything is looked at."""
     _require_transformers(options.verify)
     size = options.max_shard_size.strip()
@@ -176,7 +177,7 @@ def _require_transformers(verify: Verify) -> None:
         require(f"--verify {verify}, unlike --verify bytes,", "transformers", "torch")
 
 
-def _check_place(out: Path, found: Found, force: bool) -> None:
+def _check_place(out: Path, found: CheckpointLocation, force: bool) -> None:
     """Keeps the source and other folders safe from being replaced."""
     place, source = out.resolve(), found.weights.resolve()
     if source.is_relative_to(place):
@@ -203,9 +204,7 @@ def _check_place(out: Path, found: Found, force: bool) -> None:
 
 
 def _is_model(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file() for name in (companion_files.CONFIG, companion_files.ADAPTER_CONFIG, discover.REPORT)
-    )
+    return any((folder / name).is_file() for name in (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT))
 
 
 def _is_of_model(path: Path) -> bool:
@@ -215,10 +214,10 @@ def _is_of_model(path: Path) -> bool:
     return any(path.match(pattern) for pattern in WRITTEN)
 
 
-def _check_model(out: Path, named: Papers, found: Found) -> None:
+def _check_model(out: Path, named: Papers, found: CheckpointLocation) -> None:
     """Keeps the model that the export reads from being replaced by it; a run's folder may hold its exports."""
     place, run = out.resolve(), found.folder.resolve().parent
-    described = [folder for folder in named.others if folder.name == companion_files.DESCRIBED]
+    described = [folder for folder in named.others if folder.name == file_names.DESCRIBED]
     for model in (named.folder, *described):
         used = model.resolve()
         if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (run, found.folder.resolve())):
@@ -233,13 +232,13 @@ def _check_model(out: Path, named: Papers, found: Found) -> None:
 class _Export:
     """One export; `pool` runs what needs transformers, beside the streaming."""
 
-    options: Options
+    options: ExportOptions
     out: Path
-    found: Found
-    reader: Reader
+    found: CheckpointLocation
+    reader: FileReader
     pool: Executor
 
-    def run(self) -> Report:
+    def run(self) -> ExportReport:
         """From the checkpoint to the folder in its place."""
         started, options = time.monotonic(), self.options
         named = companion_files.find(self.found, options.model, options.merge_adapter, options.adapter)
@@ -251,12 +250,12 @@ class _Export:
         dtype = options.dtype or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            plan = Plan(planner, None if adapter else asked, by_name=options.verify == "bytes")
+            plan = ExportPlan(planner, None if adapter else asked, by_name=options.verify == "bytes")
             report = self._proven(folder, plan, named, adapter)
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _proven(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
+    def _proven(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
         """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
         try:
             return self._attempt(folder, plan, named, adapter)
@@ -265,7 +264,7 @@ class _Export:
             folder.mkdir()
             return self._attempt(folder, other.plan, named, adapter)
 
-    def _attempt(self, folder: Path, plan: Plan, named: Papers, adapter: bool) -> Report:
+    def _attempt(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
         """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
         placed = self._place(folder, plan, adapter)
         taken = named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype)
@@ -273,7 +272,7 @@ class _Export:
         if self.options.verify != "bytes" and self.options.format == "safetensors":
             loading = verification.ask(folder, self.pool, named.folder if adapter else None)
         hashes = self._write(folder, placed, plan)
-        report = Report.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
+        report = ExportReport.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
         with console.progress("verifying", report.size_bytes) as progress:
             report = verification.verify(folder, report, THREADS, progress)
         report = report if self.options.allow_non_finite else verification.check_finite(report)
@@ -288,7 +287,7 @@ class _Export:
             report = verification.same_logits(folder, report, self.pool, self.found, named)
         return report
 
-    def _place(self, folder: Path, plan: Plan, adapter: bool) -> list[Placed]:
+    def _place(self, folder: Path, plan: ExportPlan, adapter: bool) -> list[TensorPlacement]:
         options, outputs = self.options, plan.outputs
         state = [Output(name, one.dtype, one) for name, one in sorted(plan.planner.weights.optimizer.items())]
         total = sum(one.size_bytes for one in (*outputs, *state))
@@ -296,25 +295,25 @@ class _Export:
         if options.format == "pth":
             from accel_fsdp.exporter import pth_writer
 
-            placed = pth_writer.place(outputs, folder / "model.pth")
+            placed = pth_writer.place(outputs, folder / file_names.TORCH_MODEL)
         elif adapter:
             placed = safetensors_writer.place(outputs, folder, "adapter_model", total + 1)
         else:
             placed = safetensors_writer.place(outputs, folder, "model", options.max_shard_size)
         return placed + (safetensors_writer.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])
 
-    def _write(self, folder: Path, placed: list[Placed], plan: Plan) -> dict[str, str]:
+    def _write(self, folder: Path, placed: list[TensorPlacement], plan: ExportPlan) -> dict[str, str]:
         options = self.options
         with console.progress("exporting", sum(one.output.size_bytes for one in placed)) as progress:
             hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
         if options.format == "pth":
             from accel_fsdp.exporter import pth_writer
 
-            pth_writer.seal(folder / "model.pth")
+            pth_writer.seal(folder / file_names.TORCH_MODEL)
         return hashes
 
 
-def _refuse(options: Options, weights: Weights, named: Papers) -> None:
+def _refuse(options: ExportOptions, weights: Weights, named: Papers) -> None:
     if options.merge_adapter and not weights.adapter:
         raise UserError(
             "--merge-adapter, and the checkpoint has no adapter",
@@ -334,9 +333,7 @@ def _refuse(options: Options, weights: Weights, named: Papers) -> None:
             fix="leave it out",
         )
     if weights.adapter and named.adapter is None:
-        settings = (
-            f"{options.adapter}/{companion_files.ADAPTER_CONFIG}" if options.adapter else companion_files.ADAPTER_CONFIG
-        )
+        settings = f"{options.adapter}/{file_names.ADAPTER_CONFIG}" if options.adapter else file_names.ADAPTER_CONFIG
         raise UserError(
             f"no {settings} beside the checkpoint or in its run's folder",
             why="rank, scaling and kind of the adapter are in no other file",
@@ -369,13 +366,13 @@ def _check_space(out: Path, needed: int, wide: bool) -> None:
     free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
     if free < needed + SPARE_BYTES:
         raise UserError(
-            f"the export needs {_size(needed + SPARE_BYTES)}, the disk of {out} has {_size(free)} free",
-            why=f"it would end half-way; {_size(SPARE_BYTES)} of it are for config, tokenizer and the file system",
+            f"the export needs {gb_or_mb(needed + SPARE_BYTES)}, the disk of {out} has {gb_or_mb(free)} free",
+            why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",
             fix="choose an OUT on another disk" + ", or --dtype bfloat16" * wide,
         )
 
 
-def _check_local(options: Options) -> None:
+def _check_local(options: ExportOptions) -> None:
     """Refuses addresses, which as paths would be folders `s3:` of this machine."""
     for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
         address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
@@ -394,11 +391,11 @@ def _failed(out: Path, error: OSError) -> UserError:
     path = Path(str(error.filename)) if error.filename else out
     being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)
     return (
-        _cannot_write(out, error) if being_written else untrusted_files.unreadable(path, error.strerror or str(error))
+        _export_stopped(out, error) if being_written else untrusted_files.unreadable(path, error.strerror or str(error))
     )
 
 
-def _cannot_write(out: Path, error: OSError) -> UserError:
+def _export_stopped(out: Path, error: OSError) -> UserError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return UserError(
         f"cannot write {out}: {error.strerror or error}",
@@ -407,12 +404,8 @@ def _cannot_write(out: Path, error: OSError) -> UserError:
     )
 
 
-def _show(report: Report, options: Options) -> None:
+def _show(report: ExportReport, options: ExportOptions) -> None:
     if options.json:
         console.put(json.dumps(report.content(), indent=2))
     for line in () if options.json else report.lines():
         console.say(line, style="green")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

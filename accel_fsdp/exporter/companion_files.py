@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import TORCH_NAMES, Found, discover, summary
+from accel_fsdp.checkpoints import TORCH_NAMES, CheckpointLocation, file_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.models import inspect_model
 
-CONFIG, ADAPTER_CONFIG, DESCRIBED = "config.json", "adapter_config.json", discover.DESCRIBED
 COPIED = (
-    *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json", "README.md", "loss.svg"),
+    *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
+    *(file_names.CARD, file_names.CURVE),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
     *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
@@ -27,7 +27,7 @@ IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), "chat
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Of configs: they name Python that lies beside them."""
 OWN = "transformers."
-CARD, CARD_TAG = "README.md", "accel-fsdp"
+CARD_TAG = "accel-fsdp"
 DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 
 
@@ -48,7 +48,7 @@ class Papers:
     @property
     def config(self) -> dict[str, Any]:
         """The model's config."""
-        return summary.read_json(self.folder / CONFIG)
+        return summary.read_json(self.folder / file_names.CONFIG)
 
     @property
     def dtype(self) -> str | None:
@@ -61,7 +61,7 @@ class Papers:
     @property
     def settings(self) -> dict[str, Any]:
         """PEFT's settings of the adapter."""
-        return summary.read_json(self.adapter / ADAPTER_CONFIG) if self.adapter else {}
+        return summary.read_json(self.adapter / file_names.ADAPTER_CONFIG) if self.adapter else {}
 
     def copy(self, target: Path, dtype: str | None) -> list[str]:
         """Puts everything but the weights into `target`; links and code are left behind.
@@ -75,7 +75,7 @@ class Papers:
             if dtype and (part is config or "dtype" in part):
                 part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
         config.pop("torch_dtype", None)
-        _write(target / CONFIG, _without_code(config))
+        _write(target / file_names.CONFIG, _without_code(config))
         return self._copy_files(target)
 
     def copy_adapter(self, target: Path) -> list[str]:
@@ -86,7 +86,7 @@ class Papers:
             library = mapping.get("parent_library") if isinstance(mapping, dict) else None
             if not str(library).startswith(OWN):
                 settings["auto_mapping"] = None  # PEFT would import that module
-            _write(target / ADAPTER_CONFIG, _without_code(settings))
+            _write(target / file_names.ADAPTER_CONFIG, _without_code(settings))
         return self._copy_files(target)
 
     def _copy_files(self, target: Path) -> list[str]:
@@ -108,13 +108,14 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 def _of_run(run: Path) -> Iterator[Path]:
     """What training writes into a run's own folder: a model with its papers, and our account of the run."""
     is_model = bool(
-        summary.read_json(run / CONFIG).get("model_type") or summary.read_json(run / ADAPTER_CONFIG).get("peft_type")
+        summary.read_json(run / file_names.CONFIG).get("model_type")
+        or summary.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")
     )
     for path in _matching(run, IN_RUN):
-        if path.name == CARD:
+        if path.name == file_names.CARD:
             of_training = CARD_TAG in (untrusted_files.read_text(path, within=run) or "").partition("\n---")[0].split()
         else:
-            of_training = (run / "run.json").is_file() if path.name == "loss.svg" else is_model
+            of_training = (run / file_names.RUN).is_file() if path.name == file_names.CURVE else is_model
         if of_training:
             yield path
 
@@ -155,13 +156,16 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
         settings.save_pretrained(folder if name == "default" or len(adapters) == 1 else folder / name)
     with contextlib.suppress(UserError):  # then it is the dtype that was loaded
         name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
-        config, filed = summary.read_json(folder / CONFIG), inspect_model.read_config(name, run_code=code_runs)
+        config = summary.read_json(folder / file_names.CONFIG)
+        filed = inspect_model.read_config(name, run_code=code_runs)
         if filed.dtype is not None:
             config["dtype"] = str(filed.dtype).removeprefix("torch.")
-            atomic_files.write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+            atomic_files.write_text(folder / file_names.CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def find(found: Found, model: str | None, with_weights: bool = False, adapter_name: str | None = None) -> Papers:
+def find(
+    found: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
+) -> Papers:
     """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
 
     The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
@@ -175,48 +179,50 @@ def find(found: Found, model: str | None, with_weights: bool = False, adapter_na
     for folder in named:
         untrusted_files.check_folder(folder, folder.parent)
     places = [*named, *(near if adapter_name in (None, "default", found.folder.name) else ())]
-    adapter = next((folder for folder in places if (folder / ADAPTER_CONFIG).is_file()), None)
-    described = [folder for folder in near if (folder / CONFIG).is_file()]
+    adapter = next((folder for folder in places if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
+    described = [folder for folder in near if (folder / file_names.CONFIG).is_file()]
     base, revision = _base(near, adapter) or (None, None)
     name = model or base
     if name is not None and (model or with_weights or not described or Path(name).is_dir()):
         asked = revision if name == base else None
         folder = Path(name) if Path(name).is_dir() else transformers_probe.fetch(name, with_weights, asked)
-        if not (folder / CONFIG).is_file():
+        if not (folder / file_names.CONFIG).is_file():
             raise _no_config(folder)
         return Papers(folder, near, adapter, run=None if folder == run else run)
     if not described:
         raise _no_config(found.folder)
-    trained = described[0].name != DESCRIBED and found.kind != "adapter"
+    trained = described[0].name != file_names.DESCRIBED and found.kind != "adapter"
     return Papers(described[0], near, adapter, trained, run)
 
 
-def _near(found: Found) -> Iterator[Path]:
+def _near(found: CheckpointLocation) -> Iterator[Path]:
     """Folders that may hold papers; those that a link puts there, from outside of the run, are refused."""
     run = found.folder.parent
-    for folder in (run / DESCRIBED, run / "final"):
+    for folder in (run / file_names.DESCRIBED, run / file_names.FINAL):
         untrusted_files.check_folder(folder, run)
-    untrusted_files.check_folder(found.folder / DESCRIBED, found.folder)
+    untrusted_files.check_folder(found.folder / file_names.DESCRIBED, found.folder)
     yield found.folder
-    if (found.folder / "trainer_state.json").is_file() or found.folder.name.startswith(("checkpoint", "step", "epoch")):
-        yield from (run / DESCRIBED, run / "final", run)
+    if (found.folder / file_names.TRAINER_STATE).is_file() or found.folder.name.startswith(
+        ("checkpoint", "step", "epoch")
+    ):
+        yield from (run / file_names.DESCRIBED, run / file_names.FINAL, run)
     else:
-        yield found.folder / DESCRIBED
+        yield found.folder / file_names.DESCRIBED
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
     """The model that an adapter sits on, and its revision; of a model, None unless no config lies near and the run's
     account names it.
     """
-    accounts = (summary.read_json(folder / "run.json") for folder in near)
+    accounts = (summary.read_json(folder / file_names.RUN) for folder in near)
     trained = (found for account in accounts if (found := _trained_model(account)))
     if adapter is not None:
-        settings = summary.read_json(adapter / ADAPTER_CONFIG)
+        settings = summary.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
         if name and not revision:  # PEFT leaves it out where the model was loaded before
             revision = next((known for one, known in trained if one == name), None)
         return (str(name), str(revision) if revision else None) if name else None
-    if any((folder / CONFIG).is_file() for folder in near):
+    if any((folder / file_names.CONFIG).is_file() for folder in near):
         return None
     return next(trained, None)
 
@@ -230,7 +236,7 @@ def _trained_model(account: dict[str, Any]) -> tuple[str, str | None] | None:
 
 def _no_config(folder: Path) -> UserError:
     return UserError(
-        f"no {CONFIG} in {folder} or beside it",
+        f"no {file_names.CONFIG} in {folder} or beside it",
         why="the weights alone don't say which model they are, and from_pretrained needs it",
         fix="give the model that was trained: --model ID_OR_FOLDER",
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import MODEL_KEYS, Found, Reader, clean_name, open_checkpoint
+from accel_fsdp.checkpoints import MODEL_KEYS, CheckpointLocation, FileReader, clean_name, open_checkpoint
 from accel_fsdp.exporter import reload, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import whole
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOKENS = 16
 
 
-def difference(folder: Path, found: Found, papers: Papers) -> tuple[float, float]:
+def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple[float, float]:
     """The largest difference of logits, and the largest logit."""
     import torch
 
@@ -31,7 +31,7 @@ def difference(folder: Path, found: Found, papers: Papers) -> tuple[float, float
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()
-        reader = Reader()
+        reader = FileReader()
         try:
             original = _Original(found, papers, reader, folder).model(kind, config, exported.dtype)
         finally:
@@ -51,9 +51,9 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
 class _Original:
     """What is compared with; `room` is a folder of ours for what has to be written again."""
 
-    found: Found
+    found: CheckpointLocation
     papers: Papers
-    reader: Reader
+    reader: FileReader
     room: Path
 
     def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":

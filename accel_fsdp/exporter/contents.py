@@ -5,7 +5,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 
-from accel_fsdp.checkpoints import FLOATS, LORA, TIED, TOKENS, Reader, Source, Stored, Weights, open_checkpoint, part_of
+from accel_fsdp.checkpoints import (
+    FLOATS,
+    LORA,
+    TIED,
+    TOKENS,
+    FileReader,
+    Source,
+    Stored,
+    Weights,
+    open_checkpoint,
+    part_of,
+)
 from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
@@ -28,7 +39,7 @@ class Planner:
 
     weights: Weights
     papers: Papers
-    reader: Reader
+    reader: FileReader
     dtype: str | None
     merge: bool = False
 
@@ -97,7 +108,7 @@ class Planner:
         return kept
 
 
-class Plan:
+class ExportPlan:
     """What is written, before and after transformers has said what the model's files hold."""
 
     def __init__(self, planner: Planner, asked: "Future[Description] | None", by_name: bool = False) -> None:
@@ -160,7 +171,7 @@ class Plan:
 class OtherPlan(Exception):
     """What is to be written is something else than what is being written."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ExportPlan) -> None:
         super().__init__()
         self.plan = plan
 
@@ -171,7 +182,7 @@ def _same(one: list[Output], other: list[Output]) -> bool:
     return first == second
 
 
-def equal(reader: Reader, one: Source, other: Source) -> bool:
+def equal(reader: FileReader, one: Source, other: Source) -> bool:
     """Whether two tensors hold the same elements; by checksums where that is enough."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import atomic_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import inspect_model
 
@@ -93,7 +94,7 @@ def cast(state_dict: "dict[str, torch.Tensor]", casts: "Mapping[str, torch.dtype
 
 def finish(folder: Path, dtype: str, card: str) -> None:
     """Makes a saved model what others load: its dtype in the config, a card, and no pickle of Trainer's arguments."""
-    path = folder / "config.json"
+    path = folder / file_names.CONFIG
     if dtype and path.is_file():
         config = json.loads(path.read_text(encoding="utf-8"))
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -101,8 +102,8 @@ def finish(folder: Path, dtype: str, card: str) -> None:
                 part["dtype"] = dtype
         atomic_files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
     if card:
-        atomic_files.write_text(folder / "README.md", card)
-    (folder / "training_args.bin").unlink(missing_ok=True)
+        atomic_files.write_text(folder / file_names.CARD, card)
+    (folder / file_names.TRAINING_ARGS).unlink(missing_ok=True)
 
 
 def _all_parameters(model: "nn.Module") -> "Iterator[tuple[str, nn.Parameter]]":

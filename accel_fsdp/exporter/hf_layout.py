@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import DTYPES, Reader, Source
+from accel_fsdp.checkpoints import DTYPES, FileReader, Source
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.exporter.safetensors_writer import torch_dtype, whole
@@ -30,7 +30,7 @@ class Layer:
     model: Any
     shared: "Shared"
 
-    def made(self, reader: Reader) -> "dict[str, torch.Tensor]":
+    def made(self, reader: FileReader) -> "dict[str, torch.Tensor]":
         """The converted tensors."""
         with self.shared.lock:
             if self.shared.layer is not self:
@@ -61,7 +61,7 @@ class Converted:
     layer: Layer
     unit: int = 1
 
-    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`."""
         import torch
 

@@ -15,7 +15,7 @@ from accel_fsdp.checkpoints import (
     FLOATS,
     LORA,
     TOKENS,
-    Reader,
+    FileReader,
     Source,
     Stored,
     check_patterns,
@@ -79,7 +79,7 @@ class Merged(Changed):
     turned: bool = False
     norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
 
-    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with merged rows."""
         import torch
 
@@ -95,7 +95,7 @@ class Merged(Changed):
         rounded.copy_(made)
         check_range(self.name, self.dtype, made, rounded)
 
-    def sum(self, reader: Reader, start: int, stop: int) -> "torch.Tensor":
+    def sum(self, reader: FileReader, start: int, stop: int) -> "torch.Tensor":
         """Rows of base and adapter together, in float32."""
         import torch
 
@@ -114,7 +114,7 @@ class Norms:
     lock: Any = field(default_factory=threading.Lock)
     found: "torch.Tensor | None" = None
 
-    def across_rows(self, weight: Merged, reader: Reader) -> "torch.Tensor":
+    def across_rows(self, weight: Merged, reader: FileReader) -> "torch.Tensor":
         """One length per column."""
         import torch
 
@@ -135,7 +135,7 @@ class Replaced(Changed):
     rows: Stored
     tokens: tuple[int, ...]
 
-    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with rows of the base, and those that were trained."""
         import torch
 

@@ -5,14 +5,14 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_fsdp.checkpoints import GAP_BYTES, Archive, Reader, View, torch_zip
-from accel_fsdp.exporter.safetensors_writer import Output, Placed, torch_dtype
+from accel_fsdp.checkpoints import GAP_BYTES, Archive, FileReader, View, torch_zip
+from accel_fsdp.exporter.safetensors_writer import Output, TensorPlacement, torch_dtype
 
 DESCRIPTOR = b"PK\x07\x08"
 DESCRIPTOR_CRC = 4
 
 
-def place(outputs: Sequence[Output], path: Path) -> list[Placed]:
+def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
     """Writes the file with room for all tensors, and gives every tensor its place.
 
     Raises:
@@ -24,12 +24,12 @@ def place(outputs: Sequence[Output], path: Path) -> list[Placed]:
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         blank = {one.name: torch.empty(one.source.shape, dtype=torch_dtype(one.dtype)) for one in outputs}
         torch.save(blank, path)
-    return [Placed(one, path, _start(view)) for one, view in zip(outputs, views(path).values(), strict=True)]
+    return [TensorPlacement(one, path, _start(view)) for one, view in zip(outputs, views(path).values(), strict=True)]
 
 
 def views(path: Path) -> dict[str, View]:
     """The tensors of a file."""
-    reader = Reader()
+    reader = FileReader()
     try:
         found: dict[str, View] = torch_zip.load(reader, path)
         return found
@@ -44,7 +44,7 @@ def _start(view: View) -> int:
 
 def seal(path: Path) -> None:
     """Puts the checksums of the tensors' bytes in their two places each, so that the file is a valid archive."""
-    reader = Reader()
+    reader = FileReader()
     with path.open("r+b", buffering=0) as file:
         sealed = Archive(reader, path, 0, reader.size_of(path))
         for name, slot in sealed.slots.items():
@@ -59,7 +59,7 @@ def seal(path: Path) -> None:
     reader.close()
 
 
-def _crc(reader: Reader, path: Path, start: int, length: int) -> int:
+def _crc(reader: FileReader, path: Path, start: int, length: int) -> int:
     total, buffer = 0, memoryview(bytearray(min(GAP_BYTES, length)))
     for at in range(0, length, GAP_BYTES):
         part = buffer[: min(GAP_BYTES, length - at)]

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import ITEM_BYTES, Inert, Reader, View, dcp, deepspeed, torch_zip
+from accel_fsdp.checkpoints import ITEM_BYTES, FileReader, Inert, View, dcp, deepspeed, file_names, torch_zip
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ OPTIMIZER_STATE = (
 """What DeepSpeed's conversion reads of its files."""
 
 
-def tensor_of(reader: Reader, view: View) -> "torch.Tensor":
+def tensor_of(reader: FileReader, view: View) -> "torch.Tensor":
     """One tensor, in memory of its own."""
     import torch
 
@@ -41,7 +41,7 @@ def tensor_of(reader: Reader, view: View) -> "torch.Tensor":
     return torch.frombuffer(content, dtype=torch_dtype(view.dtype)).as_strided(view.shape, view.strides)
 
 
-def of_file(path: Path, reader: Reader) -> dict[str, Any]:
+def of_file(path: Path, reader: FileReader) -> dict[str, Any]:
     """The nested state dict in a file of torch.save."""
     found = _thawed(torch_zip.load(reader, path), lambda view: tensor_of(reader, view))
     return found if isinstance(found, dict) else {}
@@ -62,7 +62,7 @@ def _thawed(value: Any, make: Callable[[View], Any]) -> Any:
     return None if isinstance(value, Inert) else value
 
 
-def of_dcp(folder: Path, reader: Reader) -> "dict[tuple[str, ...], torch.Tensor]":
+def of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
     """The tensors of a distributed checkpoint by path, put together by torch's planner."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -74,7 +74,7 @@ def of_dcp(folder: Path, reader: Reader) -> "dict[tuple[str, ...], torch.Tensor]
     return {entries[name].path: tensor for name, tensor in state.items()}
 
 
-def _storage(entries: dict[str, dcp.Entry], reader: Reader) -> Any:
+def _storage(entries: dict[str, dcp.Entry], reader: FileReader) -> Any:
     """What DCP reads from: chunks that this package's readers have found."""
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -139,7 +139,7 @@ def _metadata(entries: dict[str, dcp.Entry]) -> Any:
     return Metadata(listed, storage_data=places)
 
 
-def of_zero(folder: Path, reader: Reader, room: Path) -> "dict[str, torch.Tensor]":
+def of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Tensor]":
     """The float32 weights of a ZeRO checkpoint, put together by DeepSpeed from files written anew into `room`."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -147,7 +147,7 @@ def of_zero(folder: Path, reader: Reader, room: Path) -> "dict[str, torch.Tensor
     with tempfile.TemporaryDirectory(prefix=".zero-", dir=room) as place:
         made = Path(place) / "step"
         made.mkdir()
-        for path in [*folder.glob("*_model_states.pt"), *folder.glob("*_optim_states.pt")]:
+        for path in [*folder.glob(file_names.ZERO_MODELS), *folder.glob(file_names.ZERO_OPTIMIZERS)]:
             content = torch_zip.load(reader, path, deepspeed.ADMITTED)
             held = content.get("optimizer_state_dict")
             kept: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, Reader, Source, finite, part_of
+from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, FileReader, Source, finite, part_of
 from accel_fsdp.errors import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def torch_dtype(dtype: str) -> "torch.dtype":
     return found
 
 
-def whole(reader: Reader, source: Source) -> "torch.Tensor":
+def whole(reader: FileReader, source: Source) -> "torch.Tensor":
     """A tensor in memory."""
     import torch
 
@@ -82,7 +82,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Placed:
+class TensorPlacement:
     """Where a tensor's bytes begin in a file."""
 
     output: Output
@@ -95,7 +95,7 @@ def cast_to(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
-def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> list[Placed]:
+def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> list[TensorPlacement]:
     """Divides tensors into files as `save_pretrained` does, writes headers and index, and gives every tensor its place.
 
     Raises:
@@ -123,7 +123,7 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
     return [one for file, names in files for one in _with_header(folder / file, [by_name[name] for name in names])]
 
 
-def _with_header(path: Path, outputs: list[Output]) -> list[Placed]:
+def _with_header(path: Path, outputs: list[Output]) -> list[TensorPlacement]:
     """Writes one file's header, the widest dtypes first so that every tensor is aligned."""
     ordered = sorted(outputs, key=lambda one: -ITEM_BYTES[one.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -141,7 +141,7 @@ def _with_header(path: Path, outputs: list[Output]) -> list[Placed]:
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         file.truncate(LENGTH_BYTES + len(text) + at)
     begin = LENGTH_BYTES + len(text)
-    return [Placed(one, path, begin + header[one.name]["data_offsets"][0]) for one in ordered]
+    return [TensorPlacement(one, path, begin + header[one.name]["data_offsets"][0]) for one in ordered]
 
 
 class Buffers(threading.local):
@@ -157,7 +157,12 @@ class Buffers(threading.local):
 
 
 def write(
-    placed: Sequence[Placed], reader: Reader, threads: int, progress: Progress, sync: bool, look: Callable[[], None]
+    placed: Sequence[TensorPlacement],
+    reader: FileReader,
+    threads: int,
+    progress: Progress,
+    sync: bool,
+    look: Callable[[], None],
 ) -> dict[str, str]:
     """Fills files whose headers `place` has written; returns the hash of each tensor by name.
 
@@ -175,7 +180,7 @@ def write(
             stack.enter_context(_flushing(list(opened.values())))
         buffers = Buffers()
 
-        def block(one: Placed, start: int, stop: int) -> bytes:
+        def block(one: TensorPlacement, start: int, stop: int) -> bytes:
             content = _block(one.output, reader, buffers, start, stop)
             _write_at(opened[one.path], content, one.start + start * ITEM_BYTES[one.output.dtype])
             progress(len(content))
@@ -184,7 +189,7 @@ def write(
         return _hashes(placed, block, threads, look)
 
 
-def _block(output: Output, reader: Reader, buffers: Buffers, start: int, stop: int) -> memoryview:
+def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, stop: int) -> memoryview:
     source = output.source
     raw = buffers.take((stop - start) * ITEM_BYTES[source.dtype])
     source.read(reader, start, stop, raw)
@@ -261,8 +266,8 @@ def _hash(content: memoryview) -> bytes:
 
 
 def _hashes(
-    placed: Sequence[Placed],
-    block: Callable[[Placed, int, int], bytes],
+    placed: Sequence[TensorPlacement],
+    block: Callable[[TensorPlacement, int, int], bytes],
     threads: int,
     look: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
@@ -296,7 +301,7 @@ def _collect(running: dict[Future[bytes], tuple[str, int]], found: dict[str, dic
         found[name][start] = future.result()
 
 
-def _blocks(placed: Sequence[Placed]) -> Iterator[tuple[Placed, int, int]]:
+def _blocks(placed: Sequence[TensorPlacement]) -> Iterator[tuple[TensorPlacement, int, int]]:
     for one in placed:
         count = prod(one.output.source.shape)
         for start in range(0, count, one.output.block):
@@ -332,15 +337,15 @@ class Reread:
     non_finite: dict[str, int]
 
 
-def reread(placed: Sequence[Placed], threads: int, progress: Progress) -> Reread:
+def reread(placed: Sequence[TensorPlacement], threads: int, progress: Progress) -> Reread:
     """Reads tensors as they lie in their files.
 
     Raises:
         UserError: a file is missing or cut short.
     """
-    reader, buffers, odd, lock = Reader(), Buffers(), Counter[str](), threading.Lock()
+    reader, buffers, odd, lock = FileReader(), Buffers(), Counter[str](), threading.Lock()
 
-    def block(one: Placed, start: int, stop: int) -> bytes:
+    def block(one: TensorPlacement, start: int, stop: int) -> bytes:
         item = ITEM_BYTES[one.output.dtype]
         content = buffers.take((stop - start) * item)
         reader.read_bytes(one.path, one.start + start * item, content)

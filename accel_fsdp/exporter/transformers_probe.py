@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import TORCH_NAMES, tensor_names
+from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
 from accel_fsdp.errors import NotInstalled, UserError, is_installed
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.models import first_line, model_class, read_config, read_tokenizer, remote_code
@@ -174,7 +174,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
         raise
     except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
         raise UserError(
-            f"transformers can't build the model of {folder / 'config.json'}: {first_line(error)}",
+            f"transformers can't build the model of {folder / file_names.CONFIG}: {first_line(error)}",
             why="what the files must hold is unknown",
             fix=FIX_CONFIG,
         ) from error
@@ -242,7 +242,7 @@ def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...
     from peft import get_peft_model, get_peft_model_state_dict
 
     try:
-        settings = peft_settings(untrusted_files.read_json(folder / "adapter_config.json") or {})
+        settings = peft_settings(untrusted_files.read_json(folder / file_names.ADAPTER_CONFIG) or {})
         with torch.device("meta"):
             whole = build(base)
             tensor_names.check_patterns(vars(settings), [name for name, _ in whole.named_modules()])
@@ -295,7 +295,7 @@ def loads(folder: Path) -> None:
             f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in wrong.items()
         )
         raise _refused(folder, shown)
-    if (folder / "tokenizer_config.json").is_file():
+    if (folder / file_names.TOKENIZER_CONFIG).is_file():
         try:
             read_tokenizer(str(folder))
         except remote_code.NeedsCode:

@@ -13,23 +13,22 @@ from typing import Any
 from accel_fsdp import __version__, untrusted_files
 from accel_fsdp.checkpoints import (
     ITEM_BYTES,
-    METADATA,
-    REPORT,
-    Found,
-    Reader,
+    CheckpointLocation,
+    FileReader,
     damaged,
     discover,
+    file_names,
     open_checkpoint,
     summary,
     torch_zip,
 )
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import compare_logits, transformers_probe
-from accel_fsdp.exporter.companion_files import ADAPTER_CONFIG, CONFIG, Papers
-from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Placed, Progress, reread
+from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Progress, TensorPlacement, reread
+from accel_fsdp.units import MIB
 
-CARD = "README.md"
-READ_BYTES = 1 << 20
+READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 WEIGHTS = (".safetensors", ".pth")
@@ -55,7 +54,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Report:
+class ExportReport:
     """What was exported and what was proven about it; `export.json` in the exported folder.
 
     `papers`: the SHA-256 of each other file but the card, which people edit; empty until the report is saved.
@@ -72,8 +71,8 @@ class Report:
 
     @classmethod
     def of(
-        cls, source: str, kind: str, placed: Sequence[Placed], hashes: Mapping[str, str], checksums: int
-    ) -> "Report":
+        cls, source: str, kind: str, placed: Sequence[TensorPlacement], hashes: Mapping[str, str], checksums: int
+    ) -> "ExportReport":
         """Of what has just been written."""
         tensors = {
             one.output.name: Written(
@@ -89,11 +88,11 @@ class Report:
         """Of all tensors."""
         return sum(one.size_bytes for one in self.tensors.values())
 
-    def proven(self, what: str) -> "Report":
+    def proven(self, what: str) -> "ExportReport":
         """With one check more."""
         return replace(self, checks=(*self.checks, what))
 
-    def timed(self, seconds: float) -> "Report":
+    def timed(self, seconds: float) -> "ExportReport":
         """With how long it took."""
         return replace(self, seconds=round(seconds, 3))
 
@@ -106,7 +105,7 @@ class Report:
     def save(self, folder: Path) -> None:
         """Writes `export.json`, last of all files."""
         content = replace(self, papers=_papers(folder)).content()
-        (folder / REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / file_names.REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
         """For the screen."""
@@ -117,13 +116,13 @@ class Report:
         return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
 
 
-def read_report(folder: Path) -> Report | None:
+def read_report(folder: Path) -> ExportReport | None:
     """The report in an exported folder; None where there is none.
 
     Raises:
         UserError: it is damaged, so that nothing can be compared with it.
     """
-    content = untrusted_files.read_json(folder / REPORT)
+    content = untrusted_files.read_json(folder / file_names.REPORT)
     if content is None:
         return None
     try:
@@ -131,9 +130,9 @@ def read_report(folder: Path) -> Report | None:
         papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}
         if not papers and {"papers", "non_finite"} & content.keys():  # only the first reports had neither
             raise ValueError("no hashes of config and tokenizer")
-        return Report(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
+        return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise untrusted_files.broken(folder / REPORT, "is damaged: no report of an export") from error
+        raise untrusted_files.broken(folder / file_names.REPORT, "is damaged: no report of an export") from error
 
 
 def _written(one: Mapping[str, Any]) -> Written:
@@ -151,7 +150,7 @@ def _papers(folder: Path) -> dict[str, str]:
     return {
         name.as_posix(): _sha(folder / name, folder)
         for name in names
-        if str(name) not in (REPORT, CARD)
+        if str(name) not in (file_names.REPORT, file_names.CARD)
         and not any(part.startswith(".") for part in name.parts)
         and not (len(name.parts) == 1 and name.suffix in WEIGHTS)
     }
@@ -174,7 +173,7 @@ def _check_links(folder: Path) -> None:
             raise untrusted_files.broken(path, f"is {kind}, which no export writes")
 
 
-def _check_code(folder: Path, report: Report | None) -> None:
+def _check_code(folder: Path, report: ExportReport | None) -> None:
     """Refuses Python that the export didn't write: transformers runs it where a config names it and a user says yes."""
     known = report.papers if report else {}
     there = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
@@ -187,7 +186,7 @@ def _check_code(folder: Path, report: Report | None) -> None:
         )
 
 
-def _same_papers(folder: Path, report: Report) -> Report:
+def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
     there = _papers(folder)
     missing, extra = report.papers.keys() - there.keys(), there.keys() - report.papers.keys()
     changed = (name for name, sha in report.papers.items() if there.get(name, sha) != sha)
@@ -212,7 +211,7 @@ class _There:
     start: int
 
 
-def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Report:
+def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
     """Reopens all files: names, shapes, dtypes and hashes must be those of the report.
 
     Raises:
@@ -225,7 +224,7 @@ def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Re
         there = found.get(one.file, {}).pop(name, None)
         if there is None or (there.dtype, there.shape) != (one.dtype, one.shape):
             raise damaged(folder / one.file, f"doesn't hold {name} as {one.dtype} {list(one.shape)}")
-        placed.append(Placed(Output(name, one.dtype, _Blocks(one)), folder / one.file, there.start))
+        placed.append(TensorPlacement(Output(name, one.dtype, _Blocks(one)), folder / one.file, there.start))
     extra = [name for tensors in found.values() for name in tensors]
     if extra:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
@@ -238,7 +237,7 @@ def verify(folder: Path, report: Report, threads: int, progress: Progress) -> Re
     return report.proven(f"files reopened: names, shapes, dtypes{', and the hash of each tensor' * hashed_too}")
 
 
-def _check_listed(folder: Path, report: Report) -> None:
+def _check_listed(folder: Path, report: ExportReport) -> None:
     """Every file that from_pretrained may take for the weights, be it without a tensor, must be one of the export."""
     known = {*report.papers, *(one.file for one in report.tensors.values())}
     held = (path.name for path in sorted(folder.iterdir()) if path.suffix in summary.WEIGHTS)
@@ -247,7 +246,7 @@ def _check_listed(folder: Path, report: Report) -> None:
         raise damaged(folder, f"holds {', '.join(extra[: transformers_probe.SHOWN])}, which was not exported")
 
 
-def check_finite(report: Report) -> Report:
+def check_finite(report: ExportReport) -> ExportReport:
     """The report, with the proof that every number is one.
 
     Raises:
@@ -263,7 +262,7 @@ def check_finite(report: Report) -> Report:
     return report.proven("no number is NaN or infinite")
 
 
-def _odd(report: Report) -> str:
+def _odd(report: ExportReport) -> str:
     numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
     return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {len(report.tensors)} tensors"
 
@@ -274,7 +273,7 @@ def _tensors(path: Path) -> dict[str, _There]:
         if found is None:
             raise damaged(path, "is damaged or cut short")
         return {name: _There(one.dtype, one.shape, one.start) for name, one in found.items()}
-    reader = Reader()
+    reader = FileReader()
     try:
         content = torch_zip.load(reader, path)
     finally:
@@ -304,7 +303,7 @@ class _Blocks:
     def unit(self) -> int:
         return max(1, self.written.block)
 
-    def read(self, reader: Reader, start: int, stop: int, buffer: memoryview) -> None:
+    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         raise NotImplementedError
 
 
@@ -320,7 +319,7 @@ def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
     )
 
 
-def loaded(report: Report, loading: "Future[Any]") -> Report:
+def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
     """Waits for what `ask` has started.
 
     Raises:
@@ -335,14 +334,14 @@ def loaded(report: Report, loading: "Future[Any]") -> Report:
     if wrong:
         name = min(name for name, _ in wrong)
         raise UserError(
-            f"the adapter's tensors aren't those of its {ADAPTER_CONFIG}: {name}",
+            f"the adapter's tensors aren't those of its {file_names.ADAPTER_CONFIG}: {name}",
             why="PEFT would leave it random or refuse it",
             fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
         )
     return report.proven("names and shapes are those that PEFT expects")
 
 
-def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> Report:
+def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> ExportReport:
     """Verifies an exported folder: against its report where it has one, and by loading it.
 
     Raises:
@@ -356,19 +355,21 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
         _check_listed(folder, report)
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
-    if not (folder / CONFIG).is_file() and not any(
+    if not (folder / file_names.CONFIG).is_file() and not any(
         one.file.startswith("adapter_model") for one in report.tensors.values()
     ):
         raise UserError(
-            f"{folder} holds no {CONFIG}", why="from_pretrained needs it", fix="put it back, or export the model again"
+            f"{folder} holds no {file_names.CONFIG}",
+            why="from_pretrained needs it",
+            fix="put it back, or export the model again",
         )
-    if pool is not None and (folder / CONFIG).is_file() and not any(folder.glob("*.pth")):
+    if pool is not None and (folder / file_names.CONFIG).is_file() and not any(folder.glob("*.pth")):
         pool.submit(transformers_probe.loads, folder).result()
         report = report.proven("from_pretrained loads all of it")
     return report
 
 
-def _found(folder: Path) -> Report:
+def _found(folder: Path) -> ExportReport:
     """What an export without report holds, by its headers."""
     seen = discover.look(folder) if folder.is_dir() else None
     if seen is None or seen.kind not in ("safetensors", "adapter") or seen.missing:
@@ -378,14 +379,14 @@ def _found(folder: Path) -> Report:
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )
-    reader = Reader()
+    reader = FileReader()
     try:
         opened = open_checkpoint.read(seen, reader)
     finally:
         reader.close()
     held = {**opened.tensors, **opened.adapter}
     tensors = {name: Written(one.dtype, one.shape, one.pieces[0].record.path.name, 0, "") for name, one in held.items()}
-    return Report(
+    return ExportReport(
         folder.name,
         seen.kind,
         tensors,
@@ -393,7 +394,9 @@ def _found(folder: Path) -> Report:
     )
 
 
-def same_logits(folder: Path, report: Report, pool: Executor, found: Found, papers: Papers) -> Report:
+def same_logits(
+    folder: Path, report: ExportReport, pool: Executor, found: CheckpointLocation, papers: Papers
+) -> ExportReport:
     """Compares the export's logits with those of the checkpoint as torch, PEFT or DeepSpeed load it, whole, in memory.
 
     Raises:
@@ -410,8 +413,8 @@ def same_logits(folder: Path, report: Report, pool: Executor, found: Found, pape
     return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")
 
 
-def _describing(found: Found) -> str:
+def _describing(found: CheckpointLocation) -> str:
     """The file that says what a checkpoint holds, without its numbers."""
     if found.kind == "adapter":
-        return ADAPTER_CONFIG
-    return METADATA if found.kind == "sharded (DCP)" else CONFIG
+        return file_names.ADAPTER_CONFIG
+    return file_names.DCP_METADATA if found.kind == "sharded (DCP)" else file_names.CONFIG

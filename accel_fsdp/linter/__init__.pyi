@@ -1,6 +1,6 @@
 from . import command as command
 from . import inputs as inputs
-from .command import Options as Options
+from .command import LintOptions as LintOptions
 from .command import all_rules as all_rules
 from .command import lint as lint
 from .command import lint_all as lint_all

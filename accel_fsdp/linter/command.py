@@ -9,7 +9,7 @@ from typing import Any
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.linter.inputs import Given, Sources, read_given, read_launch, read_subject
+from accel_fsdp.linter.inputs import RuleInputs, Sources, read_given, read_launch, read_subject
 from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, locate, repair, run
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -21,7 +21,7 @@ OF_SCRIPTS = "AF9"
 
 
 @dataclass(frozen=True)
-class Options(Sources):
+class LintOptions(Sources):
     """What to check against, and what to do about findings."""
 
     strict: bool = False
@@ -29,7 +29,7 @@ class Options(Sources):
     json: bool = False
 
 
-def lint_all(paths: tuple[Path, ...], options: Options) -> int:
+def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
     """Lints each file and reports; returns the exit code.
 
     That is 2 when a file can't be read, which hides nothing of the others; else 1 when one has errors (or warnings, if
@@ -58,7 +58,7 @@ def lint_all(paths: tuple[Path, ...], options: Options) -> int:
     return int(any(one.severity in counted for findings in found.values() for one in findings))
 
 
-def _lint_each(paths: tuple[Path, ...], options: Options) -> tuple[dict[Path, list[Finding]], dict[str, UserError]]:
+def _lint_each(paths: tuple[Path, ...], options: LintOptions) -> tuple[dict[Path, list[Finding]], dict[str, UserError]]:
     """The findings of the files that can be read, and what is wrong with the others, or with what all are held to."""
     found: dict[Path, list[Finding]] = {}
     unread: dict[str, UserError] = {}
@@ -78,7 +78,7 @@ def _unreadable(error: UserError) -> Finding:
     return Finding("", error.what, error.why, error.fix, code="unreadable")
 
 
-def lint(path: Path, options: Options, given: Given | None = None) -> list[Finding]:
+def lint(path: Path, options: LintOptions, given: RuleInputs | None = None) -> list[Finding]:
     """The findings of one file, in the order of its lines; with `options.fix` those left after the repair."""
     given = given or read_given(options)
     if options.fix:
@@ -93,7 +93,7 @@ def stops(path: Path, script: Path, words: tuple[str, ...], unchecked: bool = Fa
     Errors are what ends the job or trains something else than the file says. The script and its arguments are looked at
     too, and what the rules warn of in the script is shown: the job would run, and may leave no model.
     """
-    found = lint(path, Options(), read_launch(script, words))
+    found = lint(path, LintOptions(), read_launch(script, words))
     errors = [one for one in found if one.severity == "error"]
     warned = [one for one in found if one.severity == "warning" and one.code.startswith(OF_SCRIPTS)]
     if errors or warned:
@@ -105,7 +105,7 @@ def stops(path: Path, script: Path, words: tuple[str, ...], unchecked: bool = Fa
     return bool(errors) and not unchecked
 
 
-def _repair(path: Path, options: Options, given: Given) -> None:
+def _repair(path: Path, options: LintOptions, given: RuleInputs) -> None:
     """Repairs until nothing more can be: one repair can make room for the next.
 
     Names come first: a rule that misses a key must not add it beside its misspelling.

@@ -43,7 +43,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Given:
+class RuleInputs:
     """What stands beside every YAML of one command, read once."""
 
     model: ModelFacts | None = None
@@ -55,12 +55,12 @@ class Given:
     ours: bool = False
 
 
-def read_launch(script: Path, words: tuple[str, ...]) -> Given:
+def read_launch(script: Path, words: tuple[str, ...]) -> RuleInputs:
     """What stands beside a YAML that is about to be launched: the script's arguments, and a script of the user's own.
 
     One that can't be read as Python is not looked at: whether it can be run is the launcher's to say.
     """
-    given = Given(args=parse_command_line(list(words)), starter="accelerate")
+    given = RuleInputs(args=parse_command_line(list(words)), starter="accelerate")
     try:
         text = _script_text(script)
     except UserError:
@@ -96,7 +96,7 @@ def _imports_ours(text: str) -> bool:
     return OURS.search(text) is not None
 
 
-def read_given(sources: Sources) -> Given:
+def read_given(sources: Sources) -> RuleInputs:
     """Reads model, arguments, checkpoint and script, each once: it may be a pipe.
 
     Raises:
@@ -110,7 +110,7 @@ def read_given(sources: Sources) -> Given:
         from accel_fsdp.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(sources.checkpoint)
-    return Given(
+    return RuleInputs(
         model=None if sources.model is None else _read_model(sources.model),
         args=None if sources.args is None else _arguments(sources.args, arguments),
         starter=starter_of(words),
@@ -133,7 +133,7 @@ def _read_model(name: str) -> ModelFacts:
         raise UsageError(error.what, why=error.why, fix=error.fix) from error
 
 
-def read_subject(path: Path, sources: Sources | None = None, given: Given | None = None) -> tuple[Subject, Any]:
+def read_subject(path: Path, sources: Sources | None = None, given: RuleInputs | None = None) -> tuple[Subject, Any]:
     """Returns what the rules see and the ruamel.yaml document for lines and repairs.
 
     `given` is what `sources` name, if it has been read already.

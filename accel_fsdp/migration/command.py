@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import header, read_config, unreadable, yaml_edit, yaml_file
+from accel_fsdp.config import MigrationTarget, header, read_config, unreadable, yaml_edit, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.migration.changes import Change, Migration
 from accel_fsdp.migration.translate import SECTIONS, plan
@@ -15,7 +15,7 @@ STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow
 
 
 @dataclass(frozen=True)
-class Options:
+class MigrateOptions:
     """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written.
 
     `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
@@ -30,7 +30,7 @@ class Options:
     layer_class: str = ""
 
 
-def migrate(path: Path, target: str, options: Options) -> int:
+def migrate(path: Path, target: MigrationTarget, options: MigrateOptions) -> int:
     """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
 
     Raises:
@@ -52,7 +52,7 @@ def migrate(path: Path, target: str, options: Options) -> int:
     return 0
 
 
-def drawn_up(path: Path, target: str, layer_class: str = "") -> tuple[Migration, str, str]:
+def drawn_up(path: Path, target: MigrationTarget, layer_class: str = "") -> tuple[Migration, str, str]:
     """The migration of a file, its text, and that of the new one. Nothing is written.
 
     Raises:
@@ -75,7 +75,7 @@ def _refuse_merge_keys(path: Path, document: Any) -> None:
             raise unreadable(path, "it takes keys from elsewhere (<<)")
 
 
-def _report(path: Path, migration: Migration, after: str, options: Options) -> None:
+def _report(path: Path, migration: Migration, after: str, options: MigrateOptions) -> None:
     console.say(f"{path}: {migration.note or f'{migration.source} -> {migration.target}'}")
     if options.json:
         shown = {"source": migration.source, "target": migration.target, "note": migration.note}
@@ -105,7 +105,7 @@ def _broken(path: Path, migration: Migration) -> UserError:
     )
 
 
-def _write(path: Path, before: str, after: str, options: Options) -> None:
+def _write(path: Path, before: str, after: str, options: MigrateOptions) -> None:
     output = options.output or path
     if options.output and not options.overwrite:
         atomic_files.refuse_existing(output, allow="--overwrite")

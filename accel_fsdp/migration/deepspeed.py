@@ -4,7 +4,7 @@ Activation checkpointing is no key of `deepspeed_config`: it counts as broken, b
 the training script is given `--gradient_checkpointing true`.
 """
 
-from accel_fsdp.config import Engine
+from accel_fsdp.config import DISTRIBUTED_TYPES, Engine
 from accel_fsdp.migration.changes import ChangeKind, Draft, as_int
 from accel_fsdp.migration.fsdp import casts_buffers, fsdp2_strategy
 
@@ -14,7 +14,7 @@ SHARDS = ("nothing", "optimizer state", "optimizer state and gradients", "everyt
 
 def fsdp_to_zero(draft: Draft, stage: int) -> None:
     """FSDP of either version becomes ZeRO."""
-    draft.top("distributed_type", "changed", "the new engine", value="DEEPSPEED")
+    draft.top("distributed_type", "changed", "the new engine", value=DISTRIBUTED_TYPES[Engine.DEEPSPEED])
     draft.row("fsdp_version", "lost", "FSDP only")
     _strategy_to_stage(draft, stage)
     checkpoints = draft.on("fsdp_activation_checkpointing")
@@ -35,7 +35,9 @@ def fsdp_to_zero(draft: Draft, stage: int) -> None:
 def ddp_to_zero(draft: Draft, stage: int) -> None:
     """DDP becomes ZeRO."""
     draft.lose_mesh("ZeRO has no mesh")
-    draft.top("distributed_type", "changed", f"ZeRO-{stage} shards {SHARDS[stage]}", value="DEEPSPEED")
+    draft.top(
+        "distributed_type", "changed", f"ZeRO-{stage} shards {SHARDS[stage]}", value=DISTRIBUTED_TYPES[Engine.DEEPSPEED]
+    )
     draft.add("zero_stage", stage, "as asked")
     draft.add("offload_optimizer_device", "none", "as before")
     draft.add("offload_param_device", "none", "as before")
@@ -116,11 +118,11 @@ def zero_to_fsdp(draft: Draft, version: int) -> None:
     if stage == 0 and version == 2:
         draft.row("zero_stage", "lost", "ZeRO-0 is DDP")
         draft.lose_rest("DDP has none")
-        draft.top("distributed_type", "changed", "ZeRO-0 is DDP", value="MULTI_GPU")
+        draft.top("distributed_type", "changed", "ZeRO-0 is DDP", value=DISTRIBUTED_TYPES[Engine.DDP])
         draft.without_section()
         casts_buffers(draft, "autocast in place of 16-bit weights")
         return
-    draft.top("distributed_type", "changed", "the new engine", value="FSDP")
+    draft.top("distributed_type", "changed", "the new engine", value=DISTRIBUTED_TYPES[Engine.FSDP1])
     drop_use_cpu(draft)
     draft.add("fsdp_version", version, "the new engine")
     _stage_to_strategy(draft, stage, version)
@@ -137,7 +139,7 @@ def zero_to_fsdp(draft: Draft, version: int) -> None:
 def ddp_to_fsdp1(draft: Draft) -> None:
     """DDP becomes FSDP1's NO_SHARD."""
     draft.lose_mesh("FSDP1 has no mesh")
-    draft.top("distributed_type", "changed", "the new engine", value="FSDP")
+    draft.top("distributed_type", "changed", "the new engine", value=DISTRIBUTED_TYPES[Engine.FSDP1])
     drop_use_cpu(draft)
     draft.add("fsdp_version", 1, "the new engine")
     draft.add("fsdp_sharding_strategy", "NO_SHARD", "DDP in FSDP1's words; FULL_SHARD shards")
@@ -150,7 +152,12 @@ def ddp_to_fsdp1(draft: Draft) -> None:
 def ddp_to_fsdp2(draft: Draft) -> None:
     """DDP becomes FSDP2, which has no mode that shards nothing."""
     draft.lose_mesh("DDP reads none")
-    draft.top("distributed_type", "changed", "FSDP2 shards parameters, gradients and optimizer state", value="FSDP")
+    draft.top(
+        "distributed_type",
+        "changed",
+        "FSDP2 shards parameters, gradients and optimizer state",
+        value=DISTRIBUTED_TYPES[Engine.FSDP2],
+    )
     drop_use_cpu(draft)
     draft.add("fsdp_version", 2, "the new engine")
     draft.add("fsdp_reshard_after_forward", True, "FULL_SHARD; false keeps gathered parameters until the backward pass")

@@ -7,24 +7,15 @@ in the old file gets none in the new one.
 from collections.abc import Mapping
 from typing import Any
 
-from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.config import TARGETS, Engine, JobConfig, MigrationTarget, deepspeed_name
 from accel_fsdp.errors import UsageError
 from accel_fsdp.migration import deepspeed, fsdp
 from accel_fsdp.migration.changes import Draft, Migration
 
-TARGETS = {
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    "zero1": "DeepSpeed ZeRO-1",
-    "zero2": "DeepSpeed ZeRO-2",
-    "zero3": "DeepSpeed ZeRO-3",
-}
-"""What `--to` takes, and how it is shown."""
-
 SECTIONS = {Engine.FSDP1: "fsdp_config", Engine.FSDP2: "fsdp_config", Engine.DEEPSPEED: "deepspeed_config"}
 
 
-def plan(job: JobConfig, target: str, layer_class: str = "") -> Migration:
+def plan(job: JobConfig, target: MigrationTarget, layer_class: str = "") -> Migration:
     """Draws up the migration of a file to one of `TARGETS`.
 
     `layer_class` is the class to wrap where the new file needs one, as `fsdp_transformer_layer_cls_to_wrap` takes it.
@@ -43,7 +34,7 @@ def plan(job: JobConfig, target: str, layer_class: str = "") -> Migration:
     return draft.migration(source, TARGETS[target])
 
 
-def _draw(draft: Draft, target: str) -> None:
+def _draw(draft: Draft, target: MigrationTarget) -> None:
     engine, number = draft.job.engine, int(target[-1])
     if target.startswith("zero"):
         steps = {Engine.DDP: deepspeed.ddp_to_zero, Engine.DEEPSPEED: deepspeed.restage}
@@ -61,7 +52,7 @@ def _draw(draft: Draft, target: str) -> None:
 def _name(draft: Draft) -> str:
     engine = draft.job.engine
     if engine is Engine.DEEPSPEED and "deepspeed_config_file" not in draft.read:
-        return f"DeepSpeed ZeRO-{deepspeed.zero_stage(draft)}"
+        return deepspeed_name(deepspeed.zero_stage(draft))
     return engine.value
 
 

@@ -3,6 +3,7 @@ from . import causal as causal
 from . import config_json as config_json
 from . import inspect_model as inspect_model
 from . import remote_code as remote_code
+from . import state_bytes as state_bytes
 from .facts import LayerClass as LayerClass
 from .facts import ModelFacts as ModelFacts
 from .inspect_model import CAUSAL as CAUSAL

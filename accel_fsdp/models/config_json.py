@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import LIBRARIES, UserError
 
 if TYPE_CHECKING:
     from torch.overrides import TorchFunctionMode
 
-CONFIG = "config.json"
 LARGEST_CONFIG = 1 << 24
 ANYWHERE = Path(os.path.abspath(os.sep))
 """Reading a model copies nothing, so its user may have put links to another disk into its folder."""
 PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
-READ_BY_PYTHON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+READ_BY_PYTHON = (file_names.TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 WIDTHS = frozenset(
     {
         *("hidden_size", "n_embd", "d_model", "embed_dim", "vocab_size", "num_attention_heads", "n_head", "n_heads"),
@@ -58,10 +58,10 @@ def settings_in(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, it can't be read, or no model can be like that.
     """
-    found = untrusted_files.read_json(folder / CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
+    found = untrusted_files.read_json(folder / file_names.CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
     if found is None:
         raise UserError(
-            f"model folder {folder} has no {CONFIG}",
+            f"model folder {folder} has no {file_names.CONFIG}",
             why="the architecture can't be known without it",
             fix="give the folder that save_pretrained wrote, or a hub id",
         )

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import safetensors_header, summary
+from accel_fsdp.checkpoints import file_names, safetensors_header, summary
 from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean, is_installed, require
 from accel_fsdp.hardware import MachineFacts, gpus, host
 from accel_fsdp.models import catalogue, config_json, remote_code
 from accel_fsdp.models.config_json import first_line as first_line
 from accel_fsdp.models.facts import LayerClass, ModelFacts
+from accel_fsdp.units import GIB
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,7 @@ def read_machine() -> MachineFacts:
         return MachineFacts(accelerator=None, count=0)
     if torch.cuda.is_available():
         name, total_bytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / (1 << 30)))
+        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / GIB))
     return MachineFacts(str(torch.accelerator.current_accelerator()), torch.accelerator.device_count())
 
 
@@ -123,7 +124,7 @@ def _local_folder(name: str) -> Path:
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json")
+    cached = try_to_load_from_cache(name, file_names.CONFIG)
     return Path(cached).parent if isinstance(cached, str) else Path(os.devnull)
 
 

@@ -2,7 +2,7 @@ from . import command as command
 from . import html_report as html_report
 from . import proposal as proposal
 from . import text_report as text_report
-from .command import Options as Options
+from .command import PlanOptions as PlanOptions
 from .command import make_job as make_job
 from .command import make_plan as make_plan
 from .command import options_of as options_of

@@ -15,7 +15,7 @@ from accel_fsdp.planner import html_report, proposal, text_report
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import Job, from_yaml, search
+from accel_fsdp.prediction import PlanJob, from_yaml, search
 from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.tracing import by_name
 
@@ -23,7 +23,7 @@ DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What the command takes. `rows` None: the table has one sequence per GPU, the search finds how many are enough.
     `length` None: 2048 tokens, or the model's positions where it has fewer. `global_rows` are the sequences of one
     optimizer step on all GPUs, None where any number will do.
@@ -46,7 +46,7 @@ class Options:
     output: Path | None = None
 
 
-def options_of(command: PlanCommand) -> Options:
+def options_of(command: PlanCommand) -> PlanOptions:
     """The options of a command line, with what its flags leave open."""
     usual: Precision = "bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16"
     recipe = Recipe(
@@ -61,7 +61,7 @@ def options_of(command: PlanCommand) -> Options:
         attention=command.attention,
         kernels=command.kernels,
     )
-    return Options(
+    return PlanOptions(
         model=command.model,
         gpus=command.gpus,
         nodes=command.nodes,
@@ -78,7 +78,7 @@ def options_of(command: PlanCommand) -> Options:
     )
 
 
-def show_plan(options: Options) -> int:
+def show_plan(options: PlanOptions) -> int:
     """Prints the plan; returns 0 where something fits, 1 where nothing does.
 
     Raises:
@@ -94,7 +94,7 @@ def show_plan(options: Options) -> int:
     return 0 if told.plan.choice else 1
 
 
-def make_plan(options: Options) -> PlanReport:
+def make_plan(options: PlanOptions) -> PlanReport:
     """The plan of a command line: searched, or of the YAML that was given.
 
     Raises:
@@ -109,7 +109,7 @@ def make_plan(options: Options) -> PlanReport:
     return PlanReport(job, search.make_plan(job), proposer)
 
 
-def _judged(options: Options, path: Path) -> PlanReport:
+def _judged(options: PlanOptions, path: Path) -> PlanReport:
     subject, _ = read_subject(path, Sources(model=options.model))
     layout, recipe = from_yaml.of_config(subject, options.recipe)
     job = make_job(replace(options, recipe=recipe), layout, subject.number("num_machines") or 1)
@@ -117,7 +117,7 @@ def _judged(options: Options, path: Path) -> PlanReport:
     return PlanReport(job, search.judge(job, layout), None, path)
 
 
-def _refuse_files(options: Options) -> None:
+def _refuse_files(options: PlanOptions) -> None:
     for flag, path, what in (
         ("--html", options.html, "it may be the page of another plan"),
         ("--output", options.output, "it may be the YAML of another run"),
@@ -132,7 +132,7 @@ def _refuse_files(options: Options) -> None:
         )
 
 
-def _write(options: Options, told: PlanReport) -> None:
+def _write(options: PlanOptions, told: PlanReport) -> None:
     """The page, and the YAML of what is recommended."""
     if options.html:
         atomic_files.write_text(
@@ -148,7 +148,7 @@ def _write(options: Options, told: PlanReport) -> None:
         console.say(f"warning: {options.output} was NOT written: {why}{there}", style="bold red")
 
 
-def _as_written(job: Job, subject: Subject) -> Job:
+def _as_written(job: PlanJob, subject: Subject) -> PlanJob:
     """The job of a YAML: its notes, and what the linter says against it."""
     efficient = not subject.is_fsdp or subject.on("fsdp_cpu_ram_efficient_loading")
 
@@ -158,14 +158,14 @@ def _as_written(job: Job, subject: Subject) -> Job:
     return replace(job, ram_efficient=efficient, notes=(*job.notes, *from_yaml.notes(subject)), refuses=refuses)
 
 
-def _proposer(options: Options, job: Job) -> Proposer:
+def _proposer(options: PlanOptions, job: PlanJob) -> Proposer:
     machine, _ = machines.parse(options.gpus)
     memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
     layers = tuple(dict.fromkeys(block.name for block in job.shape.blocks))
     return Proposer(job.shape.name, f"{machine.count}x{machine.accelerator}{memory}", machine.count, layers)
 
 
-def make_job(options: Options, layout: Layout | None = None, machines_there: int = 0) -> Job:
+def make_job(options: PlanOptions, layout: Layout | None = None, machines_there: int = 0) -> PlanJob:
     """What is to be planned; with the layout of a YAML on as many GPUs and machines as it has.
 
     Raises:
@@ -192,7 +192,7 @@ def make_job(options: Options, layout: Layout | None = None, machines_there: int
         accumulation=accumulation,
         attention="sdpa" if shape.eager_only else options.recipe.attention,
     )
-    return Job(
+    return PlanJob(
         *(shape, tapes, recipe, gpu, ranks, layout.ranks_per_node if layout else machine.count),
         fixed_rows=layout is not None or options.rows is not None,
         notes=text_report.model_notes(
@@ -213,7 +213,7 @@ def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
         )
 
 
-def _length(options: Options, shape: ModelShape) -> int:
+def _length(options: PlanOptions, shape: ModelShape) -> int:
     length = options.length or min(DEFAULT_LENGTH, shape.positions or DEFAULT_LENGTH)
     if shape.positions and length > shape.positions:
         raise UsageError(
@@ -224,7 +224,7 @@ def _length(options: Options, shape: ModelShape) -> int:
     return length
 
 
-def _accumulation(options: Options, ranks: int) -> int:
+def _accumulation(options: PlanOptions, ranks: int) -> int:
     """Micro-batches per step; a global batch decides them."""
     total, rows = options.global_rows, options.rows or 1
     if total is None:
@@ -246,7 +246,7 @@ def _accumulation(options: Options, ranks: int) -> int:
     return total // (ranks * rows)
 
 
-def _check_layout(options: Options, machine: MachineFacts, nodes: int, layout: Layout, machines_there: int) -> None:
+def _check_layout(options: PlanOptions, machine: MachineFacts, nodes: int, layout: Layout, machines_there: int) -> None:
     """Refuses GPUs that aren't those of the YAML."""
     if machine.count * nodes != layout.ranks:
         raise UsageError(
@@ -272,7 +272,7 @@ def _nodes(asked: int | None, described: int) -> int:
     return described if asked is None else asked
 
 
-def _check_numbers(options: Options, nodes: int) -> None:
+def _check_numbers(options: PlanOptions, nodes: int) -> None:
     given = options.recipe
     numbers = {
         "--nodes": nodes,

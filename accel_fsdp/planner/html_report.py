@@ -7,10 +7,9 @@ from typing import Literal
 
 from accel_fsdp import __version__, svg
 from accel_fsdp.prediction import (
-    GIB,
     Candidate,
-    Job,
     Plan,
+    PlanJob,
     checkpointing_in,
     evaluate,
     name_of,
@@ -32,7 +31,8 @@ from accel_fsdp.prediction.memory import (
     step,
     variant_of,
 )
-from accel_fsdp.svg import Bar, Capacity, Curve, Part, Words, gib
+from accel_fsdp.svg import Bar, Capacity, Curve, Part, Words
+from accel_fsdp.units import GIB, gib_in_figure
 
 WIDTHS = (720, 360)
 """Each figure is drawn twice, for a window and for a phone; the style sheet shows one."""
@@ -85,7 +85,7 @@ class Series:
     peaks: Mapping[str, Sequence[int]]
 
 
-def make_page(job: Job, found: Plan, headline: str, advice: Sequence[str]) -> str:
+def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> str:
     """The whole page; `headline` and `advice` are the sentences of the terminal."""
     title = f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
     shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
@@ -110,13 +110,16 @@ def make_page(job: Job, found: Plan, headline: str, advice: Sequence[str]) -> st
     )
 
 
-def _against(job: Job) -> str:
+def _against(job: PlanJob) -> str:
     layouts = (Layout(*CURVES[name], job.ranks, job.ranks_per_node) for name in ("DDP", "FULL_SHARD"))
     ddp, fsdp = (_timeline(job, job.recipe, layout).most for layout in layouts)
     least = max(ddp.values()) * TOO_THIN
     kinds = [kind for kind in AGAINST if max(ddp[kind], fsdp[kind]) > least]
     rows = [(LETTERS[kind], AGAINST[kind], ddp[kind] / GIB, fsdp[kind] / GIB) for kind in kinds]
-    said = "; ".join(f"{name}: {gib(one)} GiB with DDP, {gib(other)} GiB with FSDP" for _, name, one, other in rows)
+    said = "; ".join(
+        f"{name}: {gib_in_figure(one)} GiB with DDP, {gib_in_figure(other)} GiB with FSDP"
+        for _, name, one, other in rows
+    )
     words = Words("Parameters, gradients, optimizer state, activations per GPU: DDP against FSDP", said)
     return _section(
         words.title,
@@ -131,7 +134,7 @@ def _against(job: Job) -> str:
     )
 
 
-def _strategies(job: Job, found: Plan) -> str:
+def _strategies(job: PlanJob, found: Plan) -> str:
     rows = [_bar(one, name_of(one.layout)) for one in found.rows]
     how = f"The highest point of one step, {_how(job.recipe)}."
     if found.choice and found.choice.recipe != job.recipe:
@@ -155,14 +158,14 @@ def _bar(one: Candidate, name: str) -> Bar:
     live = one.prediction.peak.live
     fits = {"yes": "fits", "tight": "tight", "no": "over", "fails": "fails"}[one.verdict]
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
-    return Bar(name, f"{gib(one.prediction.peak.total / GIB)} GiB, {fits}", parts)
+    return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)} GiB, {fits}", parts)
 
 
-def _step(job: Job, shown: Candidate, chosen: bool) -> str:
+def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     samples = _timeline(job, shown.recipe, shown.layout).samples
     drawn = [(one.phase, {LETTERS[kind]: size / GIB for kind, size in one.live.items()}) for one in samples]
     name = f"{name_of(shown.layout)}, {_how(shown.recipe)}"
-    peaks = "; ".join(f"{one.phase}: {gib(one.total / GIB)} GiB" for one in shown.prediction.moments)
+    peaks = "; ".join(f"{one.phase}: {gib_in_figure(one.total / GIB)} GiB" for one in shown.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
     seen = [kind for kind in KINDS if any(one.live[kind] for one in samples)]
     return _section(
@@ -178,7 +181,7 @@ def _step(job: Job, shown: Candidate, chosen: bool) -> str:
     )
 
 
-def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
+def _growth(job: PlanJob, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
     how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
     tokens = shown.recipe.length
     gpus = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
@@ -193,23 +196,25 @@ def _growth(job: Job, shown: Candidate, by_gpus: Series, by_tokens: Series) -> s
     )
 
 
-def _lines(job: Job, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
+def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
     curves = [
         Curve(name, f"c{number}", [(x, peak / GIB) for x, peak in zip(series.sizes, peaks, strict=True)])
         for number, (name, peaks) in enumerate(series.peaks.items(), start=1)
     ]
-    said = "; ".join(f"{one.name}: {gib(one.points[0][1])} to {gib(one.points[-1][1])} GiB" for one in curves)
+    said = "; ".join(
+        f"{one.name}: {gib_in_figure(one.points[0][1])} to {gib_in_figure(one.points[-1][1])} GiB" for one in curves
+    )
     span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {axis}"
     words = Words(f"Highest memory of one GPU by number of {axis}", f"{span}: {said}")
     return [svg.lines(words, curves, _capacity(job), here, axis, width) for width in WIDTHS]
 
 
-def _over_gpus(job: Job, recipe: Recipe) -> Series:
+def _over_gpus(job: PlanJob, recipe: Recipe) -> Series:
     counts = _doublings(1, MOST_GPUS, job.ranks)
     return Series(counts, {name: [_peak(job, recipe, name, count) for count in counts] for name in CURVES})
 
 
-def _over_tokens(job: Job, recipe: Recipe) -> Series:
+def _over_tokens(job: PlanJob, recipe: Recipe) -> Series:
     most = min(MOST_TOKENS, job.shape.positions or MOST_TOKENS)
     lengths = _doublings(min(LEAST_TOKENS, most), most, recipe.length)
     names = CURVES if job.ranks > 1 else ("one GPU",)
@@ -222,19 +227,19 @@ def _doublings(first: int, last: int, here: int) -> list[int]:
     return sorted({*powers, last, here})
 
 
-def _peak(job: Job, recipe: Recipe, name: str, ranks: int) -> int:
+def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
     layout = Layout("single", 1, 1, 1)
     if ranks > 1:
         layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
     return evaluate(job, recipe, layout).prediction.peak.total
 
 
-def _timeline(job: Job, recipe: Recipe, layout: Layout) -> step.Timeline:
+def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:
     tapes = job.tapes[variant_of(recipe, layout.engine)]
     return step.timeline(job.shape, tapes, recipe, layout, workspace_bytes(job.gpu))
 
 
-def _numbers(job: Job, found: Plan) -> str:
+def _numbers(job: PlanJob, found: Plan) -> str:
     titles = ("strategy", "batch", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
     rows = [_cells(one, name_of(one.layout)) for one in found.rows]
     if found.choice:
@@ -250,13 +255,13 @@ def _numbers(job: Job, found: Plan) -> str:
 def _cells(one: Candidate, name: str) -> list[str]:
     peak = one.prediction.peak
     how = (f"{one.recipe.rows}", one.recipe.checkpointing)
-    sizes = [_size(peak.total), *(_size(peak.live[kind]) for kind in KINDS)]
+    sizes = [_cell(peak.total), *(_cell(peak.live[kind]) for kind in KINDS)]
     speed = [f"{one.step.step_seconds:.2f}", f"{one.tokens_per_s:,.0f}"]
     return [escape(name), *how, one.verdict, *sizes, peak.phase, *speed]
 
 
 def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
-    phases = [[one.phase, _size(one.total)] for one in shown.prediction.moments]
+    phases = [[one.phase, _cell(one.total)] for one in shown.prediction.moments]
     folded = (
         ("One step: the highest point of each phase", _table(("phase", "GiB"), phases)),
         ("Number of GPUs", _series_table("GPUs", by_gpus)),
@@ -267,14 +272,14 @@ def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
 
 def _series_table(axis: str, series: Series) -> str:
     rows = [
-        [f"{size:,}", *(_size(peaks[place]) for peaks in series.peaks.values())]
+        [f"{size:,}", *(_cell(peaks[place]) for peaks in series.peaks.values())]
         for place, size in enumerate(series.sizes)
     ]
     return _table((axis, *(f"{name} GiB" for name in series.peaks)), rows)
 
 
-def _size(size: int) -> str:
-    return f'<data value="{size}">{gib(size / GIB)}</data>'
+def _cell(size: int) -> str:
+    return f'<data value="{size}">{gib_in_figure(size / GIB)}</data>'
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
@@ -305,7 +310,7 @@ def _key(kinds: Iterable[str]) -> str:
     return f'<ul class="key">{items}</ul>'
 
 
-def _capacity(job: Job) -> Capacity:
+def _capacity(job: PlanJob) -> Capacity:
     return Capacity(f"one {job.gpu.name}", job.gpu.usable_gib)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_fsdp import linter
-from accel_fsdp.config import TORCH_DTYPES, combinations
+from accel_fsdp.config import ENGINE_NAMES, PLANNED, TORCH_DTYPES, combinations
 from accel_fsdp.errors import UserError
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
@@ -80,7 +80,7 @@ class Proposer:
             settled = _settled({**given, "model": known or PRESET_MODEL})
             own = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
             self._answers[key] = own
-        base, sharded = self._answers[key], _is_fsdp(layout)
+        base, sharded = self._answers[key], layout.is_fsdp
         return replace(
             base,
             strategy=layout.strategy if sharded else base.strategy,
@@ -109,18 +109,18 @@ class Proposer:
     def _flags(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
         """The wizard's flags, by the names of its questions."""
         answers = self.answers(recipe, layout)
-        names = (*self._given(recipe, layout), *(["strategy"] if _is_fsdp(layout) else []))
+        names = (*self._given(recipe, layout), *(["strategy"] if layout.is_fsdp else []))
         return {name: to_yaml.flag_text(getattr(answers, name)) for name in names}
 
     def _given(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
         machines = max(layout.ranks // self.gpus_each, 1)
         words = {"model": self.model, "method": recipe.method, "gpus": self.gpus, "num_machines": str(machines)}
         words["mixed_precision"] = recipe.precision
-        if _is_fsdp(layout):
+        if layout.is_fsdp:
             words |= {"engine": "fsdp", "fsdp_version": layout.engine.removeprefix("fsdp")}
             words |= {"cpu_offload": "false", "activation_checkpointing": "false"}
         else:
-            words["engine"] = {"ddp": "ddp", "zero": "deepspeed"}[layout.engine]
+            words["engine"] = ENGINE_NAMES[PLANNED[layout.engine]]
         if layout.engine == "zero":
             words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
         return words | ({"main_process_ip": ADDRESS} if machines > 1 else {})
@@ -128,10 +128,6 @@ class Proposer:
 
 def _settled(given: dict[str, str]) -> Answers:
     return interview.answers(interview.Interview(given, dict(given), quiet=True))
-
-
-def _is_fsdp(layout: Layout) -> bool:
-    return layout.engine in ("fsdp1", "fsdp2")
 
 
 def in_yaml(recipe: Recipe, layout: Layout) -> bool:

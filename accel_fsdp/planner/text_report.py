@@ -9,10 +9,9 @@ from accel_fsdp import console
 from accel_fsdp.planner import proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
-    GIB,
     Candidate,
-    Job,
     Plan,
+    PlanJob,
     capacity,
     checkpointing_in,
     name_of,
@@ -22,6 +21,7 @@ from accel_fsdp.prediction import (
     step_traffic,
 )
 from accel_fsdp.prediction.memory import KINDS, LETTERS, Layout, ModelShape, Recipe, shards, units_of
+from accel_fsdp.units import GIB, about_gb, about_gib
 
 SCHEMA_VERSION = 2
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -40,7 +40,7 @@ COLOURS = dict(
 class PlanReport:
     """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged."""
 
-    job: Job
+    job: PlanJob
     plan: Plan
     proposer: Proposer | None
     config: Path | None = None
@@ -200,13 +200,13 @@ class PlanReport:
     def _host(self, choice: Candidate) -> str:
         job = self.job
         host = capacity.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
-        offload = f" and {_short(host.offload / GIB)} GiB to train, offloaded" if host.offload else ""
+        offload = f" and {about_gib(host.offload)} to train, offloaded" if host.offload else ""
         most, has = max(host.loading, host.offload), job.host_bytes
         usual = f" (more than the {has / GIB:,.0f} GiB {'it has' if job.host_gib else 'that are usual'})" * (most > has)
         return (
-            f"Each machine needs {_short(host.loading / GIB)} GiB of its own memory to load the model{offload}{usual}; "
-            f"a checkpoint takes {_short(host.checkpoint / 1e9)} GB of disk, the exported model "
-            f"{_short(host.export / 1e9)} GB."
+            f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}{usual}; "
+            f"a checkpoint takes {about_gb(host.checkpoint)} of disk, the exported model "
+            f"{about_gb(host.export)}."
         )
 
     def _padding(self) -> Iterator[str]:
@@ -328,7 +328,3 @@ def _way(one: Candidate) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
-
-
-def _short(amount: float) -> str:
-    return f"{amount:,.0f}" if amount >= 10 else f"{amount:,.1f}"

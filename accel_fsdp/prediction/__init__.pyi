@@ -10,15 +10,14 @@ from .advice import Advice as Advice
 from .advice import advise as advise
 from .advice import judge as judge
 from .advice import make_job as make_job
-from .capacity import GIB as GIB
 from .capacity import predicted as predicted
 from .capacity import workspace_bytes as workspace_bytes
 from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
 from .communication import units as units
 from .search import Candidate as Candidate
-from .search import Job as Job
 from .search import Plan as Plan
+from .search import PlanJob as PlanJob
 from .search import checkpointing_in as checkpointing_in
 from .search import evaluate as evaluate
 from .search import host_bytes as host_bytes
@@ -30,4 +29,4 @@ from .speed import RANGE as RANGE
 from .speed import Step as Step
 from .speed import block_work as block_work
 from .speed import step_time as step_time
-from .trace_store import Record as Record
+from .trace_store import TraceRecord as TraceRecord

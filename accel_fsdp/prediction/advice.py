@@ -10,9 +10,9 @@ from typing import Literal
 from accel_fsdp.config import Method, Precision
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.capacity import GIB
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
-from accel_fsdp.prediction.search import Candidate, Job, evaluate
+from accel_fsdp.prediction.memory import SHARDING_KINDS, Layout, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction.search import Candidate, PlanJob, evaluate
+from accel_fsdp.units import GIB
 
 LENGTH = 2048
 """Tokens per row that a YAML is judged at, which says none; fewer where the model has fewer positions."""
@@ -68,7 +68,7 @@ def make_job(
     method: Method = "full",
     precision: Precision = "bf16",
     known: Known | None = None,
-) -> Job | None:
+) -> PlanJob | None:
     """One row per GPU of `LENGTH` tokens, at most; None where model or GPU aren't known.
 
     `known` is the shape and the tapes of a model outside of the catalogue (`tracing.read_shape`), which take seconds.
@@ -80,7 +80,7 @@ def make_job(
     gpu = gpus.find(machine.accelerator, machine.memory_gib)
     dtype: Literal["float32", "bfloat16"] = "float32" if method == "full" else "bfloat16"
     recipe = Recipe(method, precision, dtype, length=min(LENGTH, shape.positions or LENGTH))
-    return Job(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node)
+    return PlanJob(shape, tapes, recipe, gpu, layout.ranks, layout.ranks_per_node)
 
 
 def advise(
@@ -105,7 +105,7 @@ def advise(
     return Advice(chosen, job.gpu.usable_gib)
 
 
-def judge(job: Job, layout: Layout, checkpointing: bool) -> Advice:
+def judge(job: PlanJob, layout: Layout, checkpointing: bool) -> Advice:
     """Whether the job fits in just this way."""
     recipe = replace(job.recipe, checkpointing="full" if checkpointing else "none")
     return Advice(evaluate(job, recipe, layout), job.gpu.usable_gib)
@@ -113,4 +113,4 @@ def judge(job: Job, layout: Layout, checkpointing: bool) -> Advice:
 
 def can_offload(layout: Layout) -> bool:
     """Whether Accelerate can offload what this layout shards."""
-    return layout.engine in ("fsdp1", "fsdp2", "zero")
+    return layout.engine in SHARDING_KINDS

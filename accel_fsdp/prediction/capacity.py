@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
     Layout,
     ModelShape,
@@ -13,12 +14,12 @@ from accel_fsdp.prediction.memory import (
     Tapes,
     idle_units,
     predict,
+    shards,
     units_of,
     variant_of,
 )
-from accel_fsdp.prediction.memory import shards as states
+from accel_fsdp.units import GIB
 
-GIB = 1 << 30
 CONTEXT_BYTES = round(0.9 * GIB)
 """CUDA context with kernels loaded: 0.47 (lazy) to 0.92 GiB, A100, torch 2.1 (stas00, ml-engineering)."""
 COMMUNICATOR_BYTES = round(1.5 * GIB)
@@ -109,17 +110,16 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
     also the weights in the dtype of forward and backward. An adapter is exported as it was trained.
     """
-    shards = layout.engine in ("fsdp1", "fsdp2")
-    copies = 1 if shards and ram_efficient else layout.ranks_per_node
+    copies = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
     units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
-    master = states.master_bytes(recipe, layout)
+    master = shards.master_bytes(recipe, layout)
 
     def total(layout: Layout) -> tuple[int, int, int]:
         sizes = [
             (
-                states.shard_bytes(unit, layout),
-                states.optimizer_bytes(unit, recipe, layout),
-                states.trained_bytes(unit, layout, master, shard=True),
+                shards.shard_bytes(unit, layout),
+                shards.optimizer_bytes(unit, recipe, layout),
+                shards.trained_bytes(unit, layout, master, shard=True),
             )
             for unit in units
         ]
@@ -129,13 +129,13 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     alone = replace(layout, ranks=1, ranks_per_node=1)
     held, optimizer, trained = total(alone)
     weights = trained if recipe.method != "full" else held
-    weights += trained * states.compute_bytes(recipe) // master if layout.engine == "zero" else 0
+    weights += trained * shards.compute_bytes(recipe) // master if layout.engine == "zero" else 0
     return Host(
-        loading=model_numel(shape) * states.DTYPE_BYTES[recipe.dtype] * copies,
+        loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * copies,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
-        gathering=held if shards else 0,
+        gathering=held if layout.is_fsdp else 0,
         checkpoint=weights + optimizer,
-        export=trained if recipe.method != "full" else model_numel(shape) * states.compute_bytes(recipe),
+        export=trained if recipe.method != "full" else model_numel(shape) * shards.compute_bytes(recipe),
     )
 
 

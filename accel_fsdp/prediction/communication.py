@@ -11,9 +11,8 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
-    DTYPE_BYTES,
-    NF4_BYTES,
     Block,
     Layout,
     ModelShape,
@@ -47,7 +46,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Unit:
+class GatheredUnit:
     """Parameters that are gathered and reduced together: a block, or what `block` None has outside of them.
 
     `kept` units stay gathered from forward to backward: one all-gather instead of two.
@@ -63,7 +62,7 @@ class Unit:
         return len(self.block.layers) if self.block else 1
 
 
-def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
+def units(shape: ModelShape, layout: Layout) -> tuple[GatheredUnit, ...]:
     """What is gathered together, in the order of the forward pass.
 
     FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`);
@@ -71,11 +70,11 @@ def units(shape: ModelShape, layout: Layout) -> tuple[Unit, ...]:
     """
     kept = _keeps(layout)
     run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
-    blocks = tuple(Unit(block.parameters, kept, block) for block in run)
+    blocks = tuple(GatheredUnit(block.parameters, kept, block) for block in run)
     first, last = outer_parts(shape, layout)
     if last:
-        return Unit(first, kept), *blocks, Unit(last, True)
-    return Unit(first, layout.engine != "zero"), *blocks
+        return GatheredUnit(first, kept), *blocks, GatheredUnit(last, True)
+    return GatheredUnit(first, layout.engine != "zero"), *blocks
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
@@ -88,7 +87,7 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     return total
 
 
-def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
+def gather(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
     """One all-gather of one unit; with offload its shard comes from the host first, in the dtype that it rests in."""
     if _replicates(layout) or (layout.shard_ranks == 1 and not layout.offload):
         return Traffic()
@@ -98,7 +97,7 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
 
 
-def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
+def reduce(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
     """One reduction of one unit's gradients: reduce-scatter where they are sharded, all-reduce over replicas."""
     elements = trained_numel(unit, recipe)
     volume = elements * sent_gradient_bytes(recipe, layout)
@@ -120,7 +119,7 @@ def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     return _ring(volume, layout.ranks, layout.ranks_per_node) + down
 
 
-def gathers_per_step(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+def gathers_per_step(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
     """How often a unit is gathered: before forward and, unless kept, before backward of each micro-batch.
 
     FSDP1 frees kept units only after a synchronised backward (`_should_free_in_backward`): once for all micro-batches.
@@ -136,16 +135,16 @@ def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
     return recipe.accumulation if always or layout.sync_each_batch else 1
 
 
-def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
+def gathered(unit: GatheredUnit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
     for one in unit.parameters:
         quantized = recipe.method == "qlora" and is_quantized(one, unit)
-        yield one.numel, NF4_BYTES if quantized else compute_bytes(recipe)
+        yield one.numel, state_bytes.NF4_BYTES if quantized else compute_bytes(recipe)
     if recipe.method != "full":
         yield trained_numel(unit, recipe), compute_bytes(recipe)
 
 
-def gathered_alone(unit: Unit, recipe: Recipe, layout: Layout) -> int:
+def gathered_alone(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
     """How many adapter weights are units of their own: FSDP1's flat parameters can't mix frozen and trained ones.
 
     (PEFT's `fsdp_auto_wrap_policy`.)
@@ -155,7 +154,7 @@ def gathered_alone(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     return 2 * sum(unit.block is not None and one.is_adapted(recipe.lora_targets) for one in unit.parameters)
 
 
-def trained_numel(unit: Unit, recipe: Recipe) -> int:
+def trained_numel(unit: GatheredUnit, recipe: Recipe) -> int:
     """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
     if recipe.method == "full":
         return sum(one.numel for one in unit.parameters)
@@ -169,7 +168,7 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     return sum(unit.count * trained_numel(unit, recipe) for unit in units(shape, layout))
 
 
-def is_quantized(one: Parameter, unit: Unit) -> bool:
+def is_quantized(one: Parameter, unit: GatheredUnit) -> bool:
     """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks."""
     return unit.block is not None and one.kind == "linear"
 
@@ -184,9 +183,9 @@ def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:
     """Bytes per element that come from the host: FSDP casts on the GPU, ZeRO on the host, 4 bits stay packed."""
-    if layout.engine == "zero" or width == NF4_BYTES:
+    if layout.engine == "zero" or width == state_bytes.NF4_BYTES:
         return width
-    return master_bytes(recipe, layout) if recipe.method == "full" else DTYPE_BYTES[recipe.dtype]
+    return master_bytes(recipe, layout) if recipe.method == "full" else state_bytes.DTYPE_BYTES[recipe.dtype]
 
 
 def _replicates(layout: Layout) -> bool:
@@ -196,7 +195,7 @@ def _replicates(layout: Layout) -> bool:
 
 def _keeps(layout: Layout) -> bool:
     """Whether blocks stay gathered from forward to backward."""
-    return layout.engine in ("fsdp1", "fsdp2") and layout.strategy in (2, 5)
+    return layout.is_fsdp and layout.strategy in (2, 5)
 
 
 def _ring(volume_bytes: float, ranks: int, ranks_per_node: int) -> Traffic:

@@ -2,19 +2,12 @@
 
 from dataclasses import replace
 
-from accel_fsdp.config import STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
+from accel_fsdp.config import PLANNED, STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
 from accel_fsdp.errors import UsageError
-from accel_fsdp.prediction.memory import EngineKind, Layout, Recipe
+from accel_fsdp.prediction.memory import Layout, Recipe
 
-ENGINES: dict[EngineKind, Engine] = {
-    "fsdp1": Engine.FSDP1,
-    "fsdp2": Engine.FSDP2,
-    "ddp": Engine.DDP,
-    "zero": Engine.DEEPSPEED,
-    "single": Engine.NONE,
-}
-"""The planner's names of the engines."""
-KINDS = {engine: kind for kind, engine in ENGINES.items() if engine is not Engine.NONE}
+KINDS = {engine: kind for kind, engine in PLANNED.items() if engine is not Engine.NONE}
+"""The engines that can be predicted for, as the planner names them."""
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
 OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
@@ -50,7 +43,7 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
 
 def setup_of(layout: Layout, recipe: Recipe) -> Setup:
     """A row of the planner's table as a job, with activation checkpointing where `recompute_by` puts it."""
-    engine = ENGINES[layout.engine]
+    engine = PLANNED[layout.engine]
     return Setup(
         engine,
         recipe.method,

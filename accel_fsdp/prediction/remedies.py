@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accel_fsdp.config import Method
-from accel_fsdp.prediction.capacity import GIB
 from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.prediction.search import (
-    Job,
+    PlanJob,
     evaluate,
     has_room,
     host_bytes,
@@ -16,13 +15,14 @@ from accel_fsdp.prediction.search import (
     name_of,
     offloads,
 )
+from accel_fsdp.units import GIB
 
 MOST_DOUBLINGS = 10
 SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
 """The methods that hold less."""
 
 
-def remedies(job: Job, given: Layout | None) -> Iterator[str]:
+def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
     """The changes that would make it fit, each alone with one sequence per GPU and full checkpointing.
 
     They are changes of the `given` layout where that helps, else of the one that shards all. Offload comes last, unless
@@ -45,11 +45,11 @@ def remedies(job: Job, given: Layout | None) -> Iterator[str]:
         yield f"--seq-len {length}, with {used}"
     yield from _other_methods(job, smallest, given)
     yield from _more_gpus(job, smallest, given)
-    if layout.engine in ("fsdp1", "fsdp2") and not (given and given.offload):
+    if layout.is_fsdp and not (given and given.offload):
         yield from _offload(job, smallest, replace(layout, offload=True), used)
 
 
-def _other_methods(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+def _other_methods(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
     for method in SMALLER[job.recipe.method]:
         recipe = replace(smallest, method=method, dtype="bfloat16")
         layout = sharded(job, recipe, job.ranks)
@@ -58,7 +58,7 @@ def _other_methods(job: Job, smallest: Recipe, given: Layout | None) -> Iterator
             yield f"--method {method}, with {_how(job, recipe, layout, given)}: {size:.1f} GiB"
 
 
-def _other_optimizer(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+def _other_optimizer(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
     """Trainer's own optimizer, where another was asked for: that may work with fewer layouts, or hold more."""
     if smallest.optimizer == Recipe.optimizer:
         return
@@ -70,7 +70,7 @@ def _other_optimizer(job: Job, smallest: Recipe, given: Layout | None) -> Iterat
             return
 
 
-def _more_gpus(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
     """The GPUs that are enough; where no number is, with a method that holds less; where none is, what each holds."""
     least: tuple[float, str] | None = None
     for method in (job.recipe.method, *SMALLER[job.recipe.method]):
@@ -89,7 +89,7 @@ def _more_gpus(job: Job, smallest: Recipe, given: Layout | None) -> Iterator[str
         yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {least[0]:.1f} GiB"
 
 
-def _offload(job: Job, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:
+def _offload(job: PlanJob, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:
     if not _fits(job, smallest, layout):
         return
     needs, has = host_bytes(job, smallest, layout) / GIB, job.host_bytes / GIB
@@ -97,13 +97,13 @@ def _offload(job: Job, smallest: Recipe, layout: Layout, used: str) -> Iterator[
     yield slow if needs <= has else f"{slow}, where {has:,.0f} GiB {'are' if job.host_gib else 'are usual'}"
 
 
-def _how(job: Job, recipe: Recipe, layout: Layout, given: Layout | None) -> str:
+def _how(job: PlanJob, recipe: Recipe, layout: Layout, given: Layout | None) -> str:
     checkpointing = "activation checkpointing" + ("" if recipe.method == "full" else " in the script")
     named = f"{name_of(layout)}, " if given != layout and layout.engine != "single" else ""
     return f"{named}1 sequence per GPU and {checkpointing}"
 
 
-def sharded(job: Job, recipe: Recipe, ranks: int) -> Layout | None:
+def sharded(job: PlanJob, recipe: Recipe, ranks: int) -> Layout | None:
     """The first layout that works and shards everything over so many GPUs; on one there is nothing to share."""
     together = job.ranks_per_node if ranks > job.ranks_per_node else ranks
     full = {("fsdp2", 1), ("fsdp1", 1), ("zero", 3), ("single", 1)}
@@ -112,5 +112,5 @@ def sharded(job: Job, recipe: Recipe, ranks: int) -> Layout | None:
     return next((one for one in ordered if not job.refuses(recipe, one)), None)
 
 
-def _fits(job: Job, recipe: Recipe, layout: Layout) -> bool:
+def _fits(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
     return not job.refuses(recipe, layout) and has_room(job, recipe, layout)

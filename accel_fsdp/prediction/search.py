@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import STRATEGIES
+from accel_fsdp.config import STRATEGIES, zero_name
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import GIB, Device
+from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Tapes
 from accel_fsdp.prediction.speed import RANGE, Step, step_time
+from accel_fsdp.units import GIB
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
@@ -28,7 +29,7 @@ def _allowed(recipe: Recipe, layout: Layout) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """What is given: the model, how to train it, on what. `fixed_rows` keeps the micro-batch of the recipe.
 
     `global_rows` are the sequences of one optimizer step on all GPUs, 0 where any number will do; then the recipe's
@@ -102,34 +103,34 @@ def layouts(ranks: int, ranks_per_node: int) -> Iterator[Layout]:
         yield Layout("zero", stage, ranks, ranks_per_node)
 
 
-def evaluate(job: Job, recipe: Recipe, layout: Layout) -> Candidate:
+def evaluate(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate:
     """Predicts memory and time of one way."""
     prediction, device = _memory(job, recipe, layout)
     step = step_time(job.shape, recipe, layout, job.gpu)
     return Candidate(recipe, layout, prediction, device, step, job.refuses(recipe, layout))
 
 
-def _memory(job: Job, recipe: Recipe, layout: Layout) -> tuple[Prediction, Device]:
+def _memory(job: PlanJob, recipe: Recipe, layout: Layout) -> tuple[Prediction, Device]:
     prediction = capacity.predicted(job.shape, job.tapes, recipe, layout, job.gpu)
     return prediction, capacity.device(prediction, layout, job.capacity_bytes)
 
 
-def table(job: Job) -> list[Candidate]:
+def table(job: PlanJob) -> list[Candidate]:
     """One candidate per strategy, with the recipe as it is."""
     return [evaluate(job, job.recipe, layout) for layout in layouts(job.ranks, job.ranks_per_node)]
 
 
-def largest_rows(job: Job, recipe: Recipe, layout: Layout) -> int:
+def largest_rows(job: PlanJob, recipe: Recipe, layout: Layout) -> int:
     """The largest micro-batch that fits; 0 if not even one row does."""
     return _largest(lambda rows: has_room(job, replace(recipe, rows=rows), layout), MOST_ROWS)
 
 
-def longest_sequence(job: Job, recipe: Recipe, layout: Layout, most: int) -> int:
+def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int) -> int:
     """The longest sequence up to `most` that fits; 0 if not even one token does."""
     return _largest(lambda length: has_room(job, replace(recipe, length=length), layout), most)
 
 
-def has_room(job: Job, recipe: Recipe, layout: Layout) -> bool:
+def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
     """Whether a GPU has the memory, with the margin."""
     return _memory(job, recipe, layout)[1].verdict == "yes"
 
@@ -146,7 +147,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def host_bytes(job: Job, recipe: Recipe, layout: Layout) -> int:
+def host_bytes(job: PlanJob, recipe: Recipe, layout: Layout) -> int:
     """What one machine's memory must hold at its fullest."""
     host = capacity.host(job.shape, recipe, layout, job.ram_efficient)
     return max(host.loading, host.offload)
@@ -176,7 +177,7 @@ class Plan:
     longest: Longest
 
 
-def make_plan(job: Job) -> Plan:
+def make_plan(job: PlanJob) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; of the fastest that fit the simplest wins."""
     rows = tuple(table(job))
     found = sorted(_search(job), key=lambda one: -one.tokens_per_s)
@@ -190,7 +191,7 @@ def make_plan(job: Job) -> Plan:
     return Plan(rows, choice, second, ties, _reason(job, choice, alone=not ties), _longest(job, choice))
 
 
-def judge(job: Job, layout: Layout) -> Plan:
+def judge(job: PlanJob, layout: Layout) -> Plan:
     """One given layout: whether it fits, and the largest micro-batch and sequence that would."""
     one = evaluate(job, job.recipe, layout)
     if not one.fits:
@@ -199,7 +200,7 @@ def judge(job: Job, layout: Layout) -> Plan:
     return Plan((one,), one, None, (), f"It fits, up to {rows_in(most)} per GPU.", _longest(job, one))
 
 
-def _longest(job: Job, one: Candidate) -> Longest:
+def _longest(job: PlanJob, one: Candidate) -> Longest:
     most = job.shape.positions or MOST_TOKENS
     chosen, alone = (
         longest_sequence(job, recipe, one.layout, most) for recipe in (one.recipe, replace(one.recipe, rows=1))
@@ -207,7 +208,7 @@ def _longest(job: Job, one: Candidate) -> Longest:
     return Longest(chosen, alone)
 
 
-def _search(job: Job) -> Iterator[Candidate]:
+def _search(job: PlanJob) -> Iterator[Candidate]:
     """The best micro-batch of each strategy and checkpointing that works and fits."""
     for layout in layouts(job.ranks, job.ranks_per_node):
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
@@ -220,10 +221,10 @@ def _search(job: Job) -> Iterator[Candidate]:
 
 def offloads(layout: Layout) -> tuple[Layout, ...]:
     """The layout, and with FSDP's offload."""
-    return (layout, replace(layout, offload=True)) if layout.engine in ("fsdp1", "fsdp2") else (layout,)
+    return (layout, replace(layout, offload=True)) if layout.is_fsdp else (layout,)
 
 
-def _best(job: Job, recipe: Recipe, layout: Layout) -> Candidate | None:
+def _best(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate | None:
     """The smallest micro-batch that is about as fast as the fastest; None where none fits."""
     if job.refuses(recipe, layout) or (layout.offload and host_bytes(job, recipe, layout) > job.host_bytes):
         return None
@@ -232,7 +233,7 @@ def _best(job: Job, recipe: Recipe, layout: Layout) -> Candidate | None:
     return next((one for one in found if one.tokens_per_s >= enough), None)
 
 
-def _batches(job: Job, recipe: Recipe, layout: Layout) -> list[Recipe]:
+def _batches(job: PlanJob, recipe: Recipe, layout: Layout) -> list[Recipe]:
     """The micro-batches to try, smallest first: all fit."""
     if job.fixed_rows:
         return [recipe] if has_room(job, recipe, layout) else []
@@ -269,7 +270,7 @@ def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
     return [words for place, words in enumerate(BURDENS) if place in found]
 
 
-def _reason(job: Job, choice: Candidate, alone: bool) -> str:
+def _reason(job: PlanJob, choice: Candidate, alone: bool) -> str:
     used = choice.device.allocated / GIB
     return (
         f"{_contest(choice.layout, alone)}: {used:.1f} of {job.gpu.usable_gib:.1f} GiB at its peak, "
@@ -287,7 +288,7 @@ def _contest(layout: Layout, alone: bool) -> str:
 def name_of(layout: Layout) -> str:
     """How people call a layout."""
     if layout.engine == "zero":
-        return f"ZeRO-{layout.strategy}" + (" offload" if layout.offload else "")
+        return zero_name(layout.strategy) + (" offload" if layout.offload else "")
     if layout.engine in ("ddp", "single"):
         return {"ddp": "DDP", "single": "one GPU"}[layout.engine]
     return f"{layout.engine.upper()} {STRATEGIES[layout.strategy]}" + (" offload" if layout.offload else "")

@@ -32,7 +32,7 @@ def savings(
 
 def _tries(recipe: Recipe, layout: Layout) -> Iterator[Try]:
     yield from _recipes(recipe, layout)
-    if layout.engine in ("fsdp1", "fsdp2"):
+    if layout.is_fsdp:
         if layout.strategy != 1:
             yield f"{_full_shard(layout)} in the YAML", recipe, replace(layout, strategy=1)
         if not layout.offload:
@@ -54,7 +54,7 @@ def _recipes(recipe: Recipe, layout: Layout) -> Iterator[Try]:
         half = recipe.length // 2
         yield f"--max_length {half}", replace(recipe, length=half), layout
     if recipe.checkpointing == "none":
-        in_yaml = layout.engine in ("fsdp1", "fsdp2") and recipe.method == "full"  # PEFT loses adapters under it
+        in_yaml = layout.is_fsdp and recipe.method == "full"  # PEFT loses adapters under it
         word = "fsdp_activation_checkpointing: true in the YAML" if in_yaml else "--gradient_checkpointing true"
         yield word, replace(recipe, checkpointing="full"), layout
     if recipe.precision == "no" and recipe.dtype == "float32":

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import communication
-from accel_fsdp.prediction.communication import Traffic, Unit
+from accel_fsdp.prediction.communication import GatheredUnit, Traffic
 from accel_fsdp.prediction.memory import (
-    NF4_BYTES,
     Block,
     Layout,
     ModelShape,
@@ -97,7 +97,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """A stretch of the model: what it computes and sends in one micro-batch, `count` times in the model.
 
     `alone` counts adapter weights that are gathered alone, in front of products too short to hide them.
@@ -177,7 +177,7 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
     """
     tokens = recipe.rows * recipe.length
     used = sum(one.numel * _share(one, shape) for one in block.parameters if one.kind in ("linear", "experts"))
-    unit = Unit(block.parameters, False, block)
+    unit = GatheredUnit(block.parameters, False, block)
     adapters = 0 if recipe.method == "full" else communication.trained_numel(unit, recipe)
     attention = Work(attention_flops=4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens)
     between = Work(elementwise_bytes=_elementwise_bytes(block, shape, recipe) * tokens)
@@ -196,7 +196,7 @@ def _head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
 
 
-def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Piece]:
+def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
     """The units with their work, and the head, which is a unit of its own or part of the root."""
     for unit in communication.units(shape, layout):
         forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
@@ -204,11 +204,11 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Piece
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
         alone = communication.gathered_alone(unit, recipe, layout)
-        yield Piece(unit.count, forward, backward, again, gather, gathers, reduce, alone)
-    yield Piece(1, *_head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), 0)
+        yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, alone)
+    yield Stretch(1, *_head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), 0)
 
 
-def _phases(piece: Piece, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
+def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """Forward and backward of a piece, each as long as the longer of computing it and sending for it."""
     before = min(piece.gathers, 1)
     after = piece.gather.times(piece.gathers - before) + (piece.reduce if reduces else Traffic())
@@ -232,7 +232,7 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
     yield sending_seconds(communication.update(shape, recipe, layout), layout.ranks, gpu)
 
 
-def _recomputed(forward: Work, unit: Unit, shape: ModelShape, recipe: Recipe) -> Work:
+def _recomputed(forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe) -> Work:
     """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
 
     Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
@@ -278,12 +278,12 @@ def _elementwise_bytes(block: Block, shape: ModelShape, recipe: Recipe) -> float
     return ELEMENTWISE_PASSES * ends * compute_bytes(recipe)
 
 
-def _unpacked_bytes(unit: Unit, recipe: Recipe) -> float:
+def _unpacked_bytes(unit: GatheredUnit, recipe: Recipe) -> float:
     """What unpacking 4-bit weights for one use reads and writes."""
     if recipe.method != "qlora":
         return 0
     packed = sum(one.numel for one in unit.parameters if communication.is_quantized(one, unit))
-    return packed * (NF4_BYTES + compute_bytes(recipe))
+    return packed * (state_bytes.NF4_BYTES + compute_bytes(recipe))
 
 
 def _is_bf16(recipe: Recipe) -> bool:

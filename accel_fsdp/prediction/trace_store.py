@@ -24,10 +24,10 @@ RECORDING = 2
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")
-Record: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
+TraceRecord: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
-def find(name: str) -> Record | None:
+def find(name: str) -> TraceRecord | None:
     """The bundled shape and tapes by variant, of a model as `catalogue.canonical` knows it, or None."""
     known = catalogue.canonical(name)
     if known is None:
@@ -37,7 +37,7 @@ def find(name: str) -> Record | None:
 
 
 @cache
-def _bundled(name: str) -> Record:
+def _bundled(name: str) -> TraceRecord:
     return from_text(files("accel_fsdp.prediction").joinpath(FOLDER, file_name(name)).read_text(encoding="utf-8"))
 
 
@@ -65,7 +65,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "accel-fsdp"
 
 
-def cached(key: str) -> Record | None:
+def cached(key: str) -> TraceRecord | None:
     """What was kept under a key; None without it, and also if its file can't be read."""
     try:
         text = (cache_folder() / f"{key}.json").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
         return
 
 
-def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], Record]) -> tuple[ModelShape, Tapes]:
+def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]) -> tuple[ModelShape, Tapes]:
     """The shape and tapes of a config's model in one variant, from the cache or else recorded and kept there."""
     key = key_of(config, (variant,))
     found = cached(key)
@@ -141,7 +141,7 @@ def _short(size: Size) -> list[float]:
     return numbers
 
 
-def from_text(text: str) -> Record:
+def from_text(text: str) -> TraceRecord:
     """The shape and tapes of a file."""
     content = json.loads(text)
     events = [Event(sign, Size(*size)) for size in content["sizes"] for sign in (-1, 0, 1)]

@@ -21,14 +21,15 @@ from transformers import Trainer, set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
-from accel_fsdp.checkpoints import Origin, completeness, summary, tensor_names
-from accel_fsdp.disks import size
+from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
+from accel_fsdp.config import zero_name
 from accel_fsdp.errors import Stopped, UserError
-from accel_fsdp.models import inspect_model
+from accel_fsdp.models import inspect_model, state_bytes
 from accel_fsdp.training import resuming
 from accel_fsdp.training.counting import numel
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
+from accel_fsdp.units import gib_or_mib
 
 STATELESS = ("sgd", "adafactor")
 """Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
@@ -54,7 +55,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
     def _origin(self) -> Origin:
         args = self.args
         zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        engine = "FSDP" if self.is_fsdp_enabled else f"ZeRO-{zero.zero_stage}" if zero is not None else "DDP"
+        engine = "FSDP" if self.is_fsdp_enabled else zero_name(zero.zero_stage) if zero is not None else "DDP"
         rows = self.get_total_train_batch_size(args)
         return Origin(engine, args.world_size, rows, self.history.settings, self.history.before)
 
@@ -147,7 +148,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         newest = completeness.choose(folder.parent).newest
         needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
         try:
-            self._check_room(needed, f"{folder.name} takes {size(needed)}")
+            self._check_room(needed, f"{folder.name} takes {gib_or_mib(needed)}")
         except UserError:
             completeness.abandon(folder)
             raise
@@ -234,16 +235,16 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 
     def _check_whole_run(self) -> None:
         count = self._checkpoints_to_come()
-        text = f"{count} checkpoints of about {size(self.checkpoint_bytes)} and the export take"
+        text = f"{count} checkpoints of about {gib_or_mib(self.checkpoint_bytes)} and the export take"
         needed = count * self.checkpoint_bytes + self.export_bytes
-        self._check_room(needed, f"{text} {size(needed)}")
+        self._check_room(needed, f"{text} {gib_or_mib(needed)}")
 
     def _check_room(self, needed_bytes: int, text: str) -> None:
         output = atomic_files.existing_part(Path(self.args.output_dir))
         free = shutil.disk_usage(output).free
         if needed_bytes > free:
             raise UserError(
-                f"{text}, {size(free)} are free at {output}",
+                f"{text}, {gib_or_mib(free)} are free at {output}",
                 why="the run would end at a full disk",
                 fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
             )
@@ -266,18 +267,17 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights
         a second time for Hugging Face, ZeRO also in 16 bits. An adapter goes without its base.
         """
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        master = sharded and self.accelerator.mixed_precision != "no"
+        mixed, fsdp, zero = self.accelerator.mixed_precision != "no", self.is_fsdp_enabled, self.is_deepspeed_enabled
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        masters = sum(numel(p) * (4 if master else p.element_size()) for p in trained)
+        masters = sum(numel(p) * state_bytes.weight_bytes(p.element_size(), mixed, fsdp, zero) for p in trained)
         adapter = hasattr(self.model, "peft_config")
         held = (numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         frozen = 0 if adapter else sum(held)
-        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else 2 * masters
+        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else state_bytes.MOMENTS
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         full = plugin is not None and "FULL" in str(plugin.state_dict_type)
-        copies = 2 if full or self.is_deepspeed_enabled else 1
-        return copies * (masters + frozen) + moments, masters + frozen
+        weights = masters + frozen
+        return state_bytes.checkpoint_bytes(weights, masters, full or zero, moments), weights
 
     # Resuming
 
@@ -389,7 +389,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _rng_file(rank: int, ranks: int) -> str:
-    return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+    return f"{file_names.RNG_STATE}_{rank}.pth" if ranks > 1 else f"{file_names.RNG_STATE}.pth"
 
 
 def _convert_rng(source: Path, target: Path, ranks: int) -> None:

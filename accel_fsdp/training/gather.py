@@ -8,12 +8,11 @@ import torch.distributed as dist
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
-from accel_fsdp.prediction import GIB
+from accel_fsdp.models import state_bytes
+from accel_fsdp.units import GIB
 
 SLOWEST_BYTES_PER_S = 50e6
 """What a busy network file system still takes; a local disk is 10 to 60 times as fast."""
-HEADROOM = 1.1
-"""Over the model itself: the tensor that is on its way, and what else the process needs meanwhile."""
 
 
 def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, checkpoint: Callable[[], Path]) -> None:
@@ -25,7 +24,7 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
         UserError: one rank's host has less memory free than the model takes.
     """
     free = host.free_memory() if gathers_here else None
-    short = free is not None and gathered_bytes * HEADROOM > free
+    short = free is not None and state_bytes.gathering_bytes(gathered_bytes) > free
     frees: list[int | None] = [free if short else None]
     if dist.is_initialized():
         frees = [None] * dist.get_world_size()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import completeness, summary
+from accel_fsdp.checkpoints import completeness, file_names, summary
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ HASHED_ROWS = 10_000
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One setting that differs from the checkpoint's."""
 
     group: str
@@ -64,7 +64,7 @@ class History:
 
     settings: Settings
     before: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[SettingChange] = field(default_factory=list)
     unknown: bool = False
     """The checkpoint holds no settings to compare with."""
 
@@ -189,7 +189,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
     return History(here, [*origin.before, *ended], found)
 
 
-def changes(old: Settings, new: Settings) -> Iterator[Change]:
+def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
     """What differs, of the settings that both have.
 
     Data of the same content may come from anywhere; a rank that hasn't read them leaves that to the one that has.
@@ -201,15 +201,17 @@ def changes(old: Settings, new: Settings) -> Iterator[Change]:
         if group == "data" and same:
             continue
         if group == "length" and before and before.keys() != values.keys():
-            yield Change(group, "length", *(" ".join(map(_shown, next(iter(one.items())))) for one in (before, values)))
+            yield SettingChange(
+                group, "length", *(" ".join(map(_shown, next(iter(one.items())))) for one in (before, values))
+            )
         for name, value in values.items():
             if name in before and before[name] != value:
-                yield Change(group, name, before[name], value)
+                yield SettingChange(group, name, before[name], value)
 
 
 def step_of(checkpoint: Path) -> int:
     """The last step that the checkpoint has behind it; 0 where Trainer's own file doesn't say."""
-    step = summary.read_json(checkpoint / "trainer_state.json").get("global_step", 0)
+    step = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("global_step", 0)
     return step if isinstance(step, int) else 0
 
 

@@ -13,7 +13,7 @@ from accel_fsdp import console, cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.models import inspect_model
-from accel_fsdp.prediction import GIB
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import check_layer_classes
 
 

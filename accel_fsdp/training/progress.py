@@ -22,9 +22,9 @@ from transformers import (
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
-from accel_fsdp.prediction import GIB
 from accel_fsdp.training import run_plan
 from accel_fsdp.training.run_plan import Forecast
+from accel_fsdp.units import GIB
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -84,10 +84,10 @@ class Tally:
         return float(ranks[:, 0].sum()), float(ranks[:, 1].sum()), int(ranks[:, 2].max()), seconds
 
 
-class Report(TrainerCallback):  # type: ignore[misc]
+class ProgressReport(TrainerCallback):  # type: ignore[misc]
     """Adds to what Trainer logs, prints a line of it, and holds the second step's memory against the plan."""
 
-    def __init__(self, job: run_plan.Job | None, accelerator: "Accelerator") -> None:
+    def __init__(self, job: run_plan.RunJob | None, accelerator: "Accelerator") -> None:
         self.job, self.accelerator, self.tally = job, accelerator, Tally()
         self.gpu, self.why_unknown = run_plan.gpu_here()
         self.forecast: Forecast | None = None
@@ -245,7 +245,7 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
     """Trainer's progress bar without its lines."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """`Report` prints them."""
+        """`ProgressReport` prints them."""
 
 
 def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step: float) -> str:

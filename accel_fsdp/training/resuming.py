@@ -6,15 +6,23 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from accel_fsdp import atomic_files, console, untrusted_files
-from accel_fsdp.checkpoints import FULL, LOCAL, CheckpointFacts, Origin, Reader, completeness, summary, torch_zip
+from accel_fsdp import atomic_files, console
+from accel_fsdp.checkpoints import (
+    CheckpointFacts,
+    FileReader,
+    Origin,
+    completeness,
+    deepspeed,
+    file_names,
+    summary,
+    torch_zip,
+)
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 T = TypeVar("T")
-ZERO_STATES = "*/*zero_pp_rank_*_optim_states.pt"
 
 
 def chosen(training: "TrainingArguments") -> str | None:
@@ -36,7 +44,7 @@ def chosen(training: "TrainingArguments") -> str | None:
 def _wanted(training: "TrainingArguments") -> Path | None:
     output, wanted = Path(training.output_dir), training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
-        if any(output.glob("checkpoint-*")) or (output / "final").exists():
+        if any(output.glob("checkpoint-*")) or (output / file_names.FINAL).exists():
             raise UserError(
                 f"{output} already holds a run",
                 why="its checkpoints and this run's would be mixed up",
@@ -152,10 +160,10 @@ def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "defa
     Raises:
         UserError: they differ; PEFT alone writes such files empty under FSDP1 and activation checkpointing.
     """
-    path = checkpoint / FULL
+    path = checkpoint / file_names.FULL_MODEL
     if not path.is_file():
         return
-    reader = Reader()
+    reader = FileReader()
     try:
         stored = {_without_adapter(name, adapter) for name in torch_zip.load(reader, path)}
     finally:
@@ -176,24 +184,30 @@ def _without_adapter(name: str, adapter: str) -> str:
 
 
 def _engine(checkpoint: Path, found: CheckpointFacts) -> str:
-    if (checkpoint / "latest").is_file():
+    if (checkpoint / file_names.LATEST).is_file():
         return "ZeRO"
-    return "FSDP" if found.sharded or found.full or any(checkpoint.glob(LOCAL)) else "DDP"
+    return "FSDP" if found.sharded or found.full or any(checkpoint.glob(file_names.LOCAL_MODELS)) else "DDP"
 
 
 def _lacking(checkpoint: Path, found: CheckpointFacts) -> list[str]:
     """Missing parts, in words; DeepSpeed keeps optimizer and schedule in its own folder."""
-    if (checkpoint / "latest").is_file():
-        folder = checkpoint / (untrusted_files.read_text(checkpoint / "latest") or "").strip()
-        return [] if any(folder.glob("*model_states.pt")) else ["model weights"]
-    weighed = found.sharded or found.full or found.hub or any(checkpoint.glob(LOCAL))
-    parts = {"model weights": weighed, "optimizer state": found.optimizer, "schedule (scheduler.pt)": found.scheduler}
+    if (checkpoint / file_names.LATEST).is_file():
+        folder = checkpoint / (deepspeed.latest(checkpoint) or "")
+        return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
+    weighed = found.sharded or found.full or found.hub or any(checkpoint.glob(file_names.LOCAL_MODELS))
+    parts = {
+        "model weights": weighed,
+        "optimizer state": found.optimizer,
+        f"schedule ({file_names.SCHEDULER})": found.scheduler,
+    }
     return [part for part, there in parts.items() if not there]
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
     """Which formats and which orders of the data hold for one number of ranks only."""
-    partitions = len(list(checkpoint.glob(ZERO_STATES))) or len(list(checkpoint.glob(LOCAL)))
+    partitions = len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}"))) or len(
+        list(checkpoint.glob(file_names.LOCAL_MODELS))
+    )
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
         raise UserError(

@@ -9,10 +9,10 @@ from accel_fsdp import console
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
-from accel_fsdp.prediction import GIB, from_yaml, name_of, predicted, savings, speed
+from accel_fsdp.models import state_bytes
+from accel_fsdp.prediction import from_yaml, name_of, predicted, savings, speed
 from accel_fsdp.prediction.memory import (
     ATTENTION_LINEAR,
-    DTYPE_BYTES,
     Attention,
     Layout,
     ModelShape,
@@ -21,6 +21,7 @@ from accel_fsdp.prediction.memory import (
     Tapes,
 )
 from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.units import GIB, gib_or_mib
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +35,7 @@ SHOWN_SAVINGS = 5
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """A run in the planner's words. `recipe` has one row of one token until a batch was seen."""
 
     model: str
@@ -51,7 +52,7 @@ class Job:
 class Forecast:
     """A job with its model's shape and tapes, which take seconds to read the first time."""
 
-    job: Job
+    job: RunJob
     shape: ModelShape
     tapes: Mapping[str, Tapes]
 
@@ -70,14 +71,10 @@ class Forecast:
         """What would free memory, the most first, as lines of text."""
         recipe = replace(self.job.recipe, rows=rows, length=length)
         found = savings(self.shape, self.tapes, recipe, self.job.layout)[:SHOWN_SAVINGS]
-        return [f"{_size(one.freed_bytes)} less: {one.change}" for one in found]
+        return [f"{gib_or_mib(one.freed_bytes, gib_from=GIB / 10)} less: {one.change}" for one in found]
 
 
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB / 10 else f"{size_bytes / 2**20:.1f} MiB"
-
-
-def read(job: Job) -> Forecast:
+def read(job: RunJob) -> Forecast:
     """Reads the model's shape and tapes: bundled, cached, or recorded now, away from this process's random numbers.
 
     Raises:
@@ -104,7 +101,7 @@ def gpu_here() -> tuple[Gpu | None, str]:
         return None, f"{name} is not in the table of GPUs"
 
 
-def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
+def job_of(model: "nn.Module", args: Any, accelerator: Any) -> RunJob | None:
     """What an `Accelerator` made of the YAML, with what `model`, not yet wrapped, and Trainer's `args` say of the rest.
 
     None for what the planner doesn't know: TPUs, other optimizers, other dtypes.
@@ -112,7 +109,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     layout = _layout(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     optimizer = OPTIMIZERS.get(getattr(args.optim, "value", args.optim))
-    if layout is None or optimizer is None or dtype not in DTYPE_BYTES:
+    if layout is None or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
     quantized = bool(getattr(model, "is_loaded_in_4bit", False))
@@ -129,7 +126,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
         attention=_attention(str(getattr(model.config, "_attn_implementation", ""))),
         **_adapter(adapter),
     )
-    return Job(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
+    return RunJob(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
 
 
 def _attention(implementation: str) -> Attention:

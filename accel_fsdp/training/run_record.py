@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import __version__, atomic_files, svg
-from accel_fsdp.checkpoints import summary
+from accel_fsdp.checkpoints import file_names, summary
 from accel_fsdp.linter import inputs
 from accel_fsdp.svg import Curve, Words
 
-NAME, CURVE = "run.json", "loss.svg"
 ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """How the launcher hands the YAML to the ranks."""
 CURVE_WIDTH = 720
 
 
-class Record:
+class RunRecord:
     """`run.json`: versions, arguments, config, timings, results and log of a run. Only the first rank's is written.
 
     A run that is resumed keeps the account of the sessions before under `earlier`.
@@ -70,16 +69,18 @@ class Record:
             words = Words("Loss over steps", "; ".join(f"{name} loss {_ends(values)}" for name, values in curves))
             drawn = [Curve(name, f"c{number}", values) for number, (name, values) in enumerate(curves, start=1)]
             picture = svg.standalone(svg.losses(words, drawn, CURVE_WIDTH))
-            atomic_files.write_text(self.folder / CURVE, picture)
+            atomic_files.write_text(self.folder / file_names.CURVE, picture)
 
     def _write(self) -> None:
         if self._writes:
-            atomic_files.write_text(self.folder / NAME, json.dumps(self.content, indent=2, default=str) + "\n")
+            atomic_files.write_text(
+                self.folder / file_names.RUN, json.dumps(self.content, indent=2, default=str) + "\n"
+            )
 
 
 def read(folder: Path) -> dict[str, Any]:
     """The account of a run; empty where there is none that can be read."""
-    return summary.read_json(folder / NAME)
+    return summary.read_json(folder / file_names.RUN)
 
 
 def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from accel_fsdp import atomic_files, console, cpu, disks
-from accel_fsdp.checkpoints import completeness
+from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.models import inspect_model
@@ -40,7 +40,7 @@ class SftTrainer(LossTrainer):
         if kwargs["args"].process_index == 0:
             self.lock = atomic_files.only_run(Path(kwargs["args"].output_dir))
             companion_files.describe(
-                model, kwargs.get("processing_class"), Path(kwargs["args"].output_dir) / companion_files.DESCRIBED
+                model, kwargs.get("processing_class"), Path(kwargs["args"].output_dir) / file_names.DESCRIBED
             )
         try:
             super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ class SftTrainer(LossTrainer):
                 fix=SEE_HELP,
             ) from error
         job = run_plan.job_of(model, self.args, self.accelerator)
-        self.report = progress.Report(job, self.accelerator)
+        self.report = progress.ProgressReport(job, self.accelerator)
         self.report.replace_printers(self)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))

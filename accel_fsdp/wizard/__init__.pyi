@@ -4,7 +4,7 @@ from . import notes as notes
 from . import questions as questions
 from . import to_yaml as to_yaml
 from .answers import Answers as Answers
-from .command import Options as Options
+from .command import WizardOptions as WizardOptions
 from .command import configure as configure
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS

@@ -17,7 +17,7 @@ WRITE, SHOW, QUIT = "write", "show", "quit"
 
 
 @dataclass(frozen=True)
-class Options:
+class WizardOptions:
     """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
 
     output: Path | None = None
@@ -36,7 +36,7 @@ class Original:
     answers: Answers
 
 
-def configure(options: Options, flags: Mapping[str, str]) -> int:
+def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     """Runs the interview and writes the YAML; returns the exit code.
 
     Raises:
@@ -103,7 +103,7 @@ def _text(answers: Answers, original: Original | None) -> str:
     return from_yaml.update(yaml_file.load(original.path), original.answers, answers)
 
 
-def _review(talk: interview.Interview, options: Options, original: Original | None) -> int:
+def _review(talk: interview.Interview, options: WizardOptions, original: Original | None) -> int:
     """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
@@ -147,7 +147,7 @@ def _diff(original: Original, text: str) -> None:
     console.show_diff(original.text, text, str(original.path))
 
 
-def _may_write(output: Path | None, options: Options, original: Original | None, text: str) -> bool:
+def _may_write(output: Path | None, options: WizardOptions, original: Original | None, text: str) -> bool:
     """Asks before a file is overwritten; of one that is re-edited the diff is shown first."""
     if output is None or options.force or not atomic_files.is_taken(output):
         return True
@@ -156,7 +156,7 @@ def _may_write(output: Path | None, options: Options, original: Original | None,
     return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
 
 
-def _write(answers: Answers, options: Options, original: Original | None) -> int:
+def _write(answers: Answers, options: WizardOptions, original: Original | None) -> int:
     output, text = _output(options), _text(answers, original)
     if output is None:
         console.put(text.rstrip())
@@ -175,13 +175,13 @@ def _write(answers: Answers, options: Options, original: Original | None) -> int
     return 0
 
 
-def _output(options: Options) -> Path | None:
+def _output(options: WizardOptions) -> Path | None:
     if str(options.output) == "-":
         return None
     return options.output or options.from_file or atomic_files.default_config()
 
 
-def _refuse_existing(options: Options) -> None:
+def _refuse_existing(options: WizardOptions) -> None:
     output = _output(options)
     in_place = options.output is None and options.from_file is not None
     if output and not options.force and not in_place:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_fsdp.hardware import machines
+from accel_fsdp.models import state_bytes
 from accel_fsdp.wizard import notes, validation
 from accel_fsdp.wizard.question import Context
 
@@ -31,7 +32,7 @@ def strategy(context: Context) -> tuple[int, str]:
     if context.model is None or context["method"] != "full" or not ranks:
         told = notes.legend(context)
         return 1, "FULL_SHARD fits the largest model" + (f"; {told}" if told else "")
-    total = context.model.parameters * notes.STATE_BYTES["full"] / 1e9
+    total = context.model.parameters * state_bytes.PER_PARAMETER["full"] / 1e9
     told = notes.legend(context)
     shared = f"{total:,.0f} GB of weights, gradients and Adam's state: {total / ranks:,.1f} GB on each of {ranks} GPUs"
     return 1, shared + (f"; {told}" if told else "")

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, MADE_HERE, Edit, Engine, JobConfig, apply, dump, with_header
+from accel_fsdp.config import BY_NAME, ENGINE_NAMES, MADE_HERE, Edit, Engine, JobConfig, apply, dump, with_header
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.questions import QUESTIONS
-from accel_fsdp.wizard.to_yaml import ENGINES, header, to_mapping
+from accel_fsdp.wizard.to_yaml import header, to_mapping
 
 
 def to_flags(job: JobConfig, text: str) -> dict[str, str]:
@@ -29,8 +29,7 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
             why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
             fix="make a new file: accel-fsdp config -o FILE",
         )
-    names = {one: name for name, (_, one) in ENGINES.items()}
-    name = names.get(engine, "fsdp")
+    name = ENGINE_NAMES[engine]
     flags = {**_header_flags(text, name), "engine": name}
     for question in QUESTIONS:
         if question.key and engine in BY_NAME[question.key].engines:

@@ -11,32 +11,30 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import Precision
+from accel_fsdp.config import EngineKind, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.models import ModelFacts
-from accel_fsdp.prediction.memory import EngineKind, Layout, ModelShape
+from accel_fsdp.models import ModelFacts, state_bytes
+from accel_fsdp.prediction.memory import Layout, ModelShape
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, is_ddp
 
 if TYPE_CHECKING:
-    from accel_fsdp.prediction import Advice, Job
+    from accel_fsdp.prediction import Advice, PlanJob
     from accel_fsdp.prediction.memory import Tapes
 
 Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
-STATE_BYTES = {"full": 16.0, "lora": 2.0, "qlora": 0.6}
-"""Per parameter: float32 weight, gradient and Adam's two moments; a frozen weight of 16 bits; one of 4 bits."""
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
 MOST_MACHINES = 64
-GIB = 1 << 30
 SMALL_STATE_GIB = 2
 """Below this, weights and training state leave any GPU room for a row of activations."""
 
 
 def may_be_too_large(model: ModelFacts) -> bool:
     """Whether a GPU may not hold this model with everything that training adds to it."""
-    return model.parameters * STATE_BYTES["full"] > SMALL_STATE_GIB * GIB
+    return model.parameters * state_bytes.PER_PARAMETER["full"] > SMALL_STATE_GIB * GIB
 
 
 def layout_of(context: Context, **changed: Any) -> Layout | None:
@@ -100,7 +98,7 @@ def _advise_anew(*asked: Any) -> "Advice | None":
 _advise = lru_cache(_advise_anew)
 
 
-def _judged(job: "Job", layout: Layout, checkpointing: bool) -> "Advice | None":
+def _judged(job: "PlanJob", layout: Layout, checkpointing: bool) -> "Advice | None":
     from accel_fsdp.prediction import judge
 
     try:
@@ -123,7 +121,7 @@ def state_gib(context: Context) -> tuple[float, float] | None:
     has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if known else machine.memory_gib
     if has is None:
         return None
-    return context.model.parameters * STATE_BYTES[context["method"]] / layout.shard_ranks / GIB, has
+    return context.model.parameters * state_bytes.PER_PARAMETER[context["method"]] / layout.shard_ranks / GIB, has
 
 
 def checkpoints_in_yaml(context: Context) -> bool:
@@ -201,7 +199,7 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
     return (f"warning: this doesn't fit: the {what} alone take {state[0]:,.1f} of {state[1]:,.1f} GiB",)
 
 
-def _job(context: Context, layout: Layout | None) -> "Job | None":
+def _job(context: Context, layout: Layout | None) -> "PlanJob | None":
     from accel_fsdp.prediction import make_job
 
     if layout is None or _is_unknown(context):

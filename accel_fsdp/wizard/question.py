@@ -13,10 +13,10 @@ from accel_fsdp.prediction.memory import ModelShape
 if TYPE_CHECKING:
     from accel_fsdp.prediction.memory import Tapes
 
-Given = Mapping[str, Any]
+GivenAnswers = Mapping[str, Any]
 
 
-def is_ddp(given: Given) -> bool:
+def is_ddp(given: GivenAnswers) -> bool:
     """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, Accelerate would shard all the same."""
     unsharded = given["engine"] == "fsdp" and given["fsdp_version"] == 2 and given["strategy"] == 3
     return bool(given["engine"] == "ddp" or unsharded)
@@ -29,7 +29,7 @@ class Context:
     `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded.
     """
 
-    given: Given
+    given: GivenAnswers
     found: MachineFacts = machines.CPU
     model: ModelFacts | None = None
     traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
@@ -90,7 +90,7 @@ def settle(question: Question, context: Context, value: Any) -> Context:
     return _store(question, context, question.check(context, value))
 
 
-def skip(question: Question, context: Context, flags: Given) -> Context:
+def skip(question: Question, context: Context, flags: GivenAnswers) -> Context:
     """Stores the default of a question that does not apply.
 
     Raises:

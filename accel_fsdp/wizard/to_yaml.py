@@ -5,17 +5,24 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_fsdp import __version__
-from accel_fsdp.config import BY_NAME, COMMAND, HEADER, RESHARDS, STRATEGIES, TORCH_DTYPES, Engine, as_scalar, yaml_file
+from accel_fsdp.config import (
+    BY_NAME,
+    COMMAND,
+    DISTRIBUTED_TYPES,
+    FSDP_VERSIONS,
+    HEADER,
+    OTHER_ENGINES,
+    RESHARDS,
+    STRATEGIES,
+    TORCH_DTYPES,
+    Engine,
+    as_scalar,
+    deepspeed_name,
+    yaml_file,
+)
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import is_ddp
 from accel_fsdp.wizard.questions import applying
-
-ENGINES: dict[str, tuple[str, Engine]] = {
-    "ddp": ("MULTI_GPU", Engine.DDP),
-    "deepspeed": ("DEEPSPEED", Engine.DEEPSPEED),
-    "tpu": ("XLA", Engine.TPU),
-}
-"""The wizard's names of the engines other than FSDP: Accelerate's `distributed_type`, and the field table's engine."""
 
 
 def engine_of(answers: Answers) -> Engine:
@@ -23,17 +30,16 @@ def engine_of(answers: Answers) -> Engine:
     if is_ddp(vars(answers)):
         return Engine.DDP
     if answers.engine != "fsdp":
-        return ENGINES[answers.engine][1]
-    return Engine.FSDP2 if answers.fsdp_version == 2 else Engine.FSDP1
+        return OTHER_ENGINES[answers.engine]
+    return FSDP_VERSIONS[answers.fsdp_version]
 
 
 def to_mapping(answers: Answers) -> dict[str, Any]:
     """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others, in the table's order."""
     engine = engine_of(answers)
-    kinds = {one: name for name, one in ENGINES.values()}
     values: dict[tuple[str, str], Any] = {
         ("", "compute_environment"): "LOCAL_MACHINE",
-        ("", "distributed_type"): kinds.get(engine, "FSDP"),
+        ("", "distributed_type"): DISTRIBUTED_TYPES[engine],
     }
     for question in applying(answers):
         if question.key and engine in BY_NAME[question.key].engines:
@@ -124,7 +130,7 @@ def _engine_in_words(answers: Answers) -> str:
     if engine in (Engine.FSDP1, Engine.FSDP2):
         return f"{engine.value}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
     if engine is Engine.DEEPSPEED:
-        return f"DeepSpeed ZeRO-{answers.zero_stage}"
+        return deepspeed_name(answers.zero_stage)
     return {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)"}[engine]
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import Clash, Engine, Setup, clashes
+from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Clash, Engine, Setup, clashes
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import catalogue
-from accel_fsdp.wizard.question import Context, Given, is_ddp
+from accel_fsdp.wizard.question import Context, GivenAnswers, is_ddp
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that are typed for digits."""
@@ -56,11 +56,11 @@ def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
     return [one for one in clashes(setup) if _PARTS[question] in one.parts]
 
 
-def _engine(given: Given) -> Engine:
+def _engine(given: GivenAnswers) -> Engine:
     """The engine of answers that may lack the later ones."""
     if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
-        return {"deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}.get(given.get("engine", ""), Engine.DDP)
-    return {1: Engine.FSDP1, 2: Engine.FSDP2}.get(given.get("fsdp_version", 0), Engine.NONE)
+        return OTHER_ENGINES.get(given.get("engine", "ddp"), Engine.DDP)
+    return FSDP_VERSIONS.get(given.get("fsdp_version", 0), Engine.NONE)
 
 
 _PARTS = {

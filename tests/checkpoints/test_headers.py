@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig
 
-from accel_fsdp.checkpoints import Reader, dcp, discover, open_checkpoint, safetensors_header
+from accel_fsdp.checkpoints import FileReader, dcp, discover, open_checkpoint, safetensors_header
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import safetensors_writer
 
@@ -140,7 +140,7 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     assert len(list(parts.iterdir())) == 3
     found = discover.look(parts)
     assert found is not None
-    reader = Reader()
+    reader = FileReader()
     right = {".".join(path): one for path, one in dcp.read(plain, reader).items()}
     tensors = open_checkpoint.read(found, reader).tensors
     assert tensors.keys() == right.keys()
@@ -149,4 +149,4 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     reader.close()
     next(parts.glob("shard-00002-*")).unlink()
     with pytest.raises(UserError, match="and its siblings hold"):
-        open_checkpoint.read(found, Reader())
+        open_checkpoint.read(found, FileReader())

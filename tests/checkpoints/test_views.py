@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp.checkpoints import Reader, tensor_storage, torch_zip
+from accel_fsdp.checkpoints import FileReader, tensor_storage, torch_zip
 from accel_fsdp.exporter import safetensors_writer
 
 
@@ -34,7 +34,7 @@ def test_any_view_is_read_as_torch_reads_it(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "views.pt"
     torch.save(tensors, path)
-    reader = Reader()
+    reader = FileReader()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_storage, "SMALL_READ", data.draw(st.sampled_from([0, 16, 4096])))
         patch.setattr(tensor_storage, "LONGEST_ROW", data.draw(st.sampled_from([1, 4, 1 << 22])))
@@ -56,7 +56,7 @@ def test_a_transposed_tensor_takes_little_time_and_memory(tmp_path: Path) -> Non
     """100 MB, which were once read whole for each block."""
     size = 5_000
     torch.save({"w": torch.arange(size * size, dtype=torch.int32).view(size, size).T}, tmp_path / "w.pt")
-    reader = Reader()
+    reader = FileReader()
     one = torch_zip.load(reader, tmp_path / "w.pt")["w"].stored("w")
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     step = max(1, safetensors_writer.BLOCK_ELEMENTS // one.unit) * one.unit
@@ -71,7 +71,7 @@ def test_a_transposed_tensor_takes_little_time_and_memory(tmp_path: Path) -> Non
 
 def test_an_expanded_tensor_takes_little_memory(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(1, 10**9)}, tmp_path / "w.pt")
-    reader = Reader()
+    reader = FileReader()
     one = torch_zip.load(reader, tmp_path / "w.pt")["w"].stored("w")
     assert one.unit == 1
     assert tensor_storage.part_of(reader, one, 10**9 - 2, 10**9) == bytearray(torch.ones(2).numpy().tobytes())

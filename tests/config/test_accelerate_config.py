@@ -96,7 +96,7 @@ FOUND = {"fsdp1_shard_grad_op": {("AF302", "fsdp_config.fsdp_reshard_after_forwa
 """What doesn't train as was answered; of all others the linter has nothing to say."""
 
 
-def worth_acting_on(path: Path, options: linter.Options) -> set[tuple[str, str]]:
+def worth_acting_on(path: Path, options: linter.LintOptions) -> set[tuple[str, str]]:
     return {(one.code, one.key) for one in linter.lint(path, options) if one.severity != "note"}
 
 
@@ -105,8 +105,8 @@ def test_a_file_of_accelerate_config(name: str, tmp_path: Path) -> None:
     """What was asked for and won't happen is found, and nothing else; the repair leaves nothing."""
     path = tmp_path / f"{name}.yaml"
     ask_accelerate(path, INTERVIEWS[name])
-    assert worth_acting_on(path, linter.Options(model=MODEL)) == FOUND.get(name, set())
-    assert worth_acting_on(path, linter.Options(model=MODEL, fix=True)) == set()
+    assert worth_acting_on(path, linter.LintOptions(model=MODEL)) == FOUND.get(name, set())
+    assert worth_acting_on(path, linter.LintOptions(model=MODEL, fix=True)) == set()
     repaired = yaml.safe_load(path.read_text())
     if name == "fsdp1_shard_grad_op":
         assert repaired["fsdp_config"]["fsdp_sharding_strategy"] == "SHARD_GRAD_OP"
@@ -116,9 +116,9 @@ def test_the_documentation_example(tmp_path: Path) -> None:
     """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
     path = tmp_path / "fsdp.yaml"
     path.write_text(DOCUMENTATION_EXAMPLE)
-    found = {(one.code, one.line) for one in linter.lint(path, linter.Options()) if one.severity != "note"}
+    found = {(one.code, one.line) for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"}
     assert found == {("AF104", 7)}
-    assert worth_acting_on(path, linter.Options(fix=True)) == set()
+    assert worth_acting_on(path, linter.LintOptions(fix=True)) == set()
     repaired = yaml.safe_load(path.read_text())["fsdp_config"]
     assert repaired.pop("fsdp_version") == 1
     assert repaired.pop("fsdp_backward_prefetch") == "BACKWARD_PRE"
@@ -132,7 +132,7 @@ def test_the_repaired_documentation_example_trains_the_same_way(tiny_model: Path
     original, repaired = tmp_path / "original.yaml", tmp_path / "repaired.yaml"
     for path in (original, repaired):
         path.write_text(DOCUMENTATION_EXAMPLE.replace("BertLayer", "LlamaDecoderLayer"))
-    linter.lint(repaired, linter.Options(fix=True))
+    linter.lint(repaired, linter.LintOptions(fix=True))
     assert repaired.read_text() != original.read_text()
     words = ["--model_name_or_path", tiny_model, "--dataset_name", CHAT_DATA, "--output_dir", tmp_path / "original"]
     short = ["--max_steps", "2", "--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]

@@ -8,10 +8,25 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
-from accel_fsdp.config import BY_NAME, DEEPSPEED_FIELDS, FSDP_FIELDS, MESH_FIELDS, RETIRED, TOP, Engine, Field, Kind
+from accel_fsdp.config import (
+    BY_NAME,
+    DEEPSPEED_FIELDS,
+    FSDP_FIELDS,
+    MESH_FIELDS,
+    RETIRED,
+    TOP,
+    Engine,
+    Field,
+    Kind,
+)
 from accel_fsdp.launch import launcher
 
-SAMPLES: dict[Kind, Any] = {Kind.BOOL: True, Kind.INT: 7, Kind.TEXT: "sample", Kind.NAMES: "OneLayer,TwoLayer"}
+SAMPLES: dict[Kind, Any] = {
+    Kind.BOOL: True,
+    Kind.INT: 7,
+    Kind.TEXT: "sample",
+    Kind.NAMES: "OneLayer,TwoLayer",
+}
 MINIMAL = {"distributed_type": "FSDP", "num_processes": 2, "num_machines": 1, "mixed_precision": "no"}
 
 

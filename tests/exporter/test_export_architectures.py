@@ -95,10 +95,10 @@ def test_the_files_are_those_of_save_pretrained(make: str, tmp_path: Path) -> No
     for dtype, expected in theirs.items():
         for verify in ("bytes", "load"):
             out = tmp_path / f"{dtype}-{verify}"
-            assert exporter.run(exporter.Options(tmp_path / "run", out, dtype=dtype, verify=verify)) == 0
+            assert exporter.run(exporter.ExportOptions(tmp_path / "run", out, dtype=dtype, verify=verify)) == 0
             same(load_all(out), expected)
     again = tmp_path / "again"
-    assert exporter.run(exporter.Options(tmp_path / "F32-load", again, dtype="BF16", verify="bytes")) == 0
+    assert exporter.run(exporter.ExportOptions(tmp_path / "F32-load", again, dtype="BF16", verify="bytes")) == 0
     same(load_all(again), theirs["BF16"])
 
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
 from accel_fsdp import atomic_files, exporter
-from accel_fsdp.checkpoints import TENSORS, Piece, Record, completeness, dcp, discover, tensor, unpickle
+from accel_fsdp.checkpoints import TENSORS, FileRecord, Piece, completeness, dcp, discover, file_names, tensor, unpickle
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import transformers_probe
@@ -64,7 +64,7 @@ def run_folder(made: Path, tmp_path: Path) -> Path:
 
 
 def export(src: Path, out: Path, **options: Any) -> None:
-    exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+    exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options}))
 
 
 def flipped(at: int) -> Callable[[Path], None]:
@@ -151,7 +151,7 @@ def test_boxes_fill_a_tensor_or_are_refused(data: st.DataObject) -> None:
     counts = np.zeros([6] * len(cuts), int)
     for at, sizes in boxes:
         counts[tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))] += 1
-    record = Record(Path("file"), 0, 0)
+    record = FileRecord(Path("file"), 0, 0)
     pieces = [Piece(record, tuple(at), tuple(sizes)) for at, sizes in data.draw(st.permutations(boxes))]
     with contextlib.nullcontext() if (counts == 1).all() else pytest.raises(UserError, match="twice, others never"):
         tensor("w", "F32", counts.shape, pieces)
@@ -543,7 +543,7 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
     (folder / "optimizer_0").mkdir()
     for name in ("optimizer_0/__0_0.distcp", "scheduler.pt", "rng_state_0.pth"):
         (folder / name).write_bytes(b"1")
-    (folder / completeness.MARKER).write_text("{}")
+    (folder / file_names.MARKER).write_text("{}")
     completeness.seal(folder, completeness.Origin("FSDP"))
     shutil.rmtree(folder / "optimizer_0")
     (folder / "scheduler.pt").unlink()

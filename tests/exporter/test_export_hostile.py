@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import Reader, discover, torch_zip
+from accel_fsdp.checkpoints import FileReader, discover, torch_zip
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, compare_logits, hub, safetensors_writer
 
@@ -41,7 +41,7 @@ def run_folder(made: Path, tmp_path: Path) -> Path:
 
 
 def export(src: Path, out: Path, **options: Any) -> None:
-    exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+    exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options}))
 
 
 class Evil:
@@ -273,7 +273,7 @@ def test_all_dtypes_that_safetensors_can_name(dtype: str, tmp_path: Path) -> Non
         "e": torch.ones(4, 0, 3),
     }
     torch.save(tensors, tmp_path / "w.pth")
-    reader = Reader()
+    reader = FileReader()
     for name, view in torch_zip.load(reader, tmp_path / "w.pth").items():
         found = safetensors_writer.whole(reader, view.stored(name))
         assert found.dtype == tensors[name].dtype
@@ -285,7 +285,7 @@ def test_all_dtypes_that_safetensors_can_name(dtype: str, tmp_path: Path) -> Non
 def test_dtypes_that_safetensors_cannot_name(dtype: str, tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))}, tmp_path / "w.pth")
     with pytest.raises(UserError, match=f"holds a tensor of {dtype}"):
-        torch_zip.load(Reader(), tmp_path / "w.pth")
+        torch_zip.load(FileReader(), tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("kind", ["negative", "conjugate"])
@@ -295,4 +295,4 @@ def test_tensors_whose_numbers_are_not_as_stored_are_refused(kind: str, tmp_path
     torch.save({"w": made, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"with marks beside its numbers: (neg|conj)(?s:.*)resolve_neg"):
-        exporter.run(exporter.Options(tmp_path, tmp_path / "out", verify="bytes"))
+        exporter.run(exporter.ExportOptions(tmp_path, tmp_path / "out", verify="bytes"))

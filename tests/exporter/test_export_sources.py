@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert command.run(command.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert command.run(command.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
     return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
 
 
@@ -43,7 +43,7 @@ def test_addresses_are_no_folders_of_this_machine(
     given: dict[str, Any] = {"src": tiny_model, "out": Path("out"), "model": None}
     given[place] = address if place == "model" else Path(address)
     with pytest.raises(UsageError, match=f"is {address}, which is no folder"):
-        command.run(command.Options(**given))
+        command.run(command.ExportOptions(**given))
     assert not list(tmp_path.iterdir())
 
 

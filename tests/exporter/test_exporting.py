@@ -31,12 +31,12 @@ from transformers import (
 )
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import Reader, Record, completeness, deepspeed, discover, open_checkpoint
+from accel_fsdp.checkpoints import FileReader, FileRecord, completeness, deepspeed, discover, open_checkpoint
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import (
     Description,
+    ExportPlan,
     OtherPlan,
-    Plan,
     Planner,
     companion_files,
     safetensors_writer,
@@ -52,7 +52,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Exports in this process, without transformers' own check unless asked for, and loads what came out."""
-    assert exporter.run(exporter.Options(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
     return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
 
 
@@ -302,11 +302,11 @@ def assert_converted(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(theirs[name], model.state_dict()[name].T)
 
-    reader, found, asked = Reader(), discover.find(tmp_path / "model.pth")[0], Future[Description]()
+    reader, found, asked = FileReader(), discover.find(tmp_path / "model.pth")[0], Future[Description]()
     planner = Planner(
         open_checkpoint.read(found, reader), companion_files.find(found, str(tmp_path / "model")), reader, None
     )
-    plan = Plan(planner, asked)
+    plan = ExportPlan(planner, asked)
     plan.look()  # no answer yet
     asked.set_result(transformers_probe.describe(tmp_path / "model"))
     with pytest.raises(OtherPlan):
@@ -366,7 +366,7 @@ def test_another_model_than_the_config_says(
     """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
     torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
     (tmp_path / "config.json").write_text("{}")
-    reader, found = Reader(), discover.find(tmp_path)[0]
+    reader, found = FileReader(), discover.find(tmp_path)[0]
     planner = Planner(open_checkpoint.read(found, reader), companion_files.find(found, None), reader, None)
     with pytest.raises(UserError, match=message):
         planner.outputs(Description(memory, memory, ties))
@@ -484,7 +484,7 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
     state = {"zero_stage": 1, "partition_count": 1, "single_partition_of_fp32_groups": [torch.ones(4)]}
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    reader = Reader()
+    reader = FileReader()
     found = deepspeed.read(tmp_path, reader)
     same(
         {name: safetensors_writer.whole(reader, one) for (name,), one in found.items()},
@@ -548,7 +548,7 @@ def test_checksums_of_parts_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 40)
     for wrong in (0, 1):
-        reader, record = Reader(), Record(path, 10, 10_000, zlib.crc32(path.read_bytes()[10:10_010]) ^ wrong)
+        reader, record = FileReader(), FileRecord(path, 10, 10_000, zlib.crc32(path.read_bytes()[10:10_010]) ^ wrong)
         for skip, length in ((0, 4000), (4000, 100), (0, 2000), (3000, 5000), (9000, 1000), (2000, 2000)):
             reader.read(record, skip, memoryview(bytearray(length)))
         if wrong:

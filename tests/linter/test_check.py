@@ -184,7 +184,7 @@ def test_rule_on_older_libraries(code: str) -> None:
 def test_what_the_wizard_writes_is_clean(wanted: Answers, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(to_yaml.to_text(wanted))
-    severe = [f for f in linter.lint(path, linter.Options()) if f.severity != "note"]
+    severe = [f for f in linter.lint(path, linter.LintOptions()) if f.severity != "note"]
     assert severe == []
     assert yaml_file.dump(yaml_file.load(path)) == path.read_text()
 
@@ -194,8 +194,8 @@ def test_a_repair_leaves_no_fixable_finding_and_keeps_comments(code: str, tmp_pa
     path = tmp_path / "fsdp.yaml"
     text = "# first\n" + GOLDEN[code][0].replace("distributed_type", "# mine\ndistributed_type")
     path.write_text(text)
-    before = {found.code for found in linter.lint(path, linter.Options()) if found.edits}
-    left = linter.lint(path, linter.Options(fix=True))
+    before = {found.code for found in linter.lint(path, linter.LintOptions()) if found.edits}
+    left = linter.lint(path, linter.LintOptions(fix=True))
     assert [found.code for found in left if found.edits] == []
     assert path.read_text().startswith("# first\n")
     if not before:
@@ -225,10 +225,10 @@ def test_odd_documents_are_found_fault_with_and_left_alone(text: str, tmp_path: 
     path.write_text(text, encoding="utf-8", errors="ignore", newline="")
     before = path.read_bytes()
     with contextlib.suppress(UsageError):  # exit code 2; anything else would be a traceback
-        linter.lint(path, linter.Options())
+        linter.lint(path, linter.LintOptions())
     assert path.read_bytes() == before
     with contextlib.suppress(UsageError):
-        assert not any(one.edits for one in linter.lint(path, linter.Options(fix=True)) if one.code != "AF301")
+        assert not any(one.edits for one in linter.lint(path, linter.LintOptions(fix=True)) if one.code != "AF301")
 
 
 def test_command(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_command_line_without_flags(line: str, tmp_path: Path) -> None:
     path, args = tmp_path / "good.yaml", tmp_path / "args.sh"
     path.write_text(V2)
     args.write_text(line)
-    found = {one.code for one in linter.lint(path, linter.Options(args=args))}
+    found = {one.code for one in linter.lint(path, linter.LintOptions(args=args))}
     assert found == ({"AF408"} if line.startswith(("python", "torchrun")) else set())
 
 
@@ -330,7 +330,7 @@ def test_checking_imports_no_heavy_library(tmp_path: Path) -> None:
     path.write_text(V2)
     code = (
         "import sys; from pathlib import Path; from accel_fsdp import linter\n"
-        f"linter.lint_all((Path({str(path)!r}),), linter.Options())\n"
+        f"linter.lint_all((Path({str(path)!r}),), linter.LintOptions())\n"
         "print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     )
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.rules import RULES, Subject
+from accel_fsdp.models import state_bytes
+from accel_fsdp.units import GIB
 
 BF16 = V2.replace("'no'", "bf16")
 BF16_1 = V1.replace("'no'", "bf16")
@@ -21,7 +23,6 @@ UNNAMED = TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORM
 FP8 = V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n"
 DS_FILE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
 TWO = "num_machines: 2\nmain_process_ip: a\n"
-GIB = 1 << 30
 BILLION = 10**9
 BIG = replace(LLAMA, parameters=70 * BILLION, dtype="bfloat16")
 LOW = replace(LLAMA, dtype="bfloat16")
@@ -215,6 +216,15 @@ def test_rule_is_silent_without_the_facts(code: str) -> None:
 def test_gpus_that_a_process_sees(gpus: int | None, visible: str | None, usable: int | None) -> None:
     """As CUDA reads the variable: the first bad entry ends the list."""
     assert HereFacts(gpus=gpus, visible=visible).usable_gpus == usable
+
+
+def test_a_gather_is_judged_as_a_run_judges_it() -> None:
+    """The rule asks for the headroom over float32 weights that the run's own check will ask for."""
+    weights = BIG.parameters * 4
+    for memory, short in ((round(weights * 1.09), True), (round(weights * 1.11), False)):
+        host = replace(EIGHT, memory=memory)
+        assert ("AF428" in codes_of(on(V2 + FULL, BIG, "--lr 1", here=host))) == short
+        assert (state_bytes.gathering_bytes(weights) > memory) == short
 
 
 VALUES = st.one_of(

@@ -95,7 +95,7 @@ def test_what_is_no_file_ends_well(place: str, tmp_path: Path) -> None:
         path.mkdir()
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UsageError):
-        linter.lint(path, linter.Options())
+        linter.lint(path, linter.LintOptions())
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
@@ -104,10 +104,10 @@ def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         buffer = io.BytesIO((V2 + "  fsdp_ofload_params: true\n").encode())
 
     monkeypatch.setattr("sys.stdin", Piped())
-    assert linter.lint_all((Path("-"),), linter.Options()) == 1
+    assert linter.lint_all((Path("-"),), linter.LintOptions()) == 1
     assert "-:8: error AF103" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--fix -"):
-        linter.lint_all((Path("-"),), linter.Options(fix=True))
+        linter.lint_all((Path("-"),), linter.LintOptions(fix=True))
 
 
 def test_a_json_file_must_be_json(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_json_file_must_be_json(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(V2)
     with pytest.raises(UsageError, match="not JSON"):
-        linter.lint(path, linter.Options())
+        linter.lint(path, linter.LintOptions())
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_an_odd_version_is_not_taken_for_fsdp1(version: str, repaired: int, tmp_
     path = tmp_path / "fsdp.yaml"
     rest = "  fsdp_reshard_after_forward: false\n" if repaired != 1 else ""
     path.write_text(V2.replace("fsdp_version: 2", f"fsdp_version: {version}") + rest)
-    found = {one.code for one in linter.lint(path, linter.Options()) if one.severity == "error"}
+    found = {one.code for one in linter.lint(path, linter.LintOptions()) if one.severity == "error"}
     assert found <= {"AF203", "AF204", "AF205"}
     assert found
-    linter.lint(path, linter.Options(fix=True))
+    linter.lint(path, linter.LintOptions(fix=True))
     section = yaml.safe_load(path.read_text())["fsdp_config"]
     assert section["fsdp_version"] == repaired
     assert section.get("fsdp_reshard_after_forward") is (False if rest else None)
@@ -160,13 +160,13 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     path.write_text(
         yaml.safe_dump(content, indent=indent, default_flow_style=data.draw(st.sampled_from([False, None])))
     )
-    before = linter.lint(path, linter.Options())
+    before = linter.lint(path, linter.LintOptions())
     named = {edit.key for one in before for edit in one.edits} | {edit.new_key for one in before for edit in one.edits}
-    after = linter.lint(path, linter.Options(fix=True))
+    after = linter.lint(path, linter.LintOptions(fix=True))
     now = yaml.safe_load(path.read_text())
     meant = tmp_path / "meant.yaml"
     meant.write_text(yaml.safe_dump({**content, **{key: now[key] for key in ("distributed_type",) if key in now}}))
-    hidden = linter.lint(meant, linter.Options())
+    hidden = linter.lint(meant, linter.LintOptions())
     errors = [{one.code for one in found if one.severity == "error"} for found in ([*before, *hidden], after)]
     assert errors[1] - errors[0] == set(), content
     for key, value in content.items():

@@ -32,7 +32,7 @@ def test_a_shipped_file_passes(path: Path, beside: Path) -> None:
         args.write_text(ON_THE_COMMAND_LINE[path.stem])
     copy = beside / path.name
     copy.write_bytes(path.read_bytes())
-    options = linter.Options(args=args, strict=True)
+    options = linter.LintOptions(args=args, strict=True)
     assert [(one.code, one.what) for one in linter.lint(copy, options) if one.severity != "note"] == []
     assert linter.lint_all((copy,), options) == 0
     unused = [one for one in linter.lint(copy, options) if one.code == "AF107" and "these are the usual" in one.why]
@@ -44,7 +44,7 @@ def test_the_basic_config_passes(precision: str, tmp_path: Path) -> None:
     """It is JSON, and what `accelerate config default` writes."""
     path = tmp_path / "default_config.json"
     assert write_basic_config(precision, str(path)) == path
-    assert linter.lint_all((path,), linter.Options(strict=True)) == 0
+    assert linter.lint_all((path,), linter.LintOptions(strict=True)) == 0
 
 
 ULYSSES = (Path(__file__).parent / "shipped/trl/alst_ulysses_4gpu.yaml").read_text()
@@ -55,7 +55,7 @@ def test_a_wrong_number_of_batches_beside_sequences(size: int, tmp_path: Path) -
     """Accelerate tells DeepSpeed a batch of as many rows as `dp_shard_size` says (accelerator.py, `pc.sp_size > 1`)."""
     path = tmp_path / "ulysses.yaml"
     path.write_text(ULYSSES.replace("dp_shard_size: 2 ", f"dp_shard_size: {size} "))
-    (found,) = (one for one in linter.lint(path, linter.Options()) if one.severity == "error")
+    (found,) = (one for one in linter.lint(path, linter.LintOptions()) if one.severity == "error")
     assert (found.code, found.key.rpartition("_config_")[2]) == ("AF316", "sp_size" if size == 1 else "dp_shard_size")
     assert "train_batch_size" in found.why
 
@@ -63,7 +63,7 @@ def test_a_wrong_number_of_batches_beside_sequences(size: int, tmp_path: Path) -
 def test_replicas_under_deepspeed_without_sequences(tmp_path: Path) -> None:
     path = tmp_path / "zero.yaml"
     path.write_text(ULYSSES.replace("sp_size: 2 ", "sp_size: 1 ").replace("dp_shard_size: 2 ", "dp_shard_size: 4 "))
-    found = [(one.code, one.severity) for one in linter.lint(path, linter.Options()) if one.severity != "note"]
+    found = [(one.code, one.severity) for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"]
     assert found == [("AF315", "warning")]
 
 
@@ -84,7 +84,7 @@ def test_how_bad_a_key_of_fsdp2_is_under_fsdp1(keys: str, severity: str, tmp_pat
     path = tmp_path / "fsdp1.yaml"
     text = (Path(__file__).parent / "shipped/trl/fsdp1.yaml").read_text()
     path.write_text(text.replace("fsdp_reshard_after_forward: FULL_SHARD", keys))
-    (found,) = (one for one in linter.lint(path, linter.Options()) if one.code == "AF302")
+    (found,) = (one for one in linter.lint(path, linter.LintOptions()) if one.code == "AF302")
     assert found.severity == severity
 
 
@@ -105,10 +105,10 @@ def test_a_misspelt_name_is_one_finding_and_is_renamed(name: str, tmp_path: Path
         wrong = wrong.replace("fsdp_offload_params", "fsdp_ofload_params")
     path = tmp_path / "typo.yaml"
     path.write_text(wrong)
-    found = [one for one in linter.lint(path, linter.Options()) if one.severity != "note"]
+    found = [one for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"]
     assert [one.code for one in found] == (["AF102", "AF103"] if name == "both" else found[:1] and [found[0].code])
     assert all("rename it" in one.fix for one in found)
-    linter.lint(path, linter.Options(fix=True))
+    linter.lint(path, linter.LintOptions(fix=True))
     assert path.read_text() == right
 
 
@@ -117,5 +117,5 @@ def test_a_misspelt_section_beside_the_right_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text((Path(__file__).parent / "shipped/trl/fsdp2.yaml").read_text() + "fsdp_confg: {fsdp_version: 1}\n")
     before = os.stat(path).st_mtime_ns, path.read_text()
-    assert "AF102" in {one.code for one in linter.lint(path, linter.Options(fix=True))}
+    assert "AF102" in {one.code for one in linter.lint(path, linter.LintOptions(fix=True))}
     assert (os.stat(path).st_mtime_ns, path.read_text()) == before

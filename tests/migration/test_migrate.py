@@ -14,10 +14,10 @@ from test_check import DOCUMENTS
 from test_config import answers, offline_machine  # noqa: F401 (a fixture)
 
 from accel_fsdp import linter
-from accel_fsdp.config import schema, yaml_edit, yaml_file
+from accel_fsdp.config import TARGETS, schema, yaml_edit, yaml_file
 from accel_fsdp.errors import UsageError
 from accel_fsdp.linter.rules import Subject
-from accel_fsdp.migration import TARGETS, Migration, plan
+from accel_fsdp.migration import Migration, plan
 from accel_fsdp.wizard import Answers, to_yaml
 
 ANY_FILE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -75,7 +75,7 @@ def assert_same_meaning(path: Path, target: str) -> Migration:
 
 
 def errors(path: Path) -> list[str]:
-    return [f"{one.code} {one.key}" for one in linter.lint(path, linter.Options()) if one.severity == "error"]
+    return [f"{one.code} {one.key}" for one in linter.lint(path, linter.LintOptions()) if one.severity == "error"]
 
 
 @ANY_FILE

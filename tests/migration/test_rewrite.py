@@ -14,8 +14,9 @@ from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED, ZERO2_COMMENTED
 
 from accel_fsdp import migration
 from accel_fsdp.cli import Migrate
+from accel_fsdp.config import TARGETS
 from accel_fsdp.linter.rules import Subject
-from accel_fsdp.migration import TARGETS, plan
+from accel_fsdp.migration import plan
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,9 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
 def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(COMMENTED)
-    assert migration.migrate(path, "fsdp2", migration.Options(dry_run=True)) == 0
+    assert migration.migrate(path, "fsdp2", migration.MigrateOptions(dry_run=True)) == 0
     assert capsys.readouterr().out == FSDP2_COMMENTED
-    assert migration.migrate(path, "fsdp2", migration.Options(json=True, dry_run=True)) == 0
+    assert migration.migrate(path, "fsdp2", migration.MigrateOptions(json=True, dry_run=True)) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["yaml"] == FSDP2_COMMENTED
     strategy = next(one for one in shown["changes"] if one["key"] == "fsdp_config.fsdp_sharding_strategy")

@@ -13,6 +13,7 @@ from accel_fsdp.hardware import gpus
 from accel_fsdp.planner import html_report
 from accel_fsdp.prediction import search, trace_store
 from accel_fsdp.prediction.memory import KINDS, Layout, Recipe, step, variant_of
+from accel_fsdp.units import GIB
 
 VOID = {"meta", "link"}
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -51,13 +52,13 @@ class Balance(HTMLParser):
             self.rows[-1].append(data)
 
 
-def job(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> search.Job:
+def job(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> search.PlanJob:
     found = trace_store.find(model)
     assert found is not None
-    return search.Job(*found, recipe, gpus.find(gpu, 80), ranks, per_node)
+    return search.PlanJob(*found, recipe, gpus.find(gpu, 80), ranks, per_node)
 
 
-def made(given: search.Job) -> str:
+def made(given: search.PlanJob) -> str:
     return html_report.make_page(given, search.make_plan(given), "what is planned", ["what to take"])
 
 
@@ -96,7 +97,7 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
         speed = [f"{one['step_seconds']:.2f}", f"{one['tokens_per_s_per_gpu']:,.0f}"]
         assert row == [*how, *map(str, sizes), one["peak_phase"], *speed]
         note = {"yes": "fits", "no": "over", "tight": "tight"}[one["fits"]]
-        assert text.count(f">{one['peak_bytes'] / (1 << 30):,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
+        assert text.count(f">{one['peak_bytes'] / GIB:,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
         assert text.count(f'class="name">{one["strategy"]}</text>') == len(html_report.WIDTHS)
 
 
@@ -138,7 +139,7 @@ def test_a_name_can_not_become_markup() -> None:
     ],
     ids=["one small", "nothing fits", "micro-batches and machines", "many"],
 )
-def test_odd_plans_make_a_page(given: search.Job) -> None:
+def test_odd_plans_make_a_page(given: search.PlanJob) -> None:
     text = made(given)
     Balance(text)
     assert not re.search(r"nan|inf[^o]|-\d+\.\d\" (?:width|height)|(?:width|height)=\"-", text.partition("</style>")[2])

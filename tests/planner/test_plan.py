@@ -24,6 +24,7 @@ from accel_fsdp.prediction.memory import (
     step,
     variant_of,
 )
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Context, notes
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -131,7 +132,7 @@ def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     found = trace_store.find(LLAMA)
     assert found is not None
     recipe, layout = Recipe(length=2048, checkpointing="full"), Layout("fsdp2", 1, 8, 8)
-    job = search.Job(*found, recipe, gpus.find("H100", 80), 8, 8)
+    job = search.PlanJob(*found, recipe, gpus.find("H100", 80), 8, 8)
     rows = search.largest_rows(job, recipe, layout)
     at, above = (search.evaluate(job, replace(recipe, rows=count), layout).fits for count in (rows, rows + 1))
     assert (at, above) == (True, False)
@@ -177,7 +178,7 @@ def test_the_wizard_shows_the_same_prediction() -> None:
     context = Context({**given, "engine": "fsdp"})
     layout = Layout("fsdp2", 1, 8, 8)
     peak = search.evaluate(job_of(layout), Recipe(length=advice.LENGTH), layout).prediction.peak.total
-    assert notes.note("strategy", 1, context) == f", ~{peak / 2**30:,.1f} GiB"
+    assert notes.note("strategy", 1, context) == f", ~{peak / GIB:,.1f} GiB"
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
     assert notes.note("method", 1, context) == ""
     assert notes.note("strategy", 1, Context({**given, "engine": "fsdp", "model": "./mine"})) == ""
@@ -202,10 +203,10 @@ def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout)
     assert row[0]["peak_bytes"] == search.evaluate(job_of(layout), Recipe(), layout).prediction.peak.total
 
 
-def job_of(layout: Layout) -> search.Job:
+def job_of(layout: Layout) -> search.PlanJob:
     found = trace_store.find(LLAMA)
     assert found is not None
-    return search.Job(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
+    return search.PlanJob(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
 
 
 def test_a_yaml_for_other_gpus_is_refused() -> None:

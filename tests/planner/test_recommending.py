@@ -19,6 +19,7 @@ from accel_fsdp.models import catalogue
 from accel_fsdp.planner import proposal, text_report
 from accel_fsdp.prediction import search, speed, trace_store
 from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import to_yaml
 
 MIXTRAL = "mistralai/Mixtral-8x7B-Instruct-v0.1"
@@ -44,7 +45,7 @@ def shown(*flags: str | Path) -> str:
 def told(model: str, machine: str, method: Method = "full", **options: Any) -> text_report.PlanReport:
     """The plan as the command makes it."""
     recipe = Recipe(method, dtype="float32" if method == "full" else "bfloat16")
-    return planner.make_plan(planner.Options(model, machine, None, recipe, **options))
+    return planner.make_plan(planner.PlanOptions(model, machine, None, recipe, **options))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_the_json_says_which_it_is_and_what_a_gpu_has() -> None:
     content = planned("--model", "gpt2", "--gpus", "8xH100")
     assert content["schema_version"] == text_report.SCHEMA_VERSION
     assert content["gpu_memory_sold_gib"] == 80
-    assert content["gpu_memory_usable_bytes"] == round(gpus.find("H100").usable_gib * 2**30)
+    assert content["gpu_memory_usable_bytes"] == round(gpus.find("H100").usable_gib * GIB)
 
 
 @pytest.mark.parametrize(

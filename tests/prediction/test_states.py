@@ -8,6 +8,9 @@ import yaml
 from conftest import ROOT, accelerate_launch
 from held import ODD
 
+from accel_fsdp.config import Precision
+from accel_fsdp.models import state_bytes
+from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe, shards, step
 
 HELD = ROOT / "tests" / "held.py"
@@ -52,3 +55,15 @@ def test_each_rank_holds_what_is_predicted(ranks: int, tmp_path: Path) -> None:
     seen = json.loads(line.partition("HELD ")[2])
     assert seen == {name: predicted(name, ranks) for name in seen}
     assert len(seen) == 9
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precision) -> None:
+    """On one rank nothing is padded: the linter's and the wizard's formulas are the planner's sums."""
+    shape, layout = odd_llama(), Layout("fsdp2", 1, 1, 1, offload=True)
+    recipe = Recipe("full", precision=precision, dtype="float32" if precision == "no" else "bfloat16")
+    weights = capacity.model_numel(shape) * state_bytes.MASTER
+    host = capacity.host(shape, recipe, layout)
+    assert host.offload == state_bytes.training_bytes(weights)
+    assert host.checkpoint == state_bytes.checkpoint_bytes(weights, weights, twice=False)
+    assert host.gathering == weights

@@ -6,8 +6,9 @@ from math import isclose
 import pytest
 from throughput_accuracy import gated
 
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import Traffic, step_traffic, units
-from accel_fsdp.prediction.memory import NF4_BYTES, Layout, Recipe
+from accel_fsdp.prediction.memory import Layout, Recipe
 
 LLAMA = gated(
     "Llama-2-7B",
@@ -131,8 +132,8 @@ def test_qlora_gathers_4_bit_weights() -> None:
     lora, qlora = (Recipe(method=method, dtype="bfloat16") for method in ("lora", "qlora"))  # type: ignore[arg-type]
     saved = sent(step_traffic(LLAMA, lora, layout("fsdp2"))) - sent(step_traffic(LLAMA, qlora, layout("fsdp2")))
     linear = INSIDE - 32 * 2 * 4096  # all of a block but its norms
-    assert isclose(saved, 2 * (2 - NF4_BYTES) * linear * 7 / 8)
-    assert round(NF4_BYTES, 5) == 0.51587
+    assert isclose(saved, 2 * (2 - state_bytes.NF4_BYTES) * linear * 7 / 8)
+    assert round(state_bytes.NF4_BYTES, 5) == 0.51587
 
 
 def test_offload_moves_shards_down_and_gradients_up() -> None:

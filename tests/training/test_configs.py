@@ -76,7 +76,7 @@ def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_linter_finds_nothing_with_their_model(path: Path) -> None:
-    findings = linter.lint(path, linter.Options(model=MODEL))
+    findings = linter.lint(path, linter.LintOptions(model=MODEL))
     assert [one for one in findings if one.severity != "note"] == []
 
 

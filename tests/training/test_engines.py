@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp import exporter
+from accel_fsdp.units import GIB
 
 FOLDER = ROOT / "accelerate_configs"
 PROBE_NATIVE = ROOT / "tests" / "probe_native.py"
@@ -224,7 +225,7 @@ def assert_shared_out(name: str, folder: Path, run: str, ranks: int, reference: 
 
 def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) -> None:
     """Those of ZeRO's flat partitions, each under its parameter's name."""
-    options = exporter.Options(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
+    options = exporter.ExportOptions(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
     assert exporter.run(options) == 0
     found = load_file(out / "optimizer.safetensors")
     assert found.keys() == reference.moments.keys()
@@ -386,7 +387,7 @@ def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Pat
     assert finished.code == 0, finished.output
     found = re.search(r"peak of rank 0 ([\d.]+) GiB, of the others at most ([\d.]+) GiB", finished.output)
     assert found, finished.output
-    assert float(found[1]) - float(found[2]) > 0.5 * 4 * total / 2**30  # its shards and one tensor are there too
+    assert float(found[1]) - float(found[2]) > 0.5 * 4 * total / GIB  # its shards and one tensor are there too
 
 
 NATIVE_RUNS = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import Finished, accel_fsdp
 
-from accel_fsdp.checkpoints import completeness
+from accel_fsdp.checkpoints import completeness, file_names
 
 Sft = Callable[..., Finished]
 
@@ -132,7 +132,7 @@ def test_a_step_that_cannot_be_saved_again_is_still_there(
 
     def scarce(*args: Any, prefix: str = "", **kwargs: Any) -> tuple[int, str]:
         nonlocal left
-        if prefix.startswith(f".{completeness.MARKER}"):
+        if prefix.startswith(f".{file_names.MARKER}"):
             left -= 1
             if left < 0:
                 raise OSError(errno.ENOSPC, "No space left on device")

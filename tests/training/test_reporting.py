@@ -37,7 +37,7 @@ SHARDED = Layout("fsdp2", 1, 8, 8)
 def llama(**recipe: object) -> run_plan.Forecast:
     found = trace_store.find(LLAMA)
     assert found
-    return run_plan.Forecast(run_plan.Job(LLAMA, Recipe(**recipe), SHARDED), *found)  # type: ignore[arg-type]
+    return run_plan.Forecast(run_plan.RunJob(LLAMA, Recipe(**recipe), SHARDED), *found)  # type: ignore[arg-type]
 
 
 def test_mfu_follows_the_rule_of_six() -> None:

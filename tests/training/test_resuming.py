@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_fsdp.checkpoints import Origin, completeness, discover
+from accel_fsdp.checkpoints import Origin, completeness, discover, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import SurvivingTrainer, resuming
 
@@ -102,7 +102,7 @@ def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path: Pat
     (cut / "scheduler.pt").unlink()
     (short / "optimizer_0" / "__0_0.distcp").write_text("{")
     completeness.begin(tmp_path / "checkpoint-12")
-    (begun / completeness.MARKER).write_text(json.dumps({"complete": False}))
+    (begun / file_names.MARKER).write_text(json.dumps({"complete": False}))
     choice = completeness.choose(tmp_path)
     assert choice.newest == second
     assert list(choice.skipped) == [tmp_path / "checkpoint-12", begun, short, cut]
@@ -199,7 +199,7 @@ def test_a_file_that_the_marker_does_not_list_is_damage(spoil: Any, tmp_path: Pa
     for name in ("ema.safetensors", "notes.json", "pytorch_model_fsdp_0/__7_0.distcp"):
         (folder / name).write_text("x")
     assert completeness.damage(folder) == ""
-    marker = folder / completeness.MARKER
+    marker = folder / file_names.MARKER
     content = json.loads(marker.read_text())
     spoil(content)
     marker.write_text(json.dumps(content))
@@ -240,7 +240,7 @@ def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
 )
 def test_a_marker_that_is_cut_or_odd_is_damaged_and_not_none(text: str, tmp_path: Path) -> None:
     older, folder = run_of(tmp_path, 2, 4)
-    (folder / completeness.MARKER).write_text(text)
+    (folder / file_names.MARKER).write_text(text)
     choice = completeness.choose(tmp_path)
     if text == '{"complete": true, "files": {}, "origin": []}':  # says nothing of the run, as earlier versions did
         assert choice.newest == folder
@@ -258,9 +258,9 @@ def test_a_marker_that_is_cut_or_odd_is_damaged_and_not_none(text: str, tmp_path
 def test_a_marker_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     older, piped, endless = run_of(tmp_path, 2, 4, 6)
     for folder in (piped, endless):
-        (folder / completeness.MARKER).unlink()
-    os.mkfifo(piped / completeness.MARKER)
-    (endless / completeness.MARKER).symlink_to("/dev/zero")
+        (folder / file_names.MARKER).unlink()
+    os.mkfifo(piped / file_names.MARKER)
+    (endless / file_names.MARKER).symlink_to("/dev/zero")
     choice = completeness.choose(tmp_path)
     assert choice.newest == older
     assert "a pipe" in choice.skipped[piped]

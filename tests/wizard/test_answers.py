@@ -20,8 +20,9 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
 from accel_fsdp.linter import read_subject
 from accel_fsdp.models import catalogue, config_json, inspect_model
-from accel_fsdp.prediction import GIB, from_yaml, search
+from accel_fsdp.prediction import from_yaml, search
 from accel_fsdp.prediction.memory import Checkpointing, Recipe
+from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Answers, interview, questions, to_yaml
 
 Captured = pytest.CaptureFixture[str]
@@ -158,9 +159,9 @@ def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
     """T5 too, which `check` then reads with the model."""
     path = tmp_path / "made.yaml"
     flags = {"model": str(folder(kind)), "gpus": "2xA100"}
-    assert wizard.configure(wizard.Options(path, yes=True), flags) == 0
+    assert wizard.configure(wizard.WizardOptions(path, yes=True), flags) == 0
     assert layer in path.read_text()
-    assert [one for one in linter.lint(path, linter.Options(model=flags["model"])) if one.severity != "note"] == []
+    assert [one for one in linter.lint(path, linter.LintOptions(model=flags["model"])) if one.severity != "note"] == []
     shown = "".join(capfd.readouterr())
     told = " ".join(shown.split())
     launch = "YOUR_SCRIPT.py" if auto_class else "train/sft.py --model_name_or_path"
@@ -172,7 +173,7 @@ def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
 
 def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="has an encoder and a decoder"):
-        planner.make_job(planner.Options(str(folder("t5")), "2xA100", None, Recipe()))
+        planner.make_job(planner.PlanOptions(str(folder("t5")), "2xA100", None, Recipe()))
 
 
 def test_a_number_out_of_range_gets_a_fix_that_works() -> None:
@@ -205,7 +206,9 @@ def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: 
         talk = interview.interview(flags, {}, "defaults")
         made = interview.answers(talk)
         path.write_text(to_yaml.to_text(made))
-        assert [one for one in linter.lint(path, linter.Options(model=model)) if one.severity != "note"] == [], flags
+        assert [one for one in linter.lint(path, linter.LintOptions(model=model)) if one.severity != "note"] == [], (
+            flags
+        )
         warned = any(line.startswith("warning: this ") for line in interview.warnings(talk))
         if gpus != "cpu":
             assert warned != judged_to_fit(path, made), flags
@@ -219,7 +222,7 @@ def judged_to_fit(path: Path, made: Answers) -> bool:
     checkpointing: Checkpointing = "full" if made.script_checkpoints else "none"
     recipe = Recipe(made.method, dtype="float32" if made.method == "full" else "bfloat16", checkpointing=checkpointing)
     layout, recipe = from_yaml.of_config(subject, recipe)
-    options = planner.Options(made.model, made.gpus, None, recipe)
+    options = planner.PlanOptions(made.model, made.gpus, None, recipe)
     return search.judge(planner.make_job(options, layout, made.num_machines), layout).choice is not None
 
 
@@ -256,7 +259,7 @@ def test_a_gpus_memory_need_not_be_typed() -> None:
 
 def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> None:
     flags = {"model": "llama-3.1-8b", "gpus": "2x4090", "engine": "ddp"}
-    assert wizard.configure(wizard.Options(Path("-"), yes=True), flags) == 0  # written, as was asked
+    assert wizard.configure(wizard.WizardOptions(Path("-"), yes=True), flags) == 0  # written, as was asked
     shown = capsys.readouterr()
     assert re.search(r"warning: this doesn't fit: it needs 15\d\.\d of 23\.6 GiB", shown.err)
     assert "--engine fsdp" in shown.err
@@ -280,7 +283,7 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
         context = interview.interview({"model": model, "gpus": "8xH100"}, {}, "defaults").settled(until="strategy")
         question = questions.BY_FIELD["strategy"]
         assert f"1 x {length} tokens" in question.default(context)[1]
-        job = planner.make_job(planner.Options(model, "8xH100", None, Recipe()))
+        job = planner.make_job(planner.PlanOptions(model, "8xH100", None, Recipe()))
         table = {search.name_of(one.layout): one for one in search.table(job)}
         for option, name in zip(
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
@@ -408,7 +411,7 @@ def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str],
         settled(**flags)
     path = tmp_path / "made.yaml"
     path.write_text(to_yaml.to_text(settled(**flags, method="lora")))
-    (alone,) = (one for one in linter.lint(path, linter.Options(model=str(made))) if one.code == "AF512")
+    (alone,) = (one for one in linter.lint(path, linter.LintOptions(model=str(made))) if one.code == "AF512")
     assert alone.severity == "warning"
-    job = planner.make_job(planner.Options(str(made), "8xH100", None, Recipe()))
+    job = planner.make_job(planner.PlanOptions(str(made), "8xH100", None, Recipe()))
     assert any("refuses full training" in note for note in job.notes)

@@ -38,7 +38,7 @@ def test_a_file_that_others_ship_loses_nothing(path: Path, tmp_path: Path) -> No
     text, copy = path.read_text(), tmp_path / path.name
     content, flags = yaml.safe_load(text), {"model": "meta-llama/Llama-3.1-8B"}
     copy.write_text(text)
-    options = wizard.Options(from_file=copy, yes=True)
+    options = wizard.WizardOptions(from_file=copy, yes=True)
     if content["distributed_type"] == "NO":
         with pytest.raises(UsageError, match="can't be re-edited"):
             wizard.configure(options, flags)
@@ -72,7 +72,7 @@ def test_another_engine_leaves_nothing_of_the_old_one(engine: str, tmp_path: Pat
     text = re_edited(path, "--engine", engine)
     assert "fsdp_config" not in yaml.safe_load(text)
     assert text.startswith("# mine\n")
-    assert [one for one in linter.lint(path, linter.Options()) if one.severity != "note"] == []
+    assert [one for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"] == []
 
 
 def test_a_migrated_file_stays_what_it_is(tmp_path: Path) -> None:

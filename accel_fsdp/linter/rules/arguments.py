@@ -7,6 +7,8 @@ from typing import Any
 from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.errors import near_key
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.models import state_bytes
+from accel_fsdp.units import GIB
 
 WRITE_BYTES_PER_SECOND = 500_000_000
 """What a rank writes to a good network disk; slower ones are common, so the rule errs on the quiet side."""
@@ -163,7 +165,8 @@ def saving_outlasts_the_timeout(subject: Subject) -> Iterator[Finding]:
     if subject.model is None or not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
         return
     limit = str(subject.arg("ddp_timeout") or DEFAULT_TIMEOUT)
-    seconds = subject.model.parameters * 16 // WRITE_BYTES_PER_SECOND
+    masters = subject.model.parameters * state_bytes.MASTER
+    seconds = state_bytes.checkpoint_bytes(masters, masters, twice=True) // WRITE_BYTES_PER_SECOND
     if limit.isdecimal() and seconds > int(limit):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -183,7 +186,7 @@ def accumulation_keeps_gradients(subject: Subject) -> Iterator[Finding]:
     each = "sync_each_batch" in str(subject.arg("accelerator_config"))
     if subject.model is None or not subject.is_fsdp or not subject.trains_everything or steps == "1" or each:
         return
-    size = subject.model.parameters * 2 / (1 << 30)
+    size = subject.model.parameters * state_bytes.LOW / GIB
     yield Finding(
         "distributed_type",
         f"{steps} accumulated micro-batches keep {size:.1f} GiB or more of gradients on each GPU",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
@@ -34,7 +35,9 @@ def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
     found = subject.checkpoint
     if found is None or not (found.sharded or found.full) or not found.trainer_state:
         return
-    missing = [name for name, there in (("optimizer", found.optimizer), ("scheduler.pt", found.scheduler)) if not there]
+    missing = [
+        name for name, there in (("optimizer", found.optimizer), (file_names.SCHEDULER, found.scheduler)) if not there
+    ]
     if missing:
         yield Finding(
             "",
@@ -62,9 +65,9 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
             "Trainer resumes it all the same; train/sft.py and export pass it over",
             "resume an older checkpoint",
         )
-    missing = [f"{folder}/.metadata" for folder in found.without_metadata]
+    missing = [f"{folder}/{file_names.DCP_METADATA}" for folder in found.without_metadata]
     if found.is_checkpoint and not found.trainer_state and not found.by_accelerator:
-        missing.append("trainer_state.json")
+        missing.append(file_names.TRAINER_STATE)
     for name in missing:
         yield Finding(
             "",
@@ -105,7 +108,7 @@ def adapter_is_empty(subject: Subject) -> Iterator[Finding]:
     if found is not None and found.adapter_tensors == 0:
         yield Finding(
             "",
-            f"{found.name}/adapter_model.safetensors holds no tensor",
+            f"{found.name}/{file_names.ADAPTER} holds no tensor",
             "the adapter is lost; loading it gives the base model",
             "take it from a FULL_STATE_DICT checkpoint if there is one; train with fsdp_version: 2",
         )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
+from accel_fsdp.config import BY_NAME, DISTRIBUTED_TYPES, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
 
@@ -275,7 +275,7 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
             f"fsdp_config stands beside distributed_type: {subject.top('distributed_type')}",
             "FSDP is not used and every GPU holds the whole model",
             "distributed_type: FSDP",
-            (Edit("", "distributed_type", "FSDP"),),
+            (Edit("", "distributed_type", DISTRIBUTED_TYPES[Engine.FSDP1]),),
         )
 
 

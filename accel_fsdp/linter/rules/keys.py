@@ -5,6 +5,7 @@ from typing import Any
 
 from accel_fsdp.config import (
     BY_NAME,
+    DISTRIBUTED_TYPES,
     FALSE_WORDS,
     MISNAMED,
     NULL_IS_ABSENT,
@@ -55,7 +56,9 @@ def no_distributed_type(subject: Subject) -> Iterator[Finding]:
     Accelerate stops with "A `distributed_type` must be specified in the config file".
     """
     if subject.values.get("distributed_type") is None:
-        edits = (Edit("", "distributed_type", "FSDP"),) if subject.section("fsdp_config") else ()
+        edits = (
+            (Edit("", "distributed_type", DISTRIBUTED_TYPES[Engine.FSDP1]),) if subject.section("fsdp_config") else ()
+        )
         yield Finding(
             "distributed_type",
             "distributed_type is missing",

@@ -4,14 +4,10 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.models import state_bytes
+from accel_fsdp.units import about_gib
 
-GIB = 1 << 30
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB for a sentence."""
-    return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.1f} GiB"
 
 
 @rule("AF408", "warning", pains=("P50",))
@@ -236,11 +232,11 @@ def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
         return
     if subject.model is None or memory is None:
         return
-    needed = subject.model.parameters * 4 * subject.ranks_here
+    needed = subject.model.parameters * state_bytes.MASTER * subject.ranks_here
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
-            f"{subject.ranks_here} ranks cast {gib(needed)} of weights in {gib(memory)} of memory",
+            f"{subject.ranks_here} ranks cast {about_gib(needed)} of weights in {about_gib(memory)} of memory",
             "each rank casts the whole model to float32 before it is sharded, and the system ends the job",
             "fewer processes on each machine, LoRA, or a machine with more memory",
         )
@@ -257,11 +253,13 @@ def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
         return
     if subject.model is None or memory is None:
         return
-    needed = subject.model.parameters * 16 // (subject.number("num_machines") or 1)
+    needed = state_bytes.training_bytes(subject.model.parameters * state_bytes.MASTER) // (
+        subject.number("num_machines") or 1
+    )
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_offload_params",
-            f"offload needs {gib(needed)} on each machine, this one has {gib(memory)}",
+            f"offload needs {about_gib(needed)} on each machine, this one has {about_gib(memory)}",
             "the system ends the job",
             "more machines, LoRA, or fsdp_offload_params: false",
         )
@@ -278,11 +276,11 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
         return
     if subject.model is None or memory is None:
         return
-    needed = subject.model.parameters * 4.8
+    needed = state_bytes.gathering_bytes(subject.model.parameters * state_bytes.MASTER)
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"a gathered state dict needs {gib(needed)}, this machine has {gib(memory)}",
+            f"a gathered state dict needs {about_gib(needed)}, this machine has {about_gib(memory)}",
             "rank 0 is ended when it saves",
             "fsdp_state_dict_type: SHARDED_STATE_DICT, and merge on another machine",
         )
@@ -300,12 +298,13 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
-    each = subject.model.parameters * (16 if subject.full_state_dict else 12)
+    masters = subject.model.parameters * state_bytes.MASTER
+    each = state_bytes.checkpoint_bytes(masters, masters, twice=subject.full_state_dict)
     needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"checkpoints of {gib(each)} need {gib(needed)}, {gib(free)} are free at --output_dir",
+            f"checkpoints of {about_gib(each)} need {about_gib(needed)}, {about_gib(free)} are free at --output_dir",
             "a full disk stops the run",
             "another disk, a lower --save_total_limit, or SHARDED_STATE_DICT",
         )

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.engines import Engine
+from accel_fsdp.prediction.memory.engines import EngineMemory
 from accel_fsdp.prediction.memory.recipe import Layout
 from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 
 MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3
 
 
-class Zero(Engine):
+class Zero(EngineMemory):
     """DeepSpeed's stages, `strategy` being the stage: an estimate after its own formulas, not an account of each block.
 
     16-bit weights and gradients stand beside float32 masters (ZeRO paper, section 3). Buckets as accelerate fills in

@@ -15,7 +15,7 @@ from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, 
 
 
 @dataclass
-class Engine:
+class EngineMemory:
     """Everything on every rank, nothing to gather: one GPU, and the base of the others.
 
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
@@ -100,7 +100,7 @@ class Engine:
         return shards.trained_bytes(unit, self.layout, per_element, shard)
 
 
-class Ddp(Engine):
+class Ddp(EngineMemory):
     """Buckets of all gradients beside the gradients themselves: Accelerate leaves `gradient_as_bucket_view` off."""
 
     def begin(self) -> None:
@@ -110,7 +110,7 @@ class Ddp(Engine):
 
 
 @dataclass
-class Fsdp(Engine, ABC):
+class Fsdp(EngineMemory, ABC):
     """What both versions share: when units are gathered and freed, one prefetched in backward.
 
     `waiting` are the bytes of whole gradients by unit: Trainer accumulates under `no_sync`, where nothing is reduced.

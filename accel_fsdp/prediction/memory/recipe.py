@@ -4,16 +4,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.config import Method, Precision
+from accel_fsdp.config import EngineKind, Method, Precision
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
-EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
+FSDP_KINDS: frozenset[EngineKind] = frozenset({"fsdp1", "fsdp2"})
+SHARDING_KINDS = FSDP_KINDS | {"zero"}
 Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
 Wide = Literal["none", "norms", "rest"]
 Kernels = Literal["none", "liger", "foak"]
-Kind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
+ParameterKind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
 """Linear layers of attention, by the names that models give them."""
 
@@ -24,7 +25,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: ParameterKind
 
     @property
     def numel(self) -> int:
@@ -141,6 +142,11 @@ class Layout:
     ranks_per_node: int
     offload: bool = False
     sync_each_batch: bool = False
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether PyTorch's FSDP shards, of either version."""
+        return self.engine in FSDP_KINDS
 
     @property
     def shard_ranks(self) -> int:

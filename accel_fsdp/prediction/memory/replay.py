@@ -10,7 +10,7 @@ from accel_fsdp.prediction.memory.traces import At, Replay, Tapes, replay
 
 
 @dataclass(frozen=True)
-class Played:
+class ReplayedModel:
     """`more_logits` is what the loss and its backward take beyond the head's tape.
 
     `until_loss` is what the forward of each block leaves until the model's forward is over, whatever checkpointing
@@ -24,7 +24,7 @@ class Played:
     until_loss: tuple[int, ...]
 
 
-def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> Played:
+def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> ReplayedModel:
     """Plays a model's tapes."""
     at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
     window = 0 if recipe.attention == "flash" else shape.window
@@ -36,7 +36,7 @@ def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks
         blocks.append(_with_saved(replay(tape.of(recipe.rows), at), repeated))
     head = tapes.chunked_head if recipe.chunked_loss else tapes.head
     fused = recipe.kernels == "liger" or (recipe.kernels == "foak" and recipe.chunked_loss)
-    return Played(
+    return ReplayedModel(
         tuple(blocks),
         replay(tapes.embedding.of(recipe.rows), at),
         fused_head(shape, recipe) if fused else replay(head.of(recipe.rows), at),

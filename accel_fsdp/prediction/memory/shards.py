@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from accel_fsdp.config import TORCH_DTYPES
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Parameter, Recipe
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-PRECISION_BYTES = {"bf16": 2, "fp16": 2}
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""A 4-bit weight with its share of absmax in 8 bits per block of 64, and theirs in float32 per 256 blocks (QLoRA)."""
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps the state of smaller tensors in float32
 
@@ -53,21 +51,20 @@ class Unit:
 
 def compute_bytes(recipe: Recipe) -> int:
     """Bytes per element in forward and backward."""
-    return PRECISION_BYTES.get(recipe.precision, DTYPE_BYTES[recipe.dtype])
+    return state_bytes.DTYPE_BYTES[recipe.dtype if recipe.precision == "no" else TORCH_DTYPES[recipe.precision]]
 
 
 def reduce_bytes(recipe: Recipe) -> int:
     """Bytes per element of a gradient that FSDP reduces."""
-    return 4 if recipe.reduce == "float32" else compute_bytes(recipe)
+    return state_bytes.MASTER if recipe.reduce == "float32" else compute_bytes(recipe)
 
 
 def master_bytes(recipe: Recipe, layout: Layout) -> int:
-    """Bytes per element of a trained weight: FSDP with mixed precision keeps it in float32 (accelerate >= 1.13)."""
+    """Bytes per element of a trained weight at rest."""
     if recipe.method != "full":
-        return 4 if recipe.lora_dtype == "float32" else DTYPE_BYTES[recipe.dtype]
-    if layout.engine == "zero" or (recipe.precision != "no" and layout.engine in ("fsdp1", "fsdp2")):
-        return 4
-    return DTYPE_BYTES[recipe.dtype]
+        return state_bytes.MASTER if recipe.lora_dtype == "float32" else state_bytes.DTYPE_BYTES[recipe.dtype]
+    mixed, zero = recipe.precision != "no", layout.engine == "zero"
+    return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], mixed, layout.is_fsdp, zero)
 
 
 def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
@@ -93,7 +90,7 @@ def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, insi
     compute = compute_bytes(recipe)
     for one in parameters:
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
-        stored = 0.5 if quantized else master_bytes(recipe, layout) if full else DTYPE_BYTES[recipe.dtype]
+        stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
         if _is_widened(one, recipe, layout) and not quantized:
             stored = 4
         yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
@@ -164,7 +161,7 @@ def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
 @lru_cache(CACHED)
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
-    whole = sum(one.numel for one in unit.held if one.quantized) * (NF4_BYTES - 0.5)
+    whole = sum(one.numel for one in unit.held if one.quantized) * (state_bytes.NF4_BYTES - 0.5)
     return round(whole if layout.engine == "fsdp1" else whole / layout.shard_ranks)
 
 
@@ -176,10 +173,10 @@ def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     if recipe.optimizer == "sgd":
         return 0
     if recipe.optimizer.startswith("adamw_torch"):
-        return 2 * _optimized_numel(unit, layout) * master_bytes(recipe, layout)
+        return state_bytes.MOMENTS * _optimized_numel(unit, layout) * master_bytes(recipe, layout)
     if recipe.optimizer == "adamw_8bit":
         sizes = [shard_numel(one, ranks) for one in trained]
-        return sum(2 * size * (1 if size >= EIGHT_BIT_FROM else 4) for size in sizes)
+        return sum(state_bytes.MOMENTS * size * (1 if size >= EIGHT_BIT_FROM else 4) for size in sizes)
     return sum(_adafactor_numel(one, ranks) * 4 for one in trained)
 
 

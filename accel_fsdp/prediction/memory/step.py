@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
-from accel_fsdp.prediction.memory.engines import Ddp, Engine, Fsdp1, Fsdp2
+from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp1, Fsdp2
 from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_of
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.memory.replay import play
@@ -18,7 +18,13 @@ from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
 from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_of
 
-ENGINES: Mapping[str, type[Engine]] = {"single": Engine, "ddp": Ddp, "fsdp1": Fsdp1, "fsdp2": Fsdp2, "zero": Zero}
+ENGINES: Mapping[str, type[EngineMemory]] = {
+    "single": EngineMemory,
+    "ddp": Ddp,
+    "fsdp1": Fsdp1,
+    "fsdp2": Fsdp2,
+    "zero": Zero,
+}
 ID_BYTES = 8
 
 
@@ -81,7 +87,7 @@ class _Walk:
     """
 
     meter: Meter
-    engine: Engine
+    engine: EngineMemory
     recipe: Recipe
     order: list[int]
     blocks: tuple[Replay, ...]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Method
-from accel_fsdp.prediction.memory.recipe import Kernels, LoraTargets, Recipe, Wide
+from accel_fsdp.prediction.memory.recipe import SHARDING_KINDS, Kernels, LoraTargets, Recipe, Wide
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -189,7 +189,7 @@ def variant_of(recipe: Recipe, engine: str) -> str:
     what the kernel saves that `sdpa` takes without a mask.
     """
     mixed = recipe.precision != "no"
-    sharded = engine in ("fsdp1", "fsdp2", "zero")
+    sharded = engine in SHARDING_KINDS
     low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
     kept_wide = not sharded or (engine != "zero" and not mixed)  # under FSDP1 adapters are flat parameters of their own
     kept_wide = kept_wide and recipe.lora_dtype == "float32"

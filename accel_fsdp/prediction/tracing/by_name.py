@@ -53,7 +53,7 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
 
 
 def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
-    def anew() -> trace_store.Record:
+    def anew() -> trace_store.TraceRecord:
         with console.waiting(f"Tracing {name} ({variant})"):
             from accel_fsdp.models import read_config
             from accel_fsdp.prediction.tracing.fit import record_model

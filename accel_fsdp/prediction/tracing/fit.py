@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line
-from accel_fsdp.prediction import Record, trace_store
+from accel_fsdp.prediction import TraceRecord, trace_store
 from accel_fsdp.prediction.memory import SHIPPED, At, Event, ModelShape, Size, Tape, Tapes, Variant
 from accel_fsdp.prediction.tracing.recorder import Raw, Recorder
 
@@ -35,7 +35,7 @@ def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
     return replace(shape, name=name), tapes
 
 
-def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> Record:
+def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> TraceRecord:
     """The shape of a config's model and its tapes in some variants, recorded anew.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import wrap_classes
-from accel_fsdp.prediction.memory import Block, Kind, ModelShape, Parameter
+from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, ParameterKind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,7 +105,7 @@ def _parameters(layer: "nn.Module", prefix: str = "") -> tuple[Parameter, ...]:
     )
 
 
-def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> Kind:
+def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> ParameterKind:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -25,7 +25,7 @@ QUESTION, ANSWER = "Xquestionx", "Xanswerx"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]]
 
 def written(
     tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], marks: Marks | None, masked: bool
-) -> list[tuple[str, list[Span]] | BadRow]:
+) -> list[tuple[str, list[TextSpan]] | BadRow]:
     """Writes conversations with the template; with `masked` also where in the text each assistant turn is.
 
     A span goes from the first letter that the assistant says to the end of its end token.
@@ -191,7 +191,7 @@ def written(
         if len(chats) == 1:
             return [BadRow(f"the chat template refuses it: {error}")]
         return [one for chat in chats for one in written(tokenizer, [chat], marks, masked)]
-    found: list[tuple[str, list[Span]] | BadRow] = []
+    found: list[tuple[str, list[TextSpan]] | BadRow] = []
     for chat, text, spans in zip(chats, texts, generated, strict=True):
         try:
             found.append((text, _spans(chat, text, spans, marks) if masked else []))
@@ -202,7 +202,7 @@ def written(
 
 def _written(
     tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], generation: bool
-) -> tuple[list[str], list[list[Span]]]:
+) -> tuple[list[str], list[list[TextSpan]]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, spans = render_jinja_template(
@@ -214,7 +214,7 @@ def _written(
     return texts, spans if generation else [[] for _ in texts]
 
 
-def _spans(chat: Chat, text: str, generated: list[Span], marks: Marks | None) -> list[Span]:
+def _spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None) -> list[TextSpan]:
     spoken = [turn for turn in chat.messages if turn["role"] == "assistant"]
     spans = generated if marks is None else _between(text, marks)
     if marks is not None and len(spans) != len(spoken):
@@ -225,9 +225,9 @@ def _spans(chat: Chat, text: str, generated: list[Span], marks: Marks | None) ->
     return spans if first == 0 else spans[places[first] :] if first < len(places) else []
 
 
-def _between(text: str, marks: Marks) -> list[Span]:
+def _between(text: str, marks: Marks) -> list[TextSpan]:
     """From each opening to the first end token after it."""
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     start = text.find(marks.opening)
     while start >= 0:
         start += len(marks.opening)

@@ -56,7 +56,7 @@ Example = Chat | Pair | str
 
 
 @dataclass(frozen=True)
-class Reader:
+class RowReader:
     """Turns one row into an example. `column` says where each part of the row is found."""
 
     kind: str
@@ -113,7 +113,7 @@ def reader(
     text_field: str = "text",
     prompt_template: str | None = None,
     completion_template: str | None = None,
-) -> Reader:
+) -> RowReader:
     """Chooses how rows with these columns are read; what the user named goes before what is found.
 
     `chats`: the tokenizer has a chat template, so an instruction becomes a user's turn and an output the assistant's.
@@ -130,12 +130,12 @@ def reader(
     kinds = [kind for kind, parts in KINDS.items() if all(part in found for part in parts)]
     wanted = [kind for kind in kinds if set(named) & {*KINDS[kind], "input"}]
     if text_field in columns and not wanted and (text_field != "text" or not kinds):
-        return Reader("text", {"text": text_field}, chats)
+        return RowReader("text", {"text": text_field}, chats)
     if not (wanted or kinds):
         raise _no_columns(columns, text_field)
     kind = (wanted or kinds)[0]
     parts = (*KINDS[kind], "input") if kind == "instruction" else KINDS[kind]
-    return Reader(kind, {part: found[part] for part in parts if part in found}, chats)
+    return RowReader(kind, {part: found[part] for part in parts if part in found}, chats)
 
 
 def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
@@ -168,7 +168,7 @@ def _no_columns(columns: Sequence[str], text_field: str) -> UserError:
     )
 
 
-def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str | None) -> Reader:
+def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str | None) -> RowReader:
     prompt = template_text(prompt)
     _check_template("--prompt_template", prompt, columns)
     answer = _first(ANSWERS, columns)
@@ -180,7 +180,7 @@ def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str
         )
     completion = "{{ " + str(answer) + " }}" if completion is None else template_text(completion)
     _check_template("--completion_template", completion, columns)
-    return Reader("template", {}, chats, prompt, completion)
+    return RowReader("template", {}, chats, prompt, completion)
 
 
 def template_text(value: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from accel_fsdp.training.data import chat_template
-from accel_fsdp.training.data.columns import BadRow, Chat, Empty, Example, Pair, Reader
+from accel_fsdp.training.data.columns import BadRow, Chat, Empty, Example, Pair, RowReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ class Encoded:
     """One row: its ids, and the ranges of them that are trained on (None: all)."""
 
     ids: list[int]
-    trained: list[chat_template.Span] | None = None
+    trained: list[chat_template.TextSpan] | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Encoder:
     """
 
     tokenizer: "PreTrainedTokenizerBase"
-    reader: Reader
+    reader: RowReader
     max_length: int
     truncation: Truncation
     masked: bool
@@ -108,7 +108,7 @@ class Encoder:
         return self._proven(found, written)
 
     def _proven(
-        self, found: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.Span]] | BadRow]
+        self, found: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.TextSpan]] | BadRow]
     ) -> list[Encoded | BadRow]:
         """Decodes every trained range and holds it against the text that it stands for."""
         claims = [
@@ -161,7 +161,7 @@ def batch_rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 _NONE = np.empty(0, np.int32)
 
 
-def _read(reader: Reader, row: Mapping[str, Any]) -> Example | BadRow:
+def _read(reader: RowReader, row: Mapping[str, Any]) -> Example | BadRow:
     try:
         return reader(row)
     except BadRow as bad:
@@ -179,14 +179,14 @@ def _columns(rows: list[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", in
     }
 
 
-def _masked(encoding: Any, text: str, spans: list[chat_template.Span]) -> Encoded | BadRow:
+def _masked(encoding: Any, text: str, spans: list[chat_template.TextSpan]) -> Encoded | BadRow:
     try:
         return Encoded(encoding.ids, [_tokens(encoding, text, span) for span in spans])
     except BadRow as bad:
         return bad
 
 
-def _tokens(encoding: Any, text: str, span: chat_template.Span) -> chat_template.Span:
+def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_template.TextSpan:
     """The tokens of `text[start:end]`.
 
     A token that reaches in from before the span is taken for it when only white space lies outside, and left out when

@@ -187,7 +187,7 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
     )
 
 
-def _check_masks(reader: columns.Reader, speaks: bool, options: DataArguments) -> None:
+def _check_masks(reader: columns.RowReader, speaks: bool, options: DataArguments) -> None:
     if options.assistant_only_loss and not speaks:
         raise UsageError(
             "--assistant_only_loss, but the rows are no conversations",

@@ -1,0 +1,74 @@
+"""The names of files and folders in runs, checkpoints and exports, each with who writes it. Patterns are those of glob.
+
+What a folder with some of them is, `discover` decides.
+"""
+
+CONFIG = "config.json"
+"""Transformers: what a model is built from."""
+MODEL = "model.safetensors"
+"""Transformers: a model's weights in one file."""
+MODELS = "model*.safetensors"
+"""Transformers: the same, in one file or several."""
+INDEX = "model.safetensors.index.json"
+"""Transformers: which of several files holds which tensor."""
+RANKS_MODEL = "shard-*.safetensors"
+"""torch's HuggingFaceStorageWriter: each rank's part of every tensor."""
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+"""Transformers: the tokenizer itself, and what `from_pretrained` makes of it."""
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT: how an adapter is laid over its base, and its weights."""
+TORCH_MODEL = "model.pth"
+"""This project's exports: a state dict as torch.save writes it."""
+CARD = "README.md"
+"""The model card, as the hub shows it."""
+
+DCP_METADATA, DCP_PARTS = ".metadata", "*.distcp"
+"""torch's distributed checkpoints: what each part holds, written last, and the ranks' parts."""
+FSDP_MODEL = "pytorch_model_fsdp"
+"""Accelerate: how model weights of FSDP begin."""
+SHARDED_MODEL, SHARDED_OPTIMIZER = f"{FSDP_MODEL}_0", "optimizer_0"
+"""Accelerate: the folders of SHARDED_STATE_DICT."""
+FULL_MODEL, FULL_OPTIMIZER = f"{FSDP_MODEL}.bin", "optimizer.bin"
+"""Accelerate: the files of FULL_STATE_DICT."""
+LOCAL_MODELS = f"{FSDP_MODEL}_rank*.bin"
+"""Accelerate: the ranks' files of LOCAL_STATE_DICT."""
+RANDOM_STATES = "random_states"
+"""`Accelerator.save_state`: how random states begin."""
+
+LATEST, GLOBAL_STEP = "latest", "global_step"
+"""DeepSpeed: the file that names the folder of the ranks' files, and how that folder's name begins."""
+ZERO_MODELS, ZERO_OPTIMIZERS = "*_model_states.pt", "*_optim_states.pt"
+"""DeepSpeed: the ranks' files."""
+ZERO_PARTITIONS = "*zero_pp_rank_*_optim_states.pt"
+"""DeepSpeed: those that each hold one rank's part of the optimizer."""
+
+TRAINER_STATE = "trainer_state.json"
+"""Trainer: the log of all steps, written last."""
+SCHEDULER = "scheduler.pt"
+"""Trainer: the learning rate's schedule."""
+RNG_STATE = "rng_state"
+"""Trainer: how random states begin."""
+TRAINING_ARGS = "training_args.bin"
+"""Trainer: its arguments as a pickle."""
+
+MARKER = "complete.json"
+"""This project's checkpoints: sizes and hashes of all files, once they are on disk."""
+REPORT = "export.json"
+"""This project's exports: what was proven. Nobody means an export by the name of the run that it lies in."""
+RUN, CURVE = "run.json", "loss.svg"
+"""This project's runs: the account of the run, and its figure."""
+DESCRIBED, FINAL = "model", "final"
+"""Folders of this project's runs: the model that is trained, described before the first step and never what was
+trained; and the result."""
+
+STATE = (FSDP_MODEL, "optimizer", "scheduler", "training_args", RNG_STATE, "scaler")
+"""How files begin that end like weights and are none that `from_pretrained` could load."""
+NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")
+"""How files begin that are no weights, whoever wrote them."""
+SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
+"""How the names begin of what an export can do without: people delete optimizers to save disk."""
+OF_CHECKPOINTS = (
+    *(MODEL, "model-0", "adapter_model.", "pytorch_model", "optimizer", GLOBAL_STEP),
+    *("scheduler", RNG_STATE, RANDOM_STATES, "scaler", "trainer_state"),
+)
+"""How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""

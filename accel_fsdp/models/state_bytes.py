@@ -1,0 +1,49 @@
+"""How many bytes a model's parameters take while they are trained, gathered and stored. Pure.
+
+For a model of which no more than the number of parameters is known, or the sum of their bytes. The planner counts
+padding and shards to the byte, from the same parts (`prediction.memory.shards`). Sources: torch.optim.AdamW keeps two
+moments in the dtype of the weight; FSDP with mixed precision keeps float32 masters (accelerate >= 1.13,
+`prepare_model`), DeepSpeed's optimizers always do (`stage_1_and_2.py`, `stage3.py`, `fp32_groups`).
+"""
+
+from collections.abc import Mapping
+
+from accel_fsdp.config import Method
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MASTER = DTYPE_BYTES["float32"]
+LOW = DTYPE_BYTES["bfloat16"]
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""A 4-bit weight with its share of absmax in 8 bits per block of 64, and theirs in float32 per 256 blocks (QLoRA)."""
+MOMENTS = 2
+"""Adam's states per parameter."""
+HEADROOM = 1.1
+"""Of host memory over a gathered model: the tensor that is on its way, and what else the process needs meanwhile."""
+
+
+def weight_bytes(loaded: int, mixed: bool, fsdp: bool, zero: bool) -> int:
+    """Bytes of a trained weight at rest, of one that was loaded with `loaded` bytes."""
+    return MASTER if zero or (fsdp and mixed) else loaded
+
+
+def training_bytes(weights: int) -> int:
+    """Weights, gradients and Adam's moments, all in the dtype of the weights."""
+    return weights * (1 + 1 + MOMENTS)
+
+
+def checkpoint_bytes(weights: int, trained: int, twice: bool, moments: int = MOMENTS) -> int:
+    """A checkpoint of all weights and of the moments of those that are trained.
+
+    A gathered one has the weights `twice`: for the engine, and for Hugging Face.
+    """
+    return weights * (2 if twice else 1) + trained * moments
+
+
+def gathering_bytes(weights: int) -> float:
+    """The host memory that gathering all weights on one rank takes."""
+    return weights * HEADROOM
+
+
+PER_PARAMETER: Mapping[Method, float] = {"full": training_bytes(MASTER), "lora": LOW, "qlora": 0.6}
+"""About, before activations: with an adapter a frozen weight of 16 bits, or one of 4 bits with its share of those that
+stay in 16."""

@@ -1,0 +1,32 @@
+"""Sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal ones (GB) for files."""
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def gib_or_mib(count: float, gib_from: float = GIB) -> str:
+    """Bytes as `63.7 GiB`, and as `512.0 MiB` below `gib_from`."""
+    return f"{count / GIB:,.1f} GiB" if count >= gib_from else f"{count / MIB:,.1f} MiB"
+
+
+def gb_or_mb(count: int) -> str:
+    """Bytes of files as `1.24 GB` or `3.50 MB`."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def about_gib(count: float) -> str:
+    """Bytes in a sentence that needs no more than `64 GiB` or `2.3 GiB`."""
+    return f"{_about(count / GIB)} GiB"
+
+
+def about_gb(count: float) -> str:
+    """Bytes in a sentence that needs no more than `64 GB` or `2.3 GB`."""
+    return f"{_about(count / 1e9)} GB"
+
+
+def _about(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 10 else f"{amount:,.1f}"
+
+
+def gib_in_figure(gib: float) -> str:
+    """GiB as a figure and its table show them, without the unit; a small size gets one more digit."""
+    return f"{gib:,.1f}" if gib >= 1 or gib < 0.005 else f"{gib:.2f}"
