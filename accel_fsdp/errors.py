@@ -210,12 +210,12 @@ def _not_importable(error: ImportError) -> UserError | None:
     library = module.partition(".")[0]
     if library not in LIBRARIES:
         return None
-    if module == library and isinstance(error, ModuleNotFoundError):
-        return not_installed(library)
-    name = re.match(r"cannot import name '(\w+)'", str(error))
-    if name is None and not isinstance(error, ModuleNotFoundError):
-        return None
-    return lacks(library, f"has no {module}{f'.{name[1]}' if name else ''}", "the command can't do without it")
+    lacking = re.match(r"(cannot import name|No module named) '([\w.]+)'", str(error))
+    if lacking and lacking[1].startswith("cannot"):
+        return lacks(library, f"has no {module}.{lacking[2]}", "the command can't do without it")
+    if lacking and lacking[2] != library:
+        return lacks(library, f"has no {module}", "the command can't do without it")
+    return not_installed(library) if isinstance(error, ModuleNotFoundError) else None
 
 
 def _too_long(error: OSError) -> UsageError:
