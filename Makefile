@@ -4,7 +4,11 @@ VENV ?= .venv
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test lint check docs clean
+# The oldest set of libraries, in an environment of its own.
+OLDEST ?= .venv-oldest
+PIP_OLDEST := $(OLDEST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt
+
+.PHONY: demo test test-oldest lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -20,7 +24,11 @@ demo: $(VENV)/.demo
 	python train/demo.py ask demo/run/final "What does FULL_SHARD shard?"
 
 test: $(VENV)/.test
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
+test-oldest: $(OLDEST)/.test
+	python -m pytest -m oldest $$(grep -rl mark.oldest --include 'test_*.py' tests)
 
 lint: $(VENV)/.test
 	ruff check .
@@ -33,7 +41,7 @@ docs: $(VENV)/.base
 	python -m accel_fsdp.reference_docs
 
 clean:
-	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -43,6 +51,12 @@ $(VENV)/.base: constraints.txt pyproject.toml
 
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(OLDEST)/.test: constraints-oldest.txt pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(PIP_OLDEST) torch
+	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pyte pytest pytest-timeout pytest-xdist tensorboard
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base

@@ -13,6 +13,25 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from accel_fsdp import library_internals
+from accel_fsdp.library_internals import Internal
+
+INIT_UTILS = "torch.distributed.fsdp._init_utils"
+HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
+OPTIM_UTILS = "torch.distributed.fsdp._optim_utils"
+RELIES_ON_ACCELERATE = (
+    Internal("accelerate:PartialState._prepare_backend", "self cpu sagemaker_dp backend"),
+    Internal("accelerate.utils:FullyShardedDataParallelPlugin.__post_init__", "self"),
+    Internal("accelerate.utils:FullyShardedDataParallelPlugin.sync_module_states"),
+    Internal("accelerate.utils:FullyShardedDataParallelPlugin.cpu_ram_efficient_loading"),
+    Internal("accelerate.utils:FullyShardedDataParallelPlugin.param_init_fn"),
+)
+RELIES_ON_FSDP1 = (
+    Internal(f"{INIT_UTILS}:_init_intra_and_inter_node_groups", "global_process_group num_devices_per_node"),
+    Internal(f"{INIT_UTILS}:_check_module_states_for_sync_module_states", "module_states"),
+    Internal(f"{HANDLE}.to_cpu", "self"),
+    Internal(f"{OPTIM_UTILS}:_unflatten_orig_param_states", "fsdp_param_info output_states state_name *"),
+)
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 _patched = False
 
@@ -57,6 +76,9 @@ def enable() -> bool:
 
     Call before the first `TrainingArguments`, `Accelerator` or `PartialState`, and `finish(0)` at the end: torch may
     abort a rank that leaves gloo's threads to the interpreter. Idempotent.
+
+    Raises:
+        UserError: accelerate or torch have changed inside, so that this can't be done.
     """
     global _patched
     if not is_needed():
@@ -65,6 +87,7 @@ def enable() -> bool:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
     if _patched or not is_distributed_launch() or not (fsdp_requested() or deepspeed_requested()):
         return True
+    library_internals.check(*RELIES_ON_ACCELERATE, why="on CPU processes it would train every rank unsharded")
     _announce()
     _patch_backend_choice()
     _patched = True
@@ -77,7 +100,12 @@ def enable() -> bool:
 
 
 def mend_fsdp1() -> None:
-    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Call once."""
+    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Call once.
+
+    Raises:
+        UserError: torch has changed inside, so that this can't be done.
+    """
+    library_internals.check(*RELIES_ON_FSDP1, why="FSDP1 on CPU tensors would fail, or save wrong states")
     _patch_hybrid_groups()
     _patch_sync_module_states()
     _patch_full_state_dict()

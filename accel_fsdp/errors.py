@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
 LONGEST_SHOWN = 80
@@ -110,6 +111,27 @@ def is_installed(library: str) -> bool:
     return importlib.util.find_spec(library) is not None
 
 
+TESTED = {
+    "torch": ("2.11.0", "2.13.0"),
+    "accelerate": ("1.15.0", "1.15.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "peft": ("0.21.0", "0.21.2"),
+    "datasets": ("4.0.0", "5.2.0"),
+}
+"""The oldest and the newest version that the tests run with: constraints-oldest.txt and constraints.txt."""
+
+
+def lacks(library: str, found: str, why: str) -> UserError:
+    """The error for a library whose inside is not as this package expects it; `found` goes on after its version."""
+    oldest, newest = TESTED.get(library, ("", ""))
+    tested = f"{library}=={newest}" if oldest == newest else f"{library}>={oldest},<={newest}"
+    return UserError(
+        f"{library} {metadata.version(library)} {found}",
+        why=why,
+        fix=f"pip install '{tested}', which is tested" if newest else f"another version of {library}",
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean X?' for the nearest known name, else the empty string."""
     near = nearest(name, known)
@@ -192,11 +214,10 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
             print(f"[rank {os.environ.get('RANK', local_rank)}]", end=" ", file=sys.stderr)
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
-    except ModuleNotFoundError as error:  # importlib.metadata's PackageNotFoundError is one
-        library = (error.name or "").partition(".")[0]
-        if library not in LIBRARIES:
+    except ImportError as error:  # importlib.metadata's PackageNotFoundError is one
+        if (known := _not_importable(error)) is None:
             raise
-        print(NotInstalled.of(library), file=sys.stderr, flush=True)
+        print(known, file=sys.stderr, flush=True)
         return 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
@@ -208,6 +229,20 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
             print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0
+
+
+def _not_importable(error: ImportError) -> UserError | None:
+    """A library that isn't there, or one without the module or the name that was imported from it."""
+    module = error.name or ""
+    library = module.partition(".")[0]
+    if library not in LIBRARIES:
+        return None
+    lacking = re.match(r"(cannot import name|No module named) '([\w.]+)'", str(error))
+    if lacking and lacking[1].startswith("cannot"):
+        return lacks(library, f"has no {module}.{lacking[2]}", "the command can't do without it")
+    if lacking and lacking[2] != library:
+        return lacks(library, f"has no {module}", "the command can't do without it")
+    return NotInstalled.of(library) if isinstance(error, ModuleNotFoundError) else None
 
 
 def _too_long(error: OSError) -> UsageError:

@@ -1,6 +1,7 @@
 """A tiny model with a real tokenizer, and real launches of several gloo processes."""
 
 import atexit
+import json
 import os
 import shutil
 import socket
@@ -31,6 +32,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first, so that no worker is left alone with one at the end."""
+    seconds = json.loads((ROOT / "tests" / "durations.json").read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
 
 
 @dataclass(frozen=True)

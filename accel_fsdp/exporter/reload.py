@@ -11,12 +11,21 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import library_internals
 from accel_fsdp.checkpoints import ITEM_BYTES, FileReader, Inert, View, dcp, deepspeed, file_names, torch_zip
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
+from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
     import torch
 
+RELIES_ON = (
+    Internal("torch.distributed.checkpoint.default_planner:_EmptyStateDictLoadPlanner"),
+    Internal(
+        "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
+        "state_dict * storage_reader planner no_dist",
+    ),
+)
 MODEL_STATE = (
     *("buffer_names", "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
     *("ds_version", "mp_world_size", "dp_world_size"),
@@ -63,7 +72,12 @@ def _thawed(value: Any, make: Callable[[View], Any]) -> Any:
 
 
 def of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
-    """The tensors of a distributed checkpoint by path, put together by torch's planner."""
+    """The tensors of a distributed checkpoint by path, put together by torch's planner.
+
+    Raises:
+        UserError: torch has changed inside.
+    """
+    library_internals.check(*RELIES_ON, why="the export is compared with what torch reads of the checkpoint")
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 

@@ -24,6 +24,7 @@ from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
 from accel_fsdp.config import zero_name
 from accel_fsdp.errors import Stopped, UserError
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import inspect_model, state_bytes
 from accel_fsdp.training import resuming
 from accel_fsdp.training.counting import numel
@@ -31,6 +32,21 @@ from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.units import gib_or_mib
 
+TRAINER = "transformers:Trainer"
+RELIES_ON = (
+    Internal(f"{TRAINER}.train", "self resume_from_checkpoint *"),
+    Internal(f"{TRAINER}._run_epoch"),
+    Internal(f"{TRAINER}._finalize_training", "self *"),
+    Internal(f"{TRAINER}._get_output_dir", "self trial"),
+    Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
+    Internal(f"{TRAINER}._init_training_state", "self max_steps *"),
+    Internal(f"{TRAINER}._load_from_checkpoint", "self resume_from_checkpoint model"),
+    Internal(f"{TRAINER}._load_best_model", "self"),
+    Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
+    Internal(f"{TRAINER}._load_rng_state", "self checkpoint"),
+    Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
+    Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
+)
 STATELESS = ("sgd", "adafactor")
 """Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
 SHOWN_SECONDS = 30

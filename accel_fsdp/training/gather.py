@@ -8,9 +8,14 @@ import torch.distributed as dist
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import GIB
 
+RELIES_ON = (
+    Internal("torch.distributed.distributed_c10d:_set_pg_timeout", "timeout group"),
+    Internal("torch.distributed.distributed_c10d:_world.pg_map"),
+)
 SLOWEST_BYTES_PER_S = 50e6
 """What a busy network file system still takes; a local disk is 10 to 60 times as fast."""
 

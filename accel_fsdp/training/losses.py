@@ -16,17 +16,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import completeness
+from accel_fsdp.checkpoints import clean_name, completeness
 from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import counting
 from accel_fsdp.training.checkpointing_trainer import SurvivingTrainer
 from accel_fsdp.training.data import IGNORED, Collator
 
+TRAINER = "transformers:Trainer"
+RELIES_ON = (
+    Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
+    Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
+    Internal(f"{TRAINER}.compute_loss", "self model inputs return_outputs num_items_in_batch"),
+    Internal(f"{TRAINER}.floating_point_ops", "self inputs"),
+    Internal(f"{TRAINER}.log", "self logs start_time"),
+    Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),
+    Internal(f"{TRAINER}._get_grad_norm", "self model grad_norm"),
+    Internal(f"{TRAINER}._maybe_log_save_evaluate", "self tr_loss *"),
+    Internal(f"{TRAINER}.get_eval_dataloader", "self eval_dataset"),
+    Internal(f"{TRAINER}.evaluation_loop", "self dataloader * metric_key_prefix"),
+    Internal(f"{TRAINER}.prediction_step", "self model inputs prediction_loss_only ignore_keys"),
+    Internal(f"{TRAINER}._prepare_inputs", "self inputs"),
+    Internal(f"{TRAINER}._prepare_context_parallel_inputs", "self model inputs"),
+    Internal(f"{TRAINER}._get_learning_rate", "self"),
+    Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
+    Internal(f"{TRAINER}._finalize_training", "self *"),
+    Internal(f"{TRAINER}.get_tp_size", "self"),
+)
 OTHER_LOSS = 0.02
 """Of the loss: what rounding to bfloat16 never makes, and another target or another mean always does."""
 SKIPPED_IN_A_ROW = 40
@@ -354,7 +374,7 @@ class LossTrainer(SurvivingTrainer):
 
     def _trained(self) -> dict[str, nn.Parameter]:
         named = self.model.named_parameters()
-        return {clean_tensor_name(name): one for name, one in named if one.requires_grad and one.is_floating_point()}
+        return {clean_name(name): one for name, one in named if one.requires_grad and one.is_floating_point()}
 
     def _diverged(self, found: str) -> Diverged:
         newest = completeness.choose(Path(self.args.output_dir)).newest

@@ -10,18 +10,39 @@ unsharded model. `enable()` mends all of it; this module and `cpu.py` are the on
 
 from typing import Any
 
+from accel_fsdp import library_internals
 from accel_fsdp.checkpoints import clean_name
 from accel_fsdp.errors import UserError
+from accel_fsdp.library_internals import Internal
+
+HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
+RELIES_ON = (
+    Internal("peft.tuners.tuners_utils:_get_tuner_state_dict_key_prefixes", "model adapter_name"),
+    Internal("peft:set_peft_model_state_dict", "model peft_model_state_dict adapter_name *"),
+    Internal(
+        "peft.tuners.tuners_utils:BaseTuner._remap_adapter_state_dict_for_load",
+        "* model config adapter_name state_dict",
+    ),
+    Internal("peft.utils.save_and_load:PEFT_TYPE_TO_TUNER_MAPPING"),
+    Internal("torch.distributed.fsdp._runtime_utils:_catch_all_reshard", "state"),
+    Internal(f"{HANDLE}._use_sharded_views", "self"),
+    Internal(f"{HANDLE}.uses_sharded_strategy"),
+)
 
 
 def enable() -> None:
-    """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2, torch 2.13). Idempotent."""
+    """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2, torch 2.13). Idempotent.
+
+    Raises:
+        UserError: peft or torch have changed inside, so that this can't be done.
+    """
     import peft
     import torch.distributed.fsdp._runtime_utils as runtime
     from peft.tuners import tuners_utils
 
     if getattr(peft, "accel_fsdp_enabled", False):
         return
+    library_internals.check(*RELIES_ON, why="checkpoints and exports would lack the adapter's tensors")
     tuners_utils._get_tuner_state_dict_key_prefixes = _clean(tuners_utils._get_tuner_state_dict_key_prefixes)
     peft.set_peft_model_state_dict = _load_through_fsdp1(peft.set_peft_model_state_dict)
     runtime._catch_all_reshard = _with_parameters_again(runtime._catch_all_reshard)

@@ -8,11 +8,13 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accel_fsdp import console
+from accel_fsdp.library_internals import Internal
 
+RELIES_ON = (Internal("torch.distributed.distributed_c10d:_get_default_store", ""),)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 5.0
 """A scheduler signals launcher and ranks alike, and then the launcher its ranks: that is one wish, not two."""
@@ -63,7 +65,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         name = signal.Signals(self.signal).name if self.signal else ""
         if not dist.is_initialized():
             return name
-        store = _get_default_store()
+        store = distributed_c10d._get_default_store()
         if name and not store.check([KEY]):
             store.set(KEY, f"{step + 1} {name}")
         if not store.check([KEY]):

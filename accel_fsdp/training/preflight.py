@@ -123,21 +123,23 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     other. Not reentrant wherever that works: the reentrant kind gives frozen layers no gradient unless their inputs
     ask for one, and DDP counts such parameters twice. Under ZeRO-3 it must be: the other kind compares the shapes of
     what it saved with what it recomputes, and finds partitioned weights.
+
+    Both names are set: transformers 5.23 goes by `activation_checkpointing`, 5.17 has only the other, which all mirror.
     """
     of_fsdp = cpu.fsdp_requested() and cpu.is_on("FSDP_ACTIVATION_CHECKPOINTING")
     if of_fsdp and os.environ.get("FSDP_VERSION") == "2" and _drops_out(model):
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
         args.gradient_checkpointing = args.activation_checkpointing = True
         _say(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")
-    elif of_fsdp and args.activation_checkpointing:
+    elif of_fsdp and args.gradient_checkpointing:
         args.gradient_checkpointing = args.activation_checkpointing = False
         _say(args, "checkpointing: FSDP's own, as the YAML says; --gradient_checkpointing adds nothing to it")
-    if args.activation_checkpointing:
+    if args.gradient_checkpointing:
         _choose_kind(model, args)
 
 
 def _choose_kind(model: Any, args: TrainingArguments) -> None:
-    options = dict(args.activation_checkpointing_kwargs or {})
+    options = dict(args.gradient_checkpointing_kwargs or {})
     plugin = getattr(args, "deepspeed_plugin", None)
     options.setdefault("use_reentrant", plugin is not None and plugin.zero_stage == 3)
     args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = options

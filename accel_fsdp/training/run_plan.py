@@ -149,9 +149,9 @@ def _checkpointing(args: Any, accelerator: Any) -> str:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.activation_checkpointing:
         return "full"
-    if not (args.activation_checkpointing or args.gradient_checkpointing):
+    if not args.gradient_checkpointing:
         return "none"
-    kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
+    kwargs = args.gradient_checkpointing_kwargs or {}
     return "reentrant" if isinstance(kwargs, dict) and kwargs.get("use_reentrant") else "full"
 
 

@@ -4,10 +4,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import counting
 
 if TYPE_CHECKING:
     from torch import nn
+
+FLAT = "torch.distributed.fsdp._flat_param:FlatParameter"
+RELIES_ON = (
+    Internal(f"{FLAT}._unpadded_unsharded_size"),
+    Internal(f"{FLAT}._param_infos"),
+    Internal(f"{FLAT}._numels"),
+)
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,53 @@ from transformers import (
     set_seed,
 )
 
-from accel_fsdp import atomic_files, console, cpu, disks
+from accel_fsdp import atomic_files, console, cpu, disks, library_internals
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import inspect_model
-from accel_fsdp.training import counting, gather, load_model, preflight, progress, run_plan, sharding_check
+from accel_fsdp.training import (
+    checkpointing_trainer,
+    counting,
+    gather,
+    load_model,
+    losses,
+    preemption,
+    preflight,
+    progress,
+    run_plan,
+    sharding_check,
+)
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.losses import LossTrainer
+
+TRAINER = "transformers:Trainer"
+RELIES_ON = (
+    Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
+    Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),
+    Internal(f"{TRAINER}.log", "self logs start_time"),
+    Internal(f"{TRAINER}.save_model", "self output_dir _internal_call"),
+    Internal(f"{TRAINER}._save", "self output_dir state_dict"),
+)
+
+
+def check_libraries() -> None:
+    """Stops where what this Trainer overrides or calls isn't there; early, as a method that nobody calls says nothing.
+
+    Raises:
+        UserError: transformers, torch or accelerate have changed inside.
+    """
+    modules = (checkpointing_trainer, losses, preemption, gather, sharding_check)
+    used = (*RELIES_ON, *(one for module in modules for one in module.RELIES_ON))
+    library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
 
 class SftTrainer(LossTrainer):
     """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_libraries()
         model = kwargs["model"]
         self.revision = getattr(model.config, "_commit_hash", None) or "main"
         self.use_cache = getattr(model.config, "use_cache", None)
@@ -226,7 +259,12 @@ def finish(exit_code: int) -> None:
 
 
 def begin(args: TrainingArguments) -> None:
-    """Sets the seed. Progress bars of one rank are enough, and libraries' advice on their APIs is not for users."""
+    """Sets the seed. Progress bars of one rank are enough, and libraries' advice on their APIs is not for users.
+
+    Raises:
+        UserError: a library has changed inside.
+    """
+    check_libraries()
     set_seed(args.seed)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)

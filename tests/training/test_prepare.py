@@ -17,6 +17,12 @@ from accel_fsdp.training import ModelArguments, load_model, preflight
 
 FSDP1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
+"""The name that Trainer goes by: the first since transformers renamed it between 5.17 and 5.23."""
 OWN = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 
 
@@ -146,21 +152,21 @@ def test_one_kind_of_checkpointing_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     engine(monkeypatch, {"FSDP_ACTIVATION_CHECKPOINTING": "false", **environment})
-    args = arguments(tmp_path, activation_checkpointing=asked)
+    args = arguments(tmp_path, **{CHECKPOINTING: asked})
     preflight.settle_checkpointing(adapted(tiny_model, lora_dropout=dropout), args)
     assert FullyShardedDataParallelPlugin(fsdp_version=2).activation_checkpointing is of_fsdp
-    assert args.activation_checkpointing is layers
+    assert getattr(args, CHECKPOINTING) is layers
     if layers:
-        assert args.activation_checkpointing_kwargs == {"use_reentrant": False}
+        assert getattr(args, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}
 
 
 def test_zero3_checkpoints_reentrantly(tiny_model: Path, tmp_path: Path) -> None:
     """And the frozen embedding's output asks for the gradient without which that kind gives none."""
-    args = arguments(tmp_path, activation_checkpointing=True)
+    args = arguments(tmp_path, **{CHECKPOINTING: True})
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     model = adapted(tiny_model)
     preflight.settle_checkpointing(model, args)
-    assert args.activation_checkpointing_kwargs == {"use_reentrant": True}
+    assert getattr(args, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": True}
     assert model.get_input_embeddings()(torch.zeros(1, 1, dtype=torch.long)).requires_grad
 
 

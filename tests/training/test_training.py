@@ -3,9 +3,10 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,9 @@ OPTIONS: dict[str, tuple[dict[str, str], str]] = {
     "bf16-fsdp1": ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 5 units"),
     "bf16-ddp": ({"fsdp_version": "2", "strategy": "3", "mixed_precision": "bf16"}, "MULTI_CPU: no FSDP was asked for"),
 }
+SGD_JOBS, BASE16_JOBS = ("sgd-1", "sgd-2"), ("base16-1", "base16-2")
+OLDEST = ("sharded-1", "full-2", "lora-fsdp1-ac", "lora-fsdp2-full", "bf16-ac", *SGD_JOBS, *BASE16_JOBS)
+"""The jobs of `make test-oldest`: enough to see the main job, a resume, an adapter and an export under both engines."""
 LORA = ("--use_peft", "--lora_dropout", "0.0")
 SGD = ("--optim", "sgd", "--max_grad_norm", "0", "--learning_rate", str(SGD_LEARNING_RATE))
 RESUME = ("--resume_from_checkpoint", "true")
@@ -117,7 +121,7 @@ def words_of(name: str, folder: Path, model: Path, data: Path) -> list[str]:
 def launched(names: Sequence[str], folder: Path, model: Path, data: Path, *more: str) -> dict[str, str]:
     """Runs jobs, each under its own YAML, in one launch: DDP's apart, which needs no patch of Accelerate."""
     printed = {}
-    for group in ([one for one in names if "ddp" not in one], [one for one in names if "ddp" in one]):
+    for group in filter(None, ([one for one in names if "ddp" not in one], [one for one in names if "ddp" in one])):
         words = {one: [*words_of(one, folder, model, data), *more] for one in group}
         configs = {one: folder / f"{one}.yaml" for one in group}
         others = {one: ["--config_file", str(configs[one]), *words[one]] for one in group[1:]}
@@ -129,14 +133,26 @@ def launched(names: Sequence[str], folder: Path, model: Path, data: Path, *more:
     return printed
 
 
+def oldest(*names: str) -> list[Any]:
+    """Parameters of a test, those of `OLDEST` marked."""
+    return [pytest.param(name, marks=pytest.mark.oldest) if name in OLDEST else name for name in names]
+
+
+def wanted(names: Iterable[str], config: pytest.Config) -> list[str]:
+    """The jobs that the chosen tests look at."""
+    return [name for name in names if name in OLDEST or config.option.markexpr != "oldest"]
+
+
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path) -> Jobs:
+def straight(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path, pytestconfig: pytest.Config
+) -> Jobs:
     """All that train without a stop."""
     folder = tmp_path_factory.mktemp("jobs")
     shutil.copytree(tiny_model, folder / "base16")
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(folder / "base16")
     tiny_deepseek(folder / "deepseek", tiny_model)
-    names = [*OPTIONS, *RESUMED, "sgd-1", "sgd-2", "base16-1", "base16-2", "deepseek-2"]
+    names = wanted([*OPTIONS, *RESUMED, *SGD_JOBS, *BASE16_JOBS, "deepseek-2"], pytestconfig)
     for name in names:
         base = folder / name.partition("-")[0] if name.startswith(("base16", "deepseek")) else tiny_model
         make_config(folder, base, **flags_of(name)).rename(folder / f"{name}.yaml")
@@ -144,17 +160,18 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_da
 
 
 @pytest.fixture(scope="module")
-def resumed(straight: Jobs, tiny_model: Path, text_data: Path) -> Jobs:
+def resumed(straight: Jobs, tiny_model: Path, text_data: Path, pytestconfig: pytest.Config) -> Jobs:
     """The runs that are stopped after step 3 and go on; what they were without a stop lies under `whole`."""
-    folder = straight.folder
-    for name in RESUMED:
+    folder, names = straight.folder, wanted(RESUMED, pytestconfig)
+    for name in names:
         (folder / "whole" / name).mkdir(parents=True)
         for gone in ("final", f"checkpoint-{STEPS}"):
             (folder / name / gone).rename(folder / "whole" / name / gone)
         shutil.copy(folder / f"{name}-logits.pt", folder / "whole")
-    return Jobs(folder, launched(list(RESUMED), folder, tiny_model, text_data, *RESUME))
+    return Jobs(folder, launched(names, folder, tiny_model, text_data, *RESUME))
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_gradients_have_the_scale_of_plain_pytorch(
     version: str, straight: Jobs, tiny_model: Path, text_data: Path
@@ -166,7 +183,7 @@ def test_gradients_have_the_scale_of_plain_pytorch(
     assert logged_losses(straight.folder / f"sgd-{version}") == pytest.approx(expected.losses, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", oldest(*OPTIONS))
 def test_every_offered_option_trains_and_exports(name: str, straight: Jobs, reference: Reference) -> None:
     flags, reported = OPTIONS[name]
     out, output = straight.folder / name, straight.printed[name]
@@ -181,6 +198,7 @@ def test_every_offered_option_trains_and_exports(name: str, straight: Jobs, refe
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_lora_on_a_16_bit_base(version: str, straight: Jobs) -> None:
     """The usual LoRA recipe: frozen base as the checkpoint stores it, adapter and its export in float32."""
@@ -190,7 +208,7 @@ def test_lora_on_a_16_bit_base(version: str, straight: Jobs) -> None:
     assert logged_losses(out)[-1] < logged_losses(out)[0]
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", oldest(*RESUMED))
 def test_resume_continues_exactly(name: str, resumed: Jobs) -> None:
     """A run stopped after step 3 and resumed has the losses and the weights of one that was never stopped."""
     out, whole = resumed.folder / name, resumed.folder / "whole" / name
@@ -203,7 +221,7 @@ def test_resume_continues_exactly(name: str, resumed: Jobs) -> None:
     assert_exports_offline(out, resumed.folder / "offline" / name)
 
 
-@pytest.mark.parametrize("name", [name for name in RESUMED if name.startswith("lora")])
+@pytest.mark.parametrize("name", oldest(*(name for name in RESUMED if name.startswith("lora"))))
 def test_lora_exports(name: str, resumed: Jobs, tiny_model: Path) -> None:
     """PEFT 0.21 alone writes adapters without a single tensor here, into exports and checkpoints alike."""
     final = resumed.folder / "whole" / name / "final"

@@ -18,6 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from accel_fsdp import library_internals
+from accel_fsdp.library_internals import Internal
+
+KERNELS = "torch:ops.aten._scaled_dot_product"
+RELIES_ON = (
+    Internal("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", "self func types args kwargs"),
+    Internal("torch.utils._pytree:tree_leaves", "tree *"),
+    Internal("torch._subclasses.fake_tensor:FakeTensorMode"),
+    Internal(f"{KERNELS}_flash_attention.default"),
+    Internal(f"{KERNELS}_flash_attention_backward.default"),
+    Internal(f"{KERNELS}_efficient_attention.default"),
+    Internal(f"{KERNELS}_efficient_attention_backward.default"),
+    Internal(f"{KERNELS}_attention_math.default"),
+    Internal("torch:_grouped_mm"),
+)
+library_internals.check(*RELIES_ON, why="what a model allocates is recorded with it")
+
 LOW = (torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default

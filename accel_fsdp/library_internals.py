@@ -1,0 +1,73 @@
+"""What this package replaces, overrides or calls inside of its libraries, and the check that it is there as expected.
+
+Such names belong to their library and may change in any version. A patch of something that is gone would do nothing,
+or half of what it is for. So each module that reaches inside declares what it expects (`RELIES_ON`) and checks it
+before it relies on it; a library that has changed then stops the command with what is missing and which versions have
+it. (What old versions do to a step's memory is another matter: `prediction/memory/library_versions.py`.)
+"""
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from accel_fsdp.errors import lacks
+
+
+@dataclass(frozen=True)
+class Internal:
+    """Something inside of a library: `path` is module:name, with dots in the name for what belongs to a class.
+
+    `parameters` are the names that its calls here rely on, as in a signature: those before an asterisk are the first
+    ones, in that order; those behind it are there somewhere. Without an asterisk there are no others. None: anything.
+    """
+
+    path: str
+    parameters: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As one would write it in code."""
+        return self.path.replace(":", ".")
+
+
+def check(*internals: Internal, why: str) -> None:
+    """Holds the installed libraries against what is expected of them.
+
+    Raises:
+        UserError: one of them lacks something; `why` says what rests on it.
+    """
+    for one in internals:
+        if found := flaw(one):
+            raise lacks(one.path.partition(".")[0].partition(":")[0], found, why)
+
+
+def flaw(one: Internal) -> str:
+    """What is wrong with it, as the end of a sentence about the library; empty if nothing is."""
+    module, _, name = one.path.partition(":")
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError:
+        return f"has no {module}"
+    for part in name.split("."):
+        if part in getattr(found, "__annotations__", {}):  # which instances have
+            return ""
+        if not hasattr(found, part):
+            return f"has no {one.name}"
+        found = getattr(found, part)
+    if one.parameters is None or _fits(found, one.parameters):
+        return ""
+    return f"has {one.name}{_signature(found)}, not ({one.parameters.replace(' ', ', ')})"
+
+
+def _fits(function: Any, expected: str) -> bool:
+    if not callable(function):
+        return False
+    first, rest, named = (part.split() for part in expected.partition("*"))
+    known = list(inspect.signature(function).parameters)
+    begins = known[: len(first)] == first
+    return begins and (set(named) <= set(known) if rest else len(known) == len(first))
+
+
+def _signature(function: Any) -> str:
+    return f"({', '.join(inspect.signature(function).parameters)})" if callable(function) else ", which is no function"
