@@ -2,7 +2,7 @@
 
     PYTEST_ADDOPTS=--junitxml=FILE make test
 
-Keeps the seconds of each file in `tests/durations.json`, by which the slow ones are started first, and prints the total.
+Keeps the seconds of each file in `tests/durations.json`, by which the slow ones are started first; prints the total.
 """
 
 import json
