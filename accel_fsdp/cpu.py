@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from accel_fsdp import library_internals
@@ -99,8 +100,9 @@ def enable() -> bool:
     return True
 
 
+@cache
 def mend_fsdp1() -> None:
-    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Call once.
+    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Later calls do nothing.
 
     Raises:
         UserError: torch has changed inside, so that this can't be done.

@@ -30,8 +30,9 @@ MODULES = (
     *("torch.distributed.checkpoint.state_dict", "torch.optim.adamw", "torch.nn.parallel.distributed"),
 )
 READ_LATER = (
-    *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "FSDP_", "ACCELERATE_", "WARM_"),
-    *("PARALLELISM_CONFIG_", "PYTEST_", "PYTHON_EXEC", "FILL", "PROBE_", "TORCH_NCCL_", "COLUMNS", "PWD", "_"),
+    *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "CUDA_VISIBLE_"),
+    *("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_", "DS_", "WARM_", "PYTEST_", "PYTHON_EXEC", "COLUMNS", "PWD", "_"),
+    *("FILL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 LENGTH = 8

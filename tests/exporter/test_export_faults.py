@@ -25,46 +25,39 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import runs
 import sharded
 import torch
 from conftest import ROOT, run
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import HEADS, INNER, export
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
-from accel_fsdp import atomic_files, exporter
+from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import TENSORS, FileRecord, Piece, completeness, dcp, discover, file_names, tensor, unpickle
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import transformers_probe
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
 STRANGE, ODD = (
     json.dumps({"model_type": "llama", **SIZES, **HEADS, **odd})
     for odd in ({"hidden_size": "x"}, {"num_attention_heads": 0})
 )
-INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a checkpoint of 3 ranks."""
-    folder = tmp_path_factory.mktemp("made") / "run"
-    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
-    return folder
+    return runs.make(tmp_path_factory, SIZES)
 
 
 @pytest.fixture
 def run_folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
-
-
-def export(src: Path, out: Path, **options: Any) -> None:
-    exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options}))
 
 
 def flipped(at: int) -> Callable[[Path], None]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded
+import runs
 import torch
+from runs import INNER, export
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,25 +24,16 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, compare_logits, hub, safetensors_writer
 
 SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 6}
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
-INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a checkpoint of 3 ranks."""
-    folder = tmp_path_factory.mktemp("made") / "run"
-    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
-    return folder
+    return runs.make(tmp_path_factory, SIZES)
 
 
 @pytest.fixture
 def run_folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
-
-
-def export(src: Path, out: Path, **options: Any) -> None:
-    exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options}))
 
 
 class Evil:
