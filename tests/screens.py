@@ -21,7 +21,7 @@ ASKED = (
     "Write fsdp.yaml?",
 )
 PICTURES = {
-    "80 columns: the strategies, and what speaks for the default": (80, 24, "Which sharding strategy?"),
+    "80 columns: the strategies, and the memory that each needs": (80, 24, "Which sharding strategy?"),
     "40 columns: the review": (40, 36, "Write fsdp.yaml?"),
 }
 SECONDS, SILENCE_SECONDS = 60, 0.5
@@ -76,7 +76,7 @@ def _squeezed(text: str) -> str:
 
 def page(folder: Path) -> str:
     """The whole page."""
-    parts = [f"# What the wizard looks like\n\nMade by `python tests/screens.py`, which runs `{COMMAND}`.\n"]
+    parts = [f"# What the wizard looks like\n\n`python tests/screens.py` draws these screens of\n`{COMMAND}`.\n"]
     for title, (columns, rows, until) in PICTURES.items():
         parts.append(f"## {title}\n\n```text\n{draw(columns, rows, until, folder)}\n```\n")
     return "\n".join(parts)
