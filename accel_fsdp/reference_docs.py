@@ -1,16 +1,19 @@
 """Pages and schema made from the tables: `python -m accel_fsdp.reference_docs` writes them, a test compares."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, linter
+from accel_fsdp import api, atomic_files, linter, svg
 from accel_fsdp.config import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind, full_name, short_name
 from accel_fsdp.linter import PAINS, UNSEEN
 from accel_fsdp.linter.rules import SECTIONS
 from accel_fsdp.models import CAUSAL, catalogue, model_facts
+from accel_fsdp.planner import html_report
 from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import SHIPPED
 from accel_fsdp.wizard import MODEL, PRESETS, interview, to_yaml
@@ -178,6 +181,25 @@ def coverage_page() -> str:
     return "\n".join([*lines, ""])
 
 
+DRAWN = {
+    "docs/plan_strategies.svg": "Memory of one GPU at the highest point",
+    "docs/plan_step.svg": "Memory over one step",
+}
+"""Figures of the page that `accel-fsdp plan --html` writes, by the beginning of their titles."""
+
+
+@cache
+def plan_figures() -> dict[str, str]:
+    """The figures of `docs/plan.md`, as the page of its example draws them."""
+    told = api.plan("llama-3.1-8b", "8xH100-80GB", seq_len=4096)
+    page = html_report.make_page(told.job, told.plan, told.headline(), list(told.advice()))
+    drawn = re.findall(r'<svg role="img" class="w720".*?</svg>', page, flags=re.DOTALL)
+    return {
+        path: svg.standalone(next(figure for figure in drawn if f"<title>{title}" in figure))
+        for path, title in DRAWN.items()
+    }
+
+
 def pages() -> dict[str, str]:
     """Every generated file by its path in the repository."""
     return {
@@ -186,6 +208,7 @@ def pages() -> dict[str, str]:
         "docs/keys.md": keys_page(),
         **{f"accelerate_configs/{name}": text for name, text in shipped().items()},
         "docs/coverage.md": coverage_page(),
+        **plan_figures(),
     }
 
 

@@ -227,7 +227,10 @@ def losses(words: Words, curves: Sequence[Curve], width: int) -> str:
 
 def standalone(figure: str) -> str:
     """A figure as a file of its own, with its colours and a white ground."""
-    colours = "svg{--ink:#1c1c1c;--back:#fff;--rule:#ddd;--c1:#0072b2;--c2:#d55e00;--c3:#009e73;background:#fff}"
+    colours = (
+        "svg{--ink:#1c1c1c;--dim:#57606a;--back:#fff;--rule:#ddd;--limit:#a40e26;"
+        "--c1:#0072b2;--c2:#d55e00;--c3:#009e73;background:#fff}"
+    )
     head, rest = figure.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{colours}{STYLE}</style>{rest}\n'
 
