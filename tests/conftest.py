@@ -51,11 +51,11 @@ class Finished:
 def run(words: Sequence[str | Path], **environment: str) -> Finished:
     """Runs a command in a process group of its own and leaves no process behind, also after a timeout.
 
-    Launches start from a process that has imported the libraries already (`warm.py`), unless WARM is 0.
+    Launches and commands start from a process that has imported the libraries already (`warm.py`), unless WARM is 0.
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     words = [str(word) for word in words]
-    if env.get("WARM", "1") != "0" and words[0] == sys.executable and words[1:3] in LAUNCHERS:
+    if env.get("WARM", "1") != "0" and words[0] == sys.executable and _may_be_warm(words[1:]):
         stub, place = warm_python()
         env.update(PYTHON_EXEC=str(stub), WARM_SOCKET=str(place))
         words[0] = str(stub)
@@ -78,7 +78,10 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
     return Finished(process.returncode, output.replace("\r", "\n"))
 
 
-LAUNCHERS = (["-m", "accelerate.commands.launch"], ["-m", "torch.distributed.run"])
+def _may_be_warm(words: list[str]) -> bool:
+    """Not an export: one that has loaded transformers already asks it otherwise."""
+    launches = words[:2] in (["-m", "accelerate.commands.launch"], ["-m", "torch.distributed.run"])
+    return launches or (words[:2] == ["-m", "accel_fsdp"] and words[2:3] != ["export"])
 
 
 @cache
