@@ -215,7 +215,7 @@ def _alone(target: Path) -> Iterator[None]:
         check_writable(target.parent)  # where no file can be made, the lock is nobody's
         raise UserError(
             f"another process is writing {target}",
-            why="one would undo the other",
+            why="both would write the same folder",
             fix="wait until it has ended",
         ) from error
     try:

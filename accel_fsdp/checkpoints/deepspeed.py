@@ -102,7 +102,7 @@ def _read(
     if first.get("mp_world_size", 1) != 1:
         raise UserError(
             f"{folder} is of {first['mp_world_size']} tensor-parallel ranks",
-            why="how their parameters are cut is known to the training code alone",
+            why="only the training code knows how tensor parallelism split the parameters",
             fix="export it with DeepSpeed's universal checkpoint: ds_to_universal.py",
         )
     states = [torch_zip.load(reader, path, ADMITTED)["optimizer_state_dict"] for path in optimizer]

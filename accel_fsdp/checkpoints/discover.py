@@ -276,8 +276,8 @@ def _meant(path: Path) -> Path:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         raise UserError(
             f"cannot read {path}: Permission denied",
-            why="what it holds is not known",
-            fix="see to it that you may read it",
+            why="its content can't be read",
+            fix="give yourself read and execute permission on it",
         )
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
@@ -341,7 +341,7 @@ def _nothing(path: Path, place: Path) -> UserError:
     near = sorted(_below(place, DEPTH), key=lambda one: one.number < 0)[:3]
     return UserError(
         f"{path} holds no checkpoint" + (" itself" if near else ""),
-        why=f"{'one lies' if len(near) == 1 else 'some lie'} below it; which is meant isn't guessed"
+        why=f"{'one checkpoint lies' if len(near) == 1 else 'several checkpoints lie'} below it"
         if near
         else "there is nothing to export",
         fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(one.folder) for one in near)}"

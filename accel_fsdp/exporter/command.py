@@ -344,7 +344,7 @@ def _refuse(options: ExportOptions, weights: Weights, named: Papers) -> None:
     if options.with_optimizer and not weights.optimizer:
         raise UserError(
             "--with-optimizer, and no optimizer state of tensors was found",
-            why="it was asked for",
+            why="there are no optimizer tensors to export",
             fix="leave it out, or export a checkpoint that was saved with its optimizer",
         )
 

@@ -169,7 +169,7 @@ def ddp_to_fsdp2(draft: Draft) -> None:
 
 def restage(draft: Draft, stage: int) -> None:
     """ZeRO of another stage."""
-    draft.row("deepspeed_config_file", "lost", "the stage stands there, unread", breaks=True)
+    draft.row("deepspeed_config_file", "lost", "the stage is in that file, which migrate doesn't read", breaks=True)
     draft.row("zero_stage", "changed", f"shards {SHARDS[stage]}", value=stage)
     if stage == 3:
         for key, why in (

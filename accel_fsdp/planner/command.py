@@ -218,7 +218,7 @@ def _length(options: PlanOptions, shape: ModelShape) -> int:
     if shape.positions and length > shape.positions:
         raise UsageError(
             f"--seq-len {length} is longer than the {shape.positions} positions of {shape.name}",
-            why="the model was not made for them",
+            why=f"the model has no positions beyond {shape.positions}",
             fix=f"--seq-len {shape.positions} or less",
         )
     return length

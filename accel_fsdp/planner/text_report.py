@@ -151,7 +151,7 @@ class PlanReport:
         """Why no way is left, and what would be one."""
         refused = [one.refused for one in self.plan.rows if one.refused]
         if len(refused) == len(self.plan.rows) == 1 and self.config:
-            yield f"Its memory doesn't decide: {refused[0]}."
+            yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
             yield f"  accel-fsdp check {self.config} --model {self.job.shape.name}"
             return
         yield f"Nothing fits into the {self.job.gpu.usable_gib:.1f} GiB of each GPU. What would:"

@@ -216,8 +216,8 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         newest = completeness.choose(Path(self.args.output_dir)).newest
         raise UserError(
             what,
-            why=f"training can't go on; {newest} is complete" if newest else "training can't go on",
-            fix=f"{first or 'put that right'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
+            why=f"training stops; {newest} is the newest complete checkpoint" if newest else "training stops",
+            fix=f"{first or 'fix the cause'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
         ) from error
 
     # Disk

@@ -21,7 +21,7 @@ TRL = {
     "router_aux_loss_coef": "router_aux_loss_coef and output_router_logits: true in the model's config.json",
     "shuffle_dataset": "leave it out: rows are shuffled, unless --train_sampling_strategy sequential",
     "torch_dtype": "--dtype",
-    "use_bnb_nested_quant": "leave it out: --bnb_4bit_quant_type and --bnb_4bit_quant_storage are what there is",
+    "use_bnb_nested_quant": "leave it out: only --bnb_4bit_quant_type and --bnb_4bit_quant_storage are supported",
     "use_liger": "--use_liger_kernel true",
     "warmup_ratio": "--warmup_steps with the share, such as 0.1",
 }

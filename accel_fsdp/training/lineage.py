@@ -182,7 +182,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
     if refused and not accepts:
         raise UserError(
             f"this run is set up otherwise than the one that wrote {checkpoint}: {'; '.join(map(str, refused))}",
-            why="the rest would be another training, on the same weights, moments and place in the data",
+            why="the remaining steps would train with other settings than the first ones",
             fix="the settings of before; or --resume_with_changes true, which keeps both in run.json and the card",
         )
     ended = [{"last_step": step, "settings": origin.settings}] if found else []

@@ -121,7 +121,7 @@ class LossTrainer(SurvivingTrainer):
         if given.ignore_nan_inf and self.is_deepspeed_enabled:
             raise UsageError(
                 "--ignore_nan_inf under DeepSpeed",
-                why="its backward pass ends in the optimizer's step, so that no step can be left out",
+                why="it updates the weights during backward, so no step can be skipped",
                 fix="leave it out",
             )
         self._loss_shifts_labels = True
@@ -150,7 +150,7 @@ class LossTrainer(SurvivingTrainer):
             more = f" and {len(odd) - 1} more" if odd[1:] else ""
             raise UserError(
                 f"the loaded weights hold NaN or infinite values: {odd[0]}{more}",
-                why="no training mends them, and a model of such numbers answers nothing",
+                why="training can't repair NaN or infinite weights",
                 fix=f"another checkpoint: {checkpoint or self._settings._name_or_path or 'this one'} is broken",
             )
         return found

@@ -100,7 +100,11 @@ class Stop(TrainerCallback):  # type: ignore[misc]
     def _announce(self) -> None:
         if os.environ.get("RANK", "0") == "0":
             name = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
-            console.say(f"{name}: saves after this step, and stops; a second one ends it at once", style="yellow")
+            console.say(
+                f"{name}: training saves a checkpoint within two steps and stops; "
+                "a second signal ends this rank at once, without saving",
+                style="yellow",
+            )
 
     def ignore(self) -> None:
         """Lets nothing interrupt a rank that has saved and leaves: the launcher signals those that it sees last."""

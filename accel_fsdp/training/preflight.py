@@ -88,7 +88,7 @@ def check_dora(model: nn.Module) -> None:
     if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and any(one.use_dora for one in adapters):
         raise UserError(
             "--use_dora under FSDP1",
-            why="peft 0.21 looks at the adapter's weights outside of their units, where they are flat shards",
+            why="PEFT 0.21 reads the adapter's weights outside of their unit's forward, where FSDP1 holds flat shards",
             fix="leave out --use_dora, or fsdp_version: 2 (accel-fsdp migrate FILE --to fsdp2)",
         )
 

@@ -90,7 +90,7 @@ def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ign
     if origin and origin.rows_per_step and origin.rows_per_step != rows_per_step and not ignores_place:
         raise UserError(
             f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {rows_per_step}",
-            why="rows would be trained twice or never, and the schedule would stretch",
+            why="some rows would be trained twice or not at all, and the learning-rate schedule would change length",
             fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
             "--ignore_data_skip true to start the data anew",
         )

@@ -199,7 +199,7 @@ class SftTrainer(LossTrainer):
                     raise
                 raise UserError(
                     f"cannot write {target}: {full}",
-                    why="the model is trained, and not exported",
+                    why="training finished, but the export failed",
                     fix=self._export_again(target),
                 ) from error
             return exported_folder.verify(folder, self.expected)

@@ -145,7 +145,7 @@ def test_a_step_that_cannot_be_saved_again_is_still_there(
         full = sft(*again)
         assert full.code == 1
         assert f"error: cannot save {stopped}/checkpoint-4: the disk is full" in full.output, full.output
-        assert f"{stopped}/checkpoint-4 is complete" in full.output
+        assert f"{stopped}/checkpoint-4 is the newest complete checkpoint" in full.output
         assert "free some space, then --resume_from_checkpoint true" in full.output
         assert sorted(path.name for path in stopped.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
         assert completeness.choose(stopped).newest == stopped / "checkpoint-4"

@@ -33,7 +33,7 @@ def test_ctrl_c_saves_and_stops_and_the_run_goes_on(
     monkeypatch.setattr(trainer.SftTrainer, "training_step", interrupted)
     stopped = sft(*flags)
     assert stopped.code == 75, stopped.output
-    assert "Ctrl-C: saves after this step, and stops; a second one ends it at once" in stopped.output
+    assert "Ctrl-C: training saves a checkpoint within two steps and stops; a second signal ends" in stopped.output
     assert "stopped: SIGINT after step 3" in stopped.output
     assert completeness.choose(tmp_path / "run").newest == tmp_path / "run" / "checkpoint-3"
     for number, handler in before.items():  # which a process that has saved ignores while it leaves

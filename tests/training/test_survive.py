@@ -119,7 +119,7 @@ def test_killed_in_a_step_and_resumed_on_other_ranks_and_strategies(
     killed = accelerate_launch(config, KILLS, *flags, KILL_AT="step:5", KILL_RANKS="1", KILL_SEED="1")
     assert killed.code != 0
     assert "error: another rank is gone" in killed.output
-    assert f"checkpoint-{SAVED} is complete" in killed.output
+    assert f"checkpoint-{SAVED} is the newest complete checkpoint" in killed.output
     args = (tiny_model, rows)
     assert_resumes(config_of(tmp_path, tiny_model, "1", strategy="2"), 3, run, tmp_path, args, expected)
     full = config_of(tmp_path, tiny_model, "2", state_dict_type="FULL_STATE_DICT")  # of what it writes, not reads
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     assert re.search(r"error: cannot save .*checkpoint-8: the disk is full, 0\.\d MiB are free", full.output), (
         full.output
     )
-    assert f"checkpoint-{SAVED} is complete" in full.output
+    assert f"checkpoint-{SAVED} is the newest complete checkpoint" in full.output
     left = completeness.choose(tmp_path / "copy")
     assert left.newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
     (tmp_path / "run").rmdir()

@@ -1,4 +1,6 @@
-"""The linter's engine: what a rule sees, what it finds, and how findings are repaired. The rules are in `rules_*.py`.
+"""The linter's engine: what a rule sees, what it finds, and how findings are repaired.
+
+The other modules of this package hold the rules.
 
 Pure: no torch, no files, no printing. Lines and edits go through ruamel.yaml, which keeps comments.
 """

@@ -90,7 +90,7 @@ def check_length(model: "nn.Module", longest: int) -> None:
     if limit and longest > limit:
         raise UserError(
             f"a row has {longest:,} tokens, and the model {limit:,} positions",
-            why="what it learns there is wrong, if it doesn't stop with an index error",
+            why="beyond them it fails with an index error, or trains on positions that it wasn't made for",
             fix=f"--max_length {limit}",
         )
 
@@ -143,6 +143,6 @@ def _computed_in(model: "nn.Module") -> torch.dtype:
 def _nothing_trained() -> UserError:
     return UserError(
         "a batch has no token to train on",
-        why="its loss is 0/0, and its gradient would be nothing or not a number",
+        why="no token that the model predicts has a label, so the batch's loss is 0/0",
         fix="give rows with labels, or a larger --max_length",
     )

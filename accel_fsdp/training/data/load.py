@@ -125,7 +125,7 @@ def split(data: "DatasetDict | IterableDatasetDict", name: str) -> "Dataset | It
     if name not in data:
         raise UserError(
             f"the data set has no split {name}.{did_you_mean(name, data)}",
-            why="it was asked for",
+            why="this run reads its rows from that split",
             fix="--dataset_train_split or --dataset_test_split with one of: " + ", ".join(data),
         )
     found = data[name]

@@ -191,13 +191,13 @@ def _check_masks(reader: columns.RowReader, speaks: bool, options: DataArguments
     if options.assistant_only_loss and not speaks:
         raise UsageError(
             "--assistant_only_loss, but the rows are no conversations",
-            why="nobody speaks in plain text",
+            why="plain text has no assistant turns",
             fix="leave it out" + (", --completion_only_loss true trains the answers" if reader.has_completion else ""),
         )
     if options.completion_only_loss and not reader.has_completion:
         raise UsageError(
             "--completion_only_loss, but the rows have no prompt and completion",
-            why="there is no part to leave out",
+            why="the rows have no prompt to leave out of the loss",
             fix="--assistant_only_loss true" if speaks else "leave it out, or name the columns",
         )
 
@@ -237,7 +237,9 @@ def _place(rows: "Dataset", row: int, options: DataArguments) -> str:
 
 
 def _bad_row(place: str, problem: str) -> UserError:
-    return UserError(f"{place}: {problem}", why="training on it would teach nonsense", fix="mend or drop that row")
+    return UserError(
+        f"{place}: {problem}", why="the row can't be tokenized correctly", fix="correct or remove that row"
+    )
 
 
 def _nothing_left(options: DataArguments, reason: str) -> UserError:
