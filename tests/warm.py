@@ -7,6 +7,7 @@ libraries may read while they are imported is started by the stub itself, as usu
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -221,6 +222,12 @@ def main() -> None:
     from accel_fsdp import training  # noqa: F401
     from accel_fsdp.training import arguments, data, losses, progress, trainer  # noqa: F401
 
+    with contextlib.suppress(ImportError):  # Accelerate imports it to unwrap any model
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # noqa: F401
+    os.environ.pop("DS_ACCELERATOR")
+    gc.collect()
+    gc.freeze()  # or each program would look through all that was imported whenever it collects garbage
     Server(Path(sys.argv[1]), before).run()
 
 
