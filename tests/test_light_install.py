@@ -234,7 +234,7 @@ def test_the_types_whose_files_need_no_transformers_are_as_they_are_taken_for(tm
             assert found.files == found.memory
 
 
-def test_extras_name_what_they_bring(light: Any) -> None:
+def test_extras_name_what_they_bring() -> None:
     """Each library that the light set lacks belongs to an extra that the metadata have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {

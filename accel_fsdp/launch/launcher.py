@@ -33,6 +33,7 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
     Raises:
         UserError: the YAML can't be read, or Accelerate's parser refuses it; there is no such script, or no Accelerate.
     """
+    yaml_file.load(config_file)
     words = _words(config_file, script, script_args)
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -55,13 +56,13 @@ def unparsed_args(config_file: Path, script: Path, script_args: tuple[str, ...])
     Raises:
         UserError: the YAML can't be read, or there is no such script.
     """
-    words = _words(config_file, script, script_args)
     machines = yaml_file.load(config_file).get("num_machines") or 1
+    words = _words(config_file, script, script_args)
     return SimpleNamespace(config_file=config_file, num_machines=machines, launcher_words=words)
 
 
 def _words(config_file: Path, script: Path, script_args: tuple[str, ...]) -> list[str]:
-    yaml_file.load(config_file)
+    """What `accelerate launch` takes for a script that is there."""
     if not script.is_file():
         raise UserError(
             f"script {script} does not exist",
