@@ -213,6 +213,15 @@ def test_the_launcher_adds_nothing_to_it(fsdp: Path, bad_words: dict[str, list[s
     assert_one_message(finished.output, BAD_RUNS["cut-weights"][1])
 
 
+def test_a_rank_left_alone_lets_the_other_speak(fsdp: Path, bad_words: dict[str, list[str]]) -> None:
+    """Rank 0 alone reads the weights and leaves; the other one waits for it when the launcher has yet to look."""
+    seldom = ["--monitor_interval", "1.5"]
+    finished = accelerate_launch(fsdp, SFT, *bad_words["cut-weights"], launcher=seldom)
+    assert finished.code == 1
+    assert BAD_RUNS["cut-weights"][1] in finished.output
+    assert "gloo/" not in finished.output
+
+
 def test_a_layer_class_that_the_model_lacks(fsdp: Path, bad_words: dict[str, list[str]], tmp_path: Path) -> None:
     config = tmp_path / "fsdp.yaml"
     config.write_text(fsdp.read_text().replace("LlamaDecoderLayer", "LlamaDecoderLyer"))

@@ -91,8 +91,8 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is not None and not self._on_tpu:  # its files are others again
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             resuming.check(Path(resume_from_checkpoint), self._origin(), grouping, not self.args.ignore_data_skip)
-        self._check_shared_disk(resume_from_checkpoint)
         try:
+            self._check_shared_disk(resume_from_checkpoint)
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Stopped:
             self.stop.ignore()
