@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp import library_internals
+from accel_fsdp.launch_environment import OFFLOAD_DEVICES, LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
 INIT_UTILS = "torch.distributed.fsdp._init_utils"
@@ -33,7 +34,6 @@ RELIES_ON_FSDP1 = (
     Internal(f"{HANDLE}.to_cpu", "self"),
     Internal(f"{OPTIM_UTILS}:_unflatten_orig_param_states", "fsdp_param_info output_states state_name *"),
 )
-OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 _patched = False
 
 
@@ -45,31 +45,6 @@ def is_needed() -> bool:
     if is_torch_xla_available():
         return False
     return not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps"  # type: ignore[union-attr]
-
-
-def is_on(name: str, default: bool = False) -> bool:
-    """A switch that the launcher exported, in any of the words that Accelerate takes; another word is none of them."""
-    from accelerate.utils import str_to_bool
-
-    try:
-        return bool(str_to_bool(os.environ.get(name, str(default)).lower()))
-    except ValueError:
-        return default
-
-
-def fsdp_requested() -> bool:
-    """True under `accelerate launch` with an FSDP YAML (the launcher exports `ACCELERATE_USE_FSDP`)."""
-    return is_on("ACCELERATE_USE_FSDP")
-
-
-def deepspeed_requested() -> bool:
-    """True under `accelerate launch` with a DeepSpeed YAML."""
-    return is_on("ACCELERATE_USE_DEEPSPEED")
-
-
-def is_distributed_launch() -> bool:
-    """True in a process that torchrun or `accelerate launch` started as one rank of a job."""
-    return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
 
 
 def enable() -> bool:
@@ -86,13 +61,14 @@ def enable() -> bool:
         return False
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
-    if _patched or not is_distributed_launch() or not (fsdp_requested() or deepspeed_requested()):
+    launch = LaunchEnvironment.now()
+    if _patched or not launch.is_rank or not (launch.uses_fsdp or launch.uses_deepspeed):
         return True
     library_internals.check(*RELIES_ON_ACCELERATE, why="on CPU processes it would train every rank unsharded")
-    _announce()
+    _announce(launch)
     _patch_backend_choice()
     _patched = True
-    if deepspeed_requested():
+    if launch.uses_deepspeed:
         _prepare_deepspeed()
         return True
     _patch_plugin()
@@ -118,7 +94,7 @@ def init_process_group(timeout_seconds: float) -> None:
     """Starts gloo with the job's collective timeout, which Trainer drops on CPU (transformers 5.23, `use_cpu`)."""
     import torch.distributed as dist
 
-    if is_distributed_launch() and not dist.is_initialized():
+    if LaunchEnvironment.now().is_rank and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
@@ -142,15 +118,13 @@ def finish(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _announce() -> None:
-    if os.environ.get("LOCAL_RANK") != "0":
+def _announce(launch: LaunchEnvironment) -> None:
+    if launch.local_rank != 0:
         return
-    world = os.environ.get("WORLD_SIZE", "?")
-    engine = "DeepSpeed" if deepspeed_requested() else "FSDP"
-    asked = is_on("FSDP_OFFLOAD_PARAMS") or any(os.environ.get(name, "none") != "none" for name in OFFLOAD_DEVICES)
-    offload = "; CPU offload has no meaning here and is off" if asked else ""
+    engine = "DeepSpeed" if launch.uses_deepspeed else "FSDP"
+    offload = "; CPU offload has no meaning here and is off" if launch.offloads else ""
     print(
-        f"accel-fsdp: no accelerator found, running real {engine} on {world} CPU processes (gloo){offload}",
+        f"accel-fsdp: no accelerator found, running real {engine} on {launch.world_size} CPU processes (gloo){offload}",
         file=sys.stderr,
     )
 
@@ -199,16 +173,16 @@ def _patch_plugin() -> None:
 
     def post_init(self: Any) -> None:
         os.environ["FSDP_OFFLOAD_PARAMS"] = "false"
-        sync = self.sync_module_states if self.sync_module_states is not None else is_on("FSDP_SYNC_MODULE_STATES")
-        ram_efficient = is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
-        fsdp1 = int(self.fsdp_version or os.environ.get("FSDP_VERSION", "1")) == 1
+        launch = LaunchEnvironment.now()
+        sync = launch.syncs_module_states if self.sync_module_states is None else self.sync_module_states
+        fsdp1 = int(self.fsdp_version) == 1 if self.fsdp_version else launch.uses_fsdp1
         if not (fsdp1 and sync):
             original(self)
             return
         with _environment(FSDP_SYNC_MODULE_STATES="false", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
             self.sync_module_states = False
             original(self)
-        self.sync_module_states, self.cpu_ram_efficient_loading = True, ram_efficient
+        self.sync_module_states, self.cpu_ram_efficient_loading = True, launch.loads_on_rank_zero
         self.param_init_fn = lambda module: module.to_empty(device=torch.device("cpu"), recurse=False)
 
     Plugin.__post_init__ = post_init
@@ -235,7 +209,7 @@ def _patch_hybrid_groups() -> None:
     original = init_utils._init_intra_and_inter_node_groups
 
     def groups(global_process_group: Any, num_devices_per_node: int) -> Any:
-        return original(global_process_group, int(os.environ["LOCAL_WORLD_SIZE"]))
+        return original(global_process_group, LaunchEnvironment.now().local_world_size)
 
     init_utils._init_intra_and_inter_node_groups = groups
 

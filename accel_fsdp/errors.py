@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from accel_fsdp.launch_environment import LaunchEnvironment
+
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
 LONGEST_SHOWN = 80
 """Letters of a name that is too long for any file."""
@@ -204,16 +206,16 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         main()
     except Stopped as error:
         _tell_launcher(error)
-        if os.environ.get("RANK", "0") == "0":
+        if LaunchEnvironment.now().rank == 0:
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except UserError as error:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank != 0:
+        launch = LaunchEnvironment.now()
+        if launch.local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
         _tell_launcher(error)
-        if local_rank != 0:
-            print(f"[rank {os.environ.get('RANK', local_rank)}]", end=" ", file=sys.stderr)
+        if launch.local_rank != 0:
+            print(f"[rank {launch.rank}]", end=" ", file=sys.stderr)
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except ImportError as error:  # importlib.metadata's PackageNotFoundError is one
@@ -227,7 +229,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         print(_too_long(error), file=sys.stderr, flush=True)
         return UsageError.exit_code
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if LaunchEnvironment.now().local_rank == 0:
             print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0
@@ -291,8 +293,7 @@ def _tell_launcher(error: UserError) -> None:
 
     Without, that is 40 lines that refer to a page about how to enable tracebacks.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path := LaunchEnvironment.now().error_file:
         extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             with open(f"{path}.tmp", "w", encoding="utf-8") as file:

@@ -10,7 +10,6 @@ runs on GPUs and, with gloo, on CPU processes; a checkpoint resumes on any numbe
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
@@ -78,11 +78,12 @@ class Job:
 # Processes: torchrun has set RANK, LOCAL_RANK and WORLD_SIZE
 def start(job: Job) -> torch.device:
     """Joins the other ranks and returns this rank's device."""
-    if not cpu.is_distributed_launch():
+    launch = LaunchEnvironment.now()
+    if not launch.is_rank:
         raise UserError("not started by torchrun", why="there is nobody to join", fix="torchrun --nproc-per-node N ...")
     if job.fsdp_version == 2 and job.strategy == "no_shard":
         raise UserError("fully_shard with --strategy no_shard", why="it always shards", fix="--fsdp_version 1")
-    device = torch.device("cpu") if cpu.is_needed() else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cpu") if cpu.is_needed() else torch.device("cuda", launch.local_rank)
     cpu.mend_fsdp1() if device.type == "cpu" else torch.cuda.set_device(device)
     dist.init_process_group(timeout=timedelta(minutes=30))  # NCCL for CUDA tensors, gloo for the CPU's
     torch.manual_seed(job.seed)
@@ -151,7 +152,7 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
 
 def mesh_of(job: Job, device: torch.device) -> dist.DeviceMesh:
     """All ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
-    world, shards = dist.get_world_size(), job.shard_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    world, shards = dist.get_world_size(), job.shard_ranks or LaunchEnvironment.now().local_world_size
     if shards == 1 and job.fsdp_version == 1 and job.strategy.startswith("hybrid"):
         raise UserError("FSDP1 with copies on one rank each", why="they would never meet", fix="--strategy no_shard")
     shape = (world // shards, shards) if job.strategy.startswith("hybrid") else (world,)

@@ -15,6 +15,7 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, require
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
@@ -169,7 +170,8 @@ def _refuse_unsharded(args: Any) -> None:
     script = Path(args.training_script)
     if not cpu.is_needed() or _runs_on_cpu(script):
         return
-    if not (args.use_fsdp or args.use_deepspeed) and (cpu.is_on("ACCELERATE_USE_CPU") or _asks_for_cpu(args)):
+    on_cpu = LaunchEnvironment.now().is_on("ACCELERATE_USE_CPU") or _asks_for_cpu(args)
+    if on_cpu and not (args.use_fsdp or args.use_deepspeed):
         return
     raise UserError(
         f"{script} would train unsharded: this machine has no accelerator, and Accelerate shards on nothing else",

@@ -12,6 +12,7 @@ from accel_fsdp import cpu
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import flag_hints, flag_values
 from accel_fsdp.training.data import DataArguments
@@ -132,9 +133,9 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         trackers: Any = self.report_to  # type: ignore[has-type]
         if isinstance(trackers, str):  # one word on the command line, although Trainer takes a list
             self.report_to = trackers.split(",")
-        if cpu.deepspeed_requested():  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
-            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-            self.bf16, self.fp16 = precision == "bf16", precision == "fp16"
+        launch = LaunchEnvironment.now()
+        if launch.uses_deepspeed:  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
+            self.bf16, self.fp16 = launch.mixed_precision == "bf16", launch.mixed_precision == "fp16"
         if self.fsdp:  # type: ignore[has-type]
             raise UsageError(
                 "--fsdp is set besides the YAML",
@@ -283,16 +284,16 @@ def _require_launcher() -> None:
     file = _word_after("--accelerate_config")
     if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):
         return  # the TPU launcher sets no variable; Trainer reads these settings itself
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and file is not None:
+    launch = LaunchEnvironment.now()
+    if launch.has_config and file is not None:
         raise UsageError(
             "--accelerate_config under accelerate launch",
             why="the launcher has its own --config_file, and only one of them can decide",
             fix="leave it out, or start with torchrun",
         )
-    if file is not None and cpu.is_distributed_launch():
+    if file is not None and launch.is_rank:
         os.environ.update(launcher.rank_environment(Path(file), Path(sys.argv[0])))
-    elif not launched:
+    elif not launch.has_config:
         raise UserError(
             "not started by accelerate launch or torchrun",
             why="no FSDP setting is read without them, and the model would train unsharded",

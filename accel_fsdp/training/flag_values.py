@@ -6,7 +6,6 @@ FSDP2 can't run came to light in a traceback, after data and model were loaded.
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils import is_liger_kernel_available
 
-from accel_fsdp import cpu
 from accel_fsdp.config import Engine, Setup, combinations
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
 
 UNSHARDED = ("lora_modules_to_save",)
@@ -95,7 +94,7 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
             why="there is no kernel to use",
             fix="pip install liger-kernel, or leave it out",
         )
-    if training.push_to_hub and os.environ.get("RANK", "0") == "0":
+    if training.push_to_hub and LaunchEnvironment.now().rank == 0:
         hub.check_login(training.hub_token)
     mode = training.torch_compile_mode
     if mode is not None and mode not in COMPILE_MODES:
@@ -111,11 +110,12 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
 
 def engine() -> Engine:
     """What the launcher's variables set up."""
-    if cpu.deepspeed_requested():
+    launch = LaunchEnvironment.now()
+    if launch.uses_deepspeed:
         return Engine.DEEPSPEED
-    if cpu.fsdp_requested():
-        return Engine.FSDP2 if os.environ.get("FSDP_VERSION") == "2" else Engine.FSDP1
-    return Engine.DDP if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Engine.NONE
+    if launch.uses_fsdp:
+        return Engine.FSDP2 if launch.uses_fsdp2 else Engine.FSDP1
+    return Engine.DDP if launch.world_size > 1 else Engine.NONE
 
 
 def _check_unsharded(model: Any) -> None:
@@ -137,14 +137,14 @@ def _check_unsharded(model: Any) -> None:
 def _check_combination(model: Any, training: TrainingArguments) -> None:
     on = [name for name in ("use_dora", "load_in_8bit") if getattr(model, name, False)]
     on += ["label_smoothing_factor"] if training.label_smoothing_factor else []
-    by_engine = cpu.is_on("FSDP_ACTIVATION_CHECKPOINTING")
+    launch = LaunchEnvironment.now()
     setup = Setup(
         engine(),
         "qlora" if model.load_in_4bit else "lora" if model.use_peft else "full",
         str(getattr(training.optim, "value", training.optim)),
-        "engine" if by_engine else "script" if training.gradient_checkpointing else "none",
-        strategy=os.environ.get("FSDP_SHARDING_STRATEGY", ""),
-        state_dict=os.environ.get("FSDP_STATE_DICT_TYPE", ""),
+        "engine" if launch.recomputes_units else "script" if training.gradient_checkpointing else "none",
+        strategy=launch.sharding_strategy,
+        state_dict=launch.state_dict_type,
         flags=frozenset(on),
     )
     saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"

@@ -5,7 +5,6 @@ again, and another value would go unseen: the card would then claim for all step
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp import console
 from accel_fsdp.checkpoints import completeness, file_names, summary
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch_environment import LaunchEnvironment
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -136,7 +136,7 @@ def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | Non
             **{name: getattr(training, name) for name in SCHEDULE},
         },
         "length": limit,
-        "precision": {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no")},
+        "precision": {"mixed_precision": LaunchEnvironment.now().mixed_precision},
     }
     plain: Settings = json.loads(json.dumps(found, default=lambda value: str(getattr(value, "value", value))))
     return plain

@@ -1,6 +1,5 @@
 """The model and tokenizer as `train/sft.py` loads them: explicit dtypes, vocabulary, adapters."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import console, cpu
+from accel_fsdp import console
 from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import causal, inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.arguments import ModelArguments
@@ -52,7 +52,7 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def _first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return LaunchEnvironment.now().rank == 0
 
 
 def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "nn.Module":
@@ -91,9 +91,9 @@ def _receives_weights(options: ModelArguments) -> bool:
     transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
     full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.
     """
-    asked = cpu.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    sends_all = cpu.fsdp_requested() and not options.load_in_4bit and not os.environ.get("FSDP_IGNORED_MODULES")
-    return asked and sends_all and int(os.environ.get("RANK", "0")) > 0
+    launch = LaunchEnvironment.now()
+    sends_all = launch.uses_fsdp and not options.load_in_4bit and not launch.ignores_modules
+    return launch.loads_on_rank_zero and sends_all and launch.rank > 0
 
 
 def _without_weights(options: ModelArguments) -> Any:
@@ -147,13 +147,14 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
     Explicit, because transformers 5 keeps a checkpoint's 16 bits, and under `mixed_precision: 'no'` weights, gradients
     and Adam's state would then all have 16 bits, silently.
     """
+    launch = LaunchEnvironment.now()
     if options.dtype != "auto":
         chosen: torch.dtype = getattr(torch, options.dtype)
         if chosen == torch.float32 or options.use_peft:
             return chosen, "--dtype"
-        if cpu.fsdp_requested() and _mixed_precision() != "no":  # in place, Accelerate would do it on every rank
+        if launch.uses_fsdp and launch.mixed_precision != "no":  # in place, Accelerate would do it on every rank
             return torch.float32, f"not {options.dtype}: FSDP keeps float32 masters under mixed_precision"
-        if cpu.deepspeed_requested():
+        if launch.uses_deepspeed:
             return chosen, "--dtype; DeepSpeed keeps float32 masters beside it"
         return chosen, "--dtype; no float32 master weights: small updates are lost"
     if not options.use_peft:
@@ -163,24 +164,22 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
     return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
 
 
-def _mixed_precision() -> str:
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
 def _quantization(options: ModelArguments) -> Any:
     """4-bit weights packed in a floating dtype, the only kind that FSDP can shard; computed in that same dtype."""
     if not options.load_in_4bit:
         return None
     from transformers import BitsAndBytesConfig
 
-    storage, computed = getattr(torch, options.bnb_4bit_quant_storage), COMPUTED.get(_mixed_precision())
-    if cpu.fsdp_requested() and (not storage.is_floating_point or storage != (computed or storage)):
+    launch = LaunchEnvironment.now()
+    mixed = launch.mixed_precision
+    storage, computed = getattr(torch, options.bnb_4bit_quant_storage), COMPUTED.get(mixed)
+    if launch.uses_fsdp and (not storage.is_floating_point or storage != (computed or storage)):
         raise UserError(
-            f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under mixed_precision: {_mixed_precision()}",
+            f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under mixed_precision: {mixed}",
             why="FSDP shards floating weights alone, and casts other dtypes: packed weights would become noise",
             fix=f"--bnb_4bit_quant_storage {str(computed or torch.bfloat16).removeprefix('torch.')}",
         )
-    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and not computed and storage != torch.float32:
+    if launch.uses_fsdp1 and not computed and storage != torch.float32:
         raise UserError(
             f"--bnb_4bit_quant_storage {options.bnb_4bit_quant_storage} under FSDP1 with mixed_precision: 'no'",
             why="the first step would stop: FSDP1 leaves some inputs in float32, and bitsandbytes 0.50 wants one dtype",

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accel_fsdp import console
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_get_default_store", ""),)
@@ -98,7 +99,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         return SAME_KEY_SECONDS if twice else SAME_SIGNAL_SECONDS
 
     def _announce(self) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if LaunchEnvironment.now().rank == 0:
             name = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
             console.say(
                 f"{name}: training saves a checkpoint within two steps and stops; "

@@ -9,9 +9,10 @@ from accelerate.utils import gather
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accel_fsdp import console, cpu
+from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import inspect_model
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import check_layer_classes
@@ -37,10 +38,10 @@ def check_wrap_classes(model: nn.Module) -> None:
     Without names in the YAML they are the model's `_no_split_modules`; with none there either, Accelerate wraps nothing
     and says nothing.
     """
-    if not cpu.fsdp_requested() or os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() != "TRANSFORMER_BASED_WRAP":
+    launch = LaunchEnvironment.now()
+    if not launch.wraps_layer_classes:
         return
-    given = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    names = given.split(",") if given else list(getattr(model, "_no_split_modules", None) or ())
+    names = launch.layer_classes or tuple(getattr(model, "_no_split_modules", None) or ())
     found = ", ".join(layer.name for layer in inspect_model.wrap_classes(model))
     if not names:
         raise UserError(
@@ -48,14 +49,14 @@ def check_wrap_classes(model: nn.Module) -> None:
             why="FSDP would make one unit of the whole model and save no memory",
             fix=f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
         )
-    check_layer_classes(tuple(names), inspect_model.class_names(model))
+    check_layer_classes(names, inspect_model.class_names(model))
 
 
 def check_buffers(model: nn.Module) -> None:
     """Stops before accelerate 1.15 would: its FSDP2 loading takes every entry of the state dict for a DTensor."""
-    loading = cpu.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    launch = LaunchEnvironment.now()
     stored = inspect_model.persistent_buffers(model)
-    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "2" and loading and stored:
+    if launch.uses_fsdp2 and launch.loads_on_rank_zero and stored:
         raise UserError(
             f"the model stores {stored} buffers, and the YAML asks FSDP2 for RAM-efficient loading",
             why="accelerate 1.15 stops at prepare: 'Tensor' object has no attribute 'device_mesh'",
@@ -69,8 +70,8 @@ def check_weight_decay(args: TrainingArguments) -> None:
     Raises:
         UserError: `fsdp_use_orig_params: false` with weight decay.
     """
-    flattened = not cpu.is_on("FSDP_USE_ORIG_PARAMS", default=True) and os.environ.get("FSDP_VERSION") == "1"
-    if cpu.fsdp_requested() and flattened and args.weight_decay > 0:
+    launch = LaunchEnvironment.now()
+    if launch.uses_fsdp1 and launch.flattens and args.weight_decay > 0:
         raise UserError(
             f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
             why="norms and biases would be decayed too: in FSDP1's flat parameters nobody can tell them apart",
@@ -85,7 +86,7 @@ def check_dora(model: nn.Module) -> None:
         UserError: DoRA under FSDP1.
     """
     adapters = getattr(model, "peft_config", {}).values()
-    if cpu.fsdp_requested() and os.environ.get("FSDP_VERSION") == "1" and any(one.use_dora for one in adapters):
+    if LaunchEnvironment.now().uses_fsdp1 and any(one.use_dora for one in adapters):
         raise UserError(
             "--use_dora under FSDP1",
             why="PEFT 0.21 reads the adapter's weights outside of their unit's forward, where FSDP1 holds flat shards",
@@ -108,7 +109,7 @@ def check_gathering(args: TrainingArguments) -> None:
             fix="zero3_save_16bit_model: true in the YAML (in DeepSpeed's own file: "
             "stage3_gather_16bit_weights_on_model_save)",
         )
-    if args.save_on_each_node and (cpu.fsdp_requested() or plugin is not None):
+    if args.save_on_each_node and (LaunchEnvironment.now().uses_fsdp or plugin is not None):
         raise UserError(
             "--save_on_each_node with a sharded model",
             why="a checkpoint is complete only with the shards of all nodes in one folder",
@@ -126,8 +127,9 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
 
     Both names are set: transformers 5.23 goes by `activation_checkpointing`, 5.17 has only the other, which all mirror.
     """
-    of_fsdp = cpu.fsdp_requested() and cpu.is_on("FSDP_ACTIVATION_CHECKPOINTING")
-    if of_fsdp and os.environ.get("FSDP_VERSION") == "2" and _drops_out(model):
+    launch = LaunchEnvironment.now()
+    of_fsdp = launch.uses_fsdp and launch.recomputes_units
+    if of_fsdp and launch.uses_fsdp2 and _drops_out(model):
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
         args.gradient_checkpointing = args.activation_checkpointing = True
         _say(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")

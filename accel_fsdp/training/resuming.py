@@ -1,8 +1,6 @@
 """Which checkpoint a run goes on from, and whether it can as it is set up; said before anything is loaded."""
 
-import os
 from collections.abc import Collection
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +16,7 @@ from accel_fsdp.checkpoints import (
     torch_zip,
 )
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch_environment import LaunchEnvironment
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -80,8 +79,8 @@ def _named(checkpoint: Path, training: "TrainingArguments") -> Path:
 
 
 def _rows_per_step(training: "TrainingArguments") -> int:
-    """Those of all ranks, where ranks that share rows (tensor, context and sequence parallel) count once."""
-    sharing = prod(int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in ("TP", "CP", "SP"))
+    """Those of all ranks, where ranks that share rows count once."""
+    sharing = LaunchEnvironment.now().ranks_per_row
     return int(training.train_batch_size * training.gradient_accumulation_steps * training.world_size // sharing)
 
 
@@ -100,7 +99,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
     """What is wrong with a checkpoint on any rank. Each looks at all sizes and at its share of the bytes."""
     apart = training.save_on_each_node  # each machine has a checkpoint of its own, and looks at all of it
     part, of = (
-        (training.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        (training.local_process_index, LaunchEnvironment.now().local_world_size)
         if apart
         else (training.process_index, training.world_size)
     )

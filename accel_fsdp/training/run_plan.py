@@ -1,6 +1,5 @@
 """What the plan says of the run that is going on: its layout and recipe, its peak memory, and what would shrink it."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -9,6 +8,7 @@ from accel_fsdp import console
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import from_yaml, name_of, predicted, savings, speed
 from accel_fsdp.prediction.memory import (
@@ -157,7 +157,8 @@ def _checkpointing(args: Any, accelerator: Any) -> str:
 
 def _layout(accelerator: Any) -> Layout | None:
     ranks = int(accelerator.num_processes)
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    launch = LaunchEnvironment.now()
+    together = launch.local_world_size if launch.is_rank else ranks
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         return _fsdp_layout(plugin, accelerator, ranks, together)

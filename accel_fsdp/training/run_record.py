@@ -14,11 +14,10 @@ from typing import Any
 
 from accel_fsdp import __version__, atomic_files, svg
 from accel_fsdp.checkpoints import file_names, summary
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.linter import inputs
 from accel_fsdp.svg import Curve, Words
 
-ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""How the launcher hands the YAML to the ranks."""
 CURVE_WIDTH = 720
 
 
@@ -30,12 +29,13 @@ class RunRecord:
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], first_rank: bool) -> None:
         self.folder, self._writes, self._since = folder, first_rank, time.perf_counter()
+        launch = LaunchEnvironment.now()
         self.content: dict[str, Any] = {
             "status": "running",
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "versions": versions(),
-            "machine": {"host": platform.node(), "ranks": int(os.environ.get("WORLD_SIZE", "1")), **_device()},
-            "config": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
+            "machine": {"host": platform.node(), "ranks": launch.world_size, **_device()},
+            "config": launch.settings,
             "arguments": dict(arguments),
             "timings_seconds": {},
         }

@@ -1,7 +1,6 @@
 """What `train/sft.py` is made of: a Trainer that checks its sharding, keeps its checkpoints and exports."""
 
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from accel_fsdp import atomic_files, console, cpu, disks, library_internals
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import (
@@ -238,10 +238,9 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measures the wrapped model and says what each rank holds."""
-        strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "").upper()
-        no_shard = os.environ.get("FSDP_VERSION") == "1" and strategy in ("3", "NO_SHARD")
-        ignores = bool(os.environ.get("FSDP_IGNORED_MODULES"))
-        report = sharding_check.measure(kwargs["model"], allow_unsharded=ignores)
+        launch = LaunchEnvironment.now()
+        no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")
+        report = sharding_check.measure(kwargs["model"], allow_unsharded=launch.ignores_modules)
         if report.shard_ranks == 1 and args.world_size > 1 and not no_shard:
             raise sharding_check.unsharded("its shards are shared by one rank only")
         if state.is_world_process_zero:

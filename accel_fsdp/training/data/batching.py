@@ -5,7 +5,6 @@ attention mask of eager, sdpa and flex attention from them where a batch brings 
 FlashAttention's boundaries where the batch is one long row.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.data import packing
 from accel_fsdp.training.data.encoding import IGNORED
 
@@ -137,7 +137,7 @@ class IsolationCheck(TrainerCallback):  # type: ignore[misc]
 def _computed_in(model: "nn.Module") -> torch.dtype:
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     stored = next(part.dtype for part in model.parameters() if part.is_floating_point())
-    return mixed.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), stored)
+    return mixed.get(LaunchEnvironment.now().mixed_precision, stored)
 
 
 def _nothing_trained() -> UserError:

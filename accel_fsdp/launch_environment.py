@@ -1,0 +1,157 @@
+"""What the launcher told this rank: torchrun's and `accelerate launch`'s variables, which are read here alone."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""How the names begin by which Accelerate hands the YAML to the ranks."""
+OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """The variables of one moment; `cpu` and `preflight` set some for the libraries."""
+
+    variables: Mapping[str, str]
+
+    @classmethod
+    def now(cls) -> "LaunchEnvironment":
+        """That of this process."""
+        return cls(dict(os.environ))
+
+    def is_on(self, name: str, default: bool = False) -> bool:
+        """A switch, in any of the words that Accelerate takes; another word is none of them."""
+        from accelerate.utils import str_to_bool
+
+        try:
+            return bool(str_to_bool(self.variables.get(name, str(default)).lower()))
+        except ValueError:
+            return default
+
+    # This rank's place, as torchrun says it
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether torchrun or `accelerate launch` started this process as one rank of a job."""
+        return int(self.variables.get("LOCAL_RANK", "-1")) >= 0
+
+    @property
+    def rank(self) -> int:
+        """In the job, from 0."""
+        return int(self.variables.get("RANK", "0"))
+
+    @property
+    def local_rank(self) -> int:
+        """On this machine, from 0."""
+        return int(self.variables.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return int(self.variables.get("WORLD_SIZE", "1"))
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks on this machine; all where the launcher doesn't say."""
+        return int(self.variables.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
+    def error_file(self) -> str:
+        """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
+        return self.variables.get("TORCHELASTIC_ERROR_FILE", "")
+
+    # The YAML, as Accelerate exports it
+
+    @property
+    def has_config(self) -> bool:
+        """Whether Accelerate's launcher read a YAML for this rank."""
+        return "ACCELERATE_MIXED_PRECISION" in self.variables
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """All that it exported, by name."""
+        return {name: value for name, value in sorted(self.variables.items()) if name.startswith(EXPORTED)}
+
+    @property
+    def mixed_precision(self) -> str:
+        """`bf16`, `fp16`, `fp8` or `no`."""
+        return self.variables.get("ACCELERATE_MIXED_PRECISION", "no")
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """A DeepSpeed YAML."""
+        return self.is_on("ACCELERATE_USE_DEEPSPEED")
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """An FSDP YAML, of either version."""
+        return self.is_on("ACCELERATE_USE_FSDP")
+
+    @property
+    def uses_fsdp1(self) -> bool:
+        """An FSDP YAML that doesn't say version 2."""
+        return self.uses_fsdp and not self.uses_fsdp2
+
+    @property
+    def uses_fsdp2(self) -> bool:
+        """An FSDP YAML with `fsdp_version: 2`."""
+        return self.uses_fsdp and self.variables.get("FSDP_VERSION") == "2"
+
+    @property
+    def sharding_strategy(self) -> str:
+        """FSDP1's, by number or name in capitals."""
+        return self.variables.get("FSDP_SHARDING_STRATEGY", "").upper()
+
+    @property
+    def state_dict_type(self) -> str:
+        """By name."""
+        return self.variables.get("FSDP_STATE_DICT_TYPE", "")
+
+    @property
+    def wraps_layer_classes(self) -> bool:
+        """Whether units are the layers of named classes."""
+        return self.uses_fsdp and self.variables.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "TRANSFORMER_BASED_WRAP"
+
+    @property
+    def layer_classes(self) -> tuple[str, ...]:
+        """Their names; empty: the model's own."""
+        names = self.variables.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+        return tuple(names.split(",")) if names else ()
+
+    @property
+    def ignores_modules(self) -> bool:
+        """Whether FSDP leaves some modules alone."""
+        return bool(self.variables.get("FSDP_IGNORED_MODULES"))
+
+    @property
+    def loads_on_rank_zero(self) -> bool:
+        """`fsdp_cpu_ram_efficient_loading`."""
+        return self.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+    @property
+    def recomputes_units(self) -> bool:
+        """`fsdp_activation_checkpointing`."""
+        return self.is_on("FSDP_ACTIVATION_CHECKPOINTING")
+
+    @property
+    def flattens(self) -> bool:
+        """`fsdp_use_orig_params: false`."""
+        return not self.is_on("FSDP_USE_ORIG_PARAMS", default=True)
+
+    @property
+    def syncs_module_states(self) -> bool:
+        """`fsdp_sync_module_states`."""
+        return self.is_on("FSDP_SYNC_MODULE_STATES")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something is to rest in the host's memory."""
+        devices = (self.variables.get(name, "none") for name in OFFLOAD_DEVICES)
+        return self.is_on("FSDP_OFFLOAD_PARAMS") or any(device != "none" for device in devices)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that share the rows they train on: tensor, context and sequence parallel."""
+        return prod(int(self.variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in ("TP", "CP", "SP"))
