@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -179,17 +178,16 @@ class Job:
                 break
         self.ranks = psutil.Process(self.process.pid).children()
 
-    def finish(self) -> float:
-        """Seconds until every process was gone."""
-        began = time.monotonic()
+    def finish(self) -> None:
+        """Waits until every process is gone; one that stays fails the test."""
         try:
             self.output += self.process.communicate(timeout=60)[0]
-            psutil.wait_procs(self.ranks, timeout=30)
+            _, left = psutil.wait_procs(self.ranks, timeout=30)
+            assert left == []
         finally:
             for one in (*self.ranks, psutil.Process(os.getpid())):
                 if one.pid != os.getpid() and one.is_running():
                     one.kill()
-        return time.monotonic() - began
 
 
 @pytest.mark.parametrize(
@@ -198,7 +196,7 @@ class Job:
 def test_a_signal_to_the_launcher_or_to_all(
     number: signal.Signals, to_all: bool, tiny_model: Path, rows: Path, tmp_path: Path
 ) -> None:
-    """One checkpoint, all ranks out within 20 seconds, and a resume that continues."""
+    """One checkpoint, no rank left, and a resume that continues."""
     config, run = config_of(tmp_path, tiny_model, "2"), tmp_path / "run"
     flags = words(tiny_model, rows, run, 2, "--save_steps", "10000")
     job = Job(config, *flags, "--max_steps", "10000")
@@ -206,7 +204,7 @@ def test_a_signal_to_the_launcher_or_to_all(
     for process in job.ranks if to_all else []:
         process.send_signal(number)
     os.kill(job.process.pid, number)
-    assert job.finish() < 20
+    job.finish()
     assert job.process.returncode == 128 + number
     assert f"stopped: {number.name} after step" in job.output
     saved = completeness.choose(run)
