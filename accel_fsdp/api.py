@@ -98,9 +98,8 @@ def export(
     """
     from accel_fsdp import exporter
 
-    short = None if dtype is None else exporter.companion_files.DTYPES[dtype]
-    how = exporter.ExportOptions(
-        Path(src), Path(out), model=model, dtype=short, merge_adapter=merge_adapter, verify=verify, force=force
+    how = exporter.ExportCommand(
+        Path(src), Path(out), model=model, dtype=dtype, merge_adapter=merge_adapter, verify=verify, force=force
     )
     return exporter.exported(how)
 

@@ -1,6 +1,10 @@
 """The command `accel-fsdp init`: the training script, a YAML and a short README in a project of the user's own."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
@@ -10,6 +14,17 @@ SHIPPED = PACKAGE / "project"
 """Where the wheel has `train/` and `accelerate_configs/`; in a clone they are beside the package."""
 CONFIG = "fsdp2"
 SCRIPT, NATIVE, README = "train/sft.py", "train/native.py", "train/README.md"
+
+
+@dataclass(frozen=True)
+class InitCommand:
+    """Its flags."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR", help="The project; made if need be.")]
+    config: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help="Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...")
+    ] = CONFIG
+    native: Annotated[bool, tyro.conf.arg(help="Also native.py, the same job in plain PyTorch.")] = False
 
 
 def configs() -> dict[str, Path]:

@@ -99,7 +99,7 @@ def build(folder: Path) -> None:
     model = small_llama()
     model.save_pretrained(folder / "saved", max_shard_size="40KB")
     small_tokenizer().save_pretrained(folder / "saved")
-    exporter.run(exporter.ExportOptions(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
+    exporter.run(exporter.ExportCommand(folder / "saved", folder / "model", verify="bytes", max_shard_size="40KB"))
     evil = EVIL.encode()
     checkpoint = folder / "run" / "checkpoint-2"
     completeness.begin(checkpoint)

@@ -15,15 +15,15 @@ def assert_exports_offline(run_folder: Path, out: Path, trained_as: torch.dtype 
     DeepSpeed gathers the model that it trained, `trained_as` 16 bits beside the float32 masters of the checkpoint.
     """
     gathered = tensors_in(run_folder / "final")
-    dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[next(iter(gathered.values())).dtype]
-    assert exporter.run(exporter.ExportOptions(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
+    dtype = str(next(iter(gathered.values())).dtype).removeprefix("torch.")
+    assert exporter.run(exporter.ExportCommand(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
     found = {name: one.to(trained_as).to(one.dtype) for name, one in tensors_in(out).items()}
     assert_same(found, gathered)
     newest = discover.find(run_folder)[0].folder
     if any(newest.glob("global_step*")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        options = exporter.ExportOptions(run_folder, out, dtype="F32", verify="bytes", no_sync=True, force=True)
+        options = exporter.ExportCommand(run_folder, out, dtype="float32", verify="bytes", no_sync=True, force=True)
         assert exporter.run(options) == 0
         assert_same(tensors_in(out), get_fp32_state_dict_from_zero_checkpoint(str(newest)))
 

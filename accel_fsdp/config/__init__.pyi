@@ -35,6 +35,7 @@ from .schema import full_name as full_name
 from .schema import known_fields as known_fields
 from .schema import short_name as short_name
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
+from .vocabulary import DTYPES as DTYPES
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
 from .vocabulary import LOW_DTYPES as LOW_DTYPES

@@ -62,6 +62,8 @@ RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "H
 """FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 """Accelerate's `mixed_precision` as torch names the dtype."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Those that weights are loaded and exported in."""
 LOW_DTYPES = ("bfloat16", "float16")
 
 

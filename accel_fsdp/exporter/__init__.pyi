@@ -6,11 +6,11 @@ from . import hub as hub
 from . import safetensors_writer as safetensors_writer
 from . import transformers_probe as transformers_probe
 from . import verification as verification
-from .command import ExportOptions as ExportOptions
 from .command import exported as exported
 from .command import run as run
 from .contents import ExportPlan as ExportPlan
 from .contents import OtherPlan as OtherPlan
 from .contents import Planner as Planner
+from .flags import ExportCommand as ExportCommand
 from .transformers_probe import Description as Description
 from .verification import ExportReport as ExportReport

@@ -9,14 +9,15 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import CheckpointLocation, FileReader, Weights, discover, file_names, open_checkpoint
-from accel_fsdp.errors import UsageError, UserError, require
+from accel_fsdp.config import DTYPES
+from accel_fsdp.errors import UsageError, UserError, nearest, require
 from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.contents import ExportPlan, OtherPlan, Planner
+from accel_fsdp.exporter.flags import ExportCommand, Verify
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
 from accel_fsdp.exporter.verification import ExportReport
 from accel_fsdp.units import MIB, gb_or_mb
@@ -34,39 +35,15 @@ WRITTEN = (
 """Files of a model: those of exports and of `save_pretrained`."""
 OPTIMIZER = "optimizer"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
-Verify = Literal["bytes", "load", "logits"]
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """The flags of the command; `dtype` as safetensors spells it."""
-
-    src: Path
-    out: Path | None = None
-    list: bool = False
-    check: bool = False
-    model: str | None = None
-    dtype: str | None = None
-    max_shard_size: str = "50GB"
-    merge_adapter: bool = False
-    adapter: str | None = None
-    format: Literal["safetensors", "pth"] = "safetensors"
-    with_optimizer: bool = False
-    verify: Verify = "load"
-    allow_non_finite: bool = False
-    no_sync: bool = False
-    force: bool = False
-    json: bool = False
-    push_to_hub: str | None = None
-    private: bool = False
-
-
-def run(options: ExportOptions) -> int:
+def run(options: ExportCommand) -> int:
     """Lists, checks or exports; returns the exit code.
 
     Raises:
         UserError: with OUT as it was before.
     """
+    _check_dtype(options.dtype)
     _check_local(options)
     if options.list:
         return show_list(options)
@@ -85,7 +62,7 @@ def run(options: ExportOptions) -> int:
     return 0
 
 
-def show_list(options: ExportOptions) -> int:
+def show_list(options: ExportCommand) -> int:
     """What a run's folder holds."""
     found = discover.listed(options.src) or [discover.find(options.src)[0]]
     if options.json:
@@ -98,13 +75,13 @@ def show_list(options: ExportOptions) -> int:
     return 0
 
 
-def _out_of(options: ExportOptions) -> Path:
+def _out_of(options: ExportCommand) -> Path:
     if options.out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
     return options.out
 
 
-def exported(options: ExportOptions) -> ExportReport:
+def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all.
 
     Raises:
@@ -117,7 +94,7 @@ def exported(options: ExportOptions) -> ExportReport:
         raise _failed(out, error) from error
 
 
-def _find_and_export(options: ExportOptions, out: Path) -> ExportReport:
+def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     _check_flags(options)
     found, newer = discover.find(options.src)
     for one in newer:
@@ -136,7 +113,7 @@ def _find_and_export(options: ExportOptions, out: Path) -> ExportReport:
         reader.close()
 
 
-def _one_of_two(found: CheckpointLocation, options: ExportOptions) -> CheckpointLocation:
+def _one_of_two(found: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
     """Of a folder with a model and an adapter, the adapter where a flag is about it; a file that was named stays it."""
     beside = discover.adapter_beside(found) if options.src.is_dir() else None
     if beside is None or options.merge_adapter or options.adapter:
@@ -153,9 +130,10 @@ def _one_adapter(found: CheckpointLocation, name: str | None) -> CheckpointLocat
     return found
 
 
-def _check_flags(options: ExportOptions) -> None:
+def _check_flags(options: ExportCommand) -> None:
     """What can be refused before anything is looked at."""
     _require_transformers(options.verify)
+    _check_dtype(options.dtype)
     size = options.max_shard_size.strip()
     if not SIZE.fullmatch(size) or not float(size[:-2]):
         raise UsageError(
@@ -168,6 +146,15 @@ def _check_flags(options: ExportOptions) -> None:
             "--verify logits with --format pth",
             why="from_pretrained, which the logits are taken from, loads no .pth file",
             fix="--verify load, or --format safetensors",
+        )
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(
+            f"--dtype {dtype} is no dtype of an export",
+            why="weights are written in one of " + ", ".join(DTYPES),
+            fix=f"--dtype {nearest(dtype.replace('fp', 'float'), DTYPES) or 'bfloat16'}",
         )
 
 
@@ -232,7 +219,7 @@ def _check_model(out: Path, named: Papers, found: CheckpointLocation) -> None:
 class _Export:
     """One export; `pool` runs what needs transformers, beside the streaming."""
 
-    options: ExportOptions
+    options: ExportCommand
     out: Path
     found: CheckpointLocation
     reader: FileReader
@@ -243,11 +230,12 @@ class _Export:
         started, options = time.monotonic(), self.options
         named = companion_files.find(self.found, options.model, options.merge_adapter, options.adapter)
         _check_model(self.out, named, self.found)
-        asked = self.pool.submit(transformers_probe.describe, named.folder, options.dtype or named.dtype)
+        wanted = companion_files.DTYPES[options.dtype] if options.dtype else None
+        asked = self.pool.submit(transformers_probe.describe, named.folder, wanted or named.dtype)
         weights = open_checkpoint.read(self.found, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
         _refuse(options, weights, named)
-        dtype = options.dtype or (None if adapter else named.dtype)
+        dtype = wanted or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             plan = ExportPlan(planner, None if adapter else asked, by_name=options.verify == "bytes")
@@ -313,7 +301,7 @@ class _Export:
         return hashes
 
 
-def _refuse(options: ExportOptions, weights: Weights, named: Papers) -> None:
+def _refuse(options: ExportCommand, weights: Weights, named: Papers) -> None:
     if options.merge_adapter and not weights.adapter:
         raise UserError(
             "--merge-adapter, and the checkpoint has no adapter",
@@ -372,7 +360,7 @@ def _check_space(out: Path, needed: int, wide: bool) -> None:
         )
 
 
-def _check_local(options: ExportOptions) -> None:
+def _check_local(options: ExportCommand) -> None:
     """Refuses addresses, which as paths would be folders `s3:` of this machine."""
     for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
         address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
@@ -404,7 +392,7 @@ def _export_stopped(out: Path, error: OSError) -> UserError:
     )
 
 
-def _show(report: ExportReport, options: ExportOptions) -> None:
+def _show(report: ExportReport, options: ExportCommand) -> None:
     if options.json:
         console.put(json.dumps(report.content(), indent=2))
     for line in () if options.json else report.lines():

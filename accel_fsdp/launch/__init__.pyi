@@ -1,1 +1,2 @@
 from . import launcher as launcher
+from .flags import LaunchCommand as LaunchCommand

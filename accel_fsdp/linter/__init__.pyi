@@ -1,13 +1,14 @@
 from . import command as command
 from . import inputs as inputs
-from .command import LintOptions as LintOptions
 from .command import all_rules as all_rules
 from .command import lint as lint
 from .command import lint_all as lint_all
 from .command import show_rules as show_rules
 from .command import stops as stops
 from .command import summary as summary
-from .inputs import Sources as Sources
+from .flags import CheckCommand as CheckCommand
+from .flags import LintOptions as LintOptions
+from .flags import Sources as Sources
 from .inputs import command_words as command_words
 from .inputs import parse_command_line as parse_command_line
 from .inputs import read_args as read_args

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.linter.inputs import RuleInputs, Sources, read_given, read_launch, read_subject
+from accel_fsdp.linter.flags import LintOptions
+from accel_fsdp.linter.inputs import RuleInputs, read_given, read_launch, read_subject
 from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, locate, repair, run
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -18,15 +19,6 @@ NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that mend the names of keys."""
 OF_SCRIPTS = "AF9"
 """How the codes of the rules about training scripts begin."""
-
-
-@dataclass(frozen=True)
-class LintOptions(Sources):
-    """What to check against, and what to do about findings."""
-
-    strict: bool = False
-    fix: bool = False
-    json: bool = False
 
 
 def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:

@@ -17,6 +17,7 @@ from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import read_config, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
 from accel_fsdp.hardware import HereFacts
+from accel_fsdp.linter.flags import Sources
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.models import ModelFacts
 
@@ -29,17 +30,6 @@ LARGEST_PORT = 65535
 PORT = 29500
 """Where the launcher meets unless the file says otherwise."""
 OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What there is to read besides the YAML; what isn't given isn't looked at, this machine neither."""
-
-    model: str | None = None
-    args: Path | None = None
-    checkpoint: Path | None = None
-    script: Path | None = None
-    here: bool = False
 
 
 @dataclass(frozen=True)

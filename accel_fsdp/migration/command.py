@@ -1,7 +1,7 @@
 """The command `accel-fsdp migrate`: read, draw up, report, write."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +9,21 @@ from accel_fsdp import atomic_files, console
 from accel_fsdp.config import MigrationTarget, header, read_config, unreadable, yaml_edit, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.migration.changes import Change, Migration
+from accel_fsdp.migration.flags import MigrateCommand
 from accel_fsdp.migration.translate import SECTIONS, plan
 
 STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow"}
 
 
-@dataclass(frozen=True)
-class MigrateOptions:
-    """Where to write, and what may be lost. `layer_class` names the class to wrap where none is written.
-
-    `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
-    report named, has not been told of the other.
-    """
-
-    output: Path | None = None
-    force: bool = False
-    overwrite: bool = False
-    json: bool = False
-    dry_run: bool = False
-    layer_class: str = ""
-
-
-def migrate(path: Path, target: MigrationTarget, options: MigrateOptions) -> int:
-    """Rewrites the file at `path` for another engine and reports what becomes of each key; returns 0.
+def migrate(options: MigrateCommand) -> int:
+    """Rewrites a file for another engine and reports what becomes of each key; returns 0.
 
     Raises:
         UserError: a meaning can't be kept, and `options.force` is not given, or the output exists, without
             `options.overwrite`; nothing is written.
         UsageError: the file can't be read, or its engine can't be migrated.
     """
+    path, target = options.file, options.to
     if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
         raise UsageError("migrate -", why="stdin can't be rewritten", fix="migrate - with -o OUT, or with --dry-run")
     migration, before, after = drawn_up(path, target, options.layer_class)
@@ -75,7 +61,7 @@ def _refuse_merge_keys(path: Path, document: Any) -> None:
             raise unreadable(path, "it takes keys from elsewhere (<<)")
 
 
-def _report(path: Path, migration: Migration, after: str, options: MigrateOptions) -> None:
+def _report(path: Path, migration: Migration, after: str, options: MigrateCommand) -> None:
     console.say(f"{path}: {migration.note or f'{migration.source} -> {migration.target}'}")
     if options.json:
         shown = {"source": migration.source, "target": migration.target, "note": migration.note}
@@ -105,7 +91,7 @@ def _broken(path: Path, migration: Migration) -> UserError:
     )
 
 
-def _write(path: Path, before: str, after: str, options: MigrateOptions) -> None:
+def _write(path: Path, before: str, after: str, options: MigrateCommand) -> None:
     output = options.output or path
     if options.output and not options.overwrite:
         atomic_files.refuse_existing(output, allow="--overwrite")

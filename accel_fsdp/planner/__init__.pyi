@@ -7,6 +7,5 @@ from .command import make_job as make_job
 from .command import make_plan as make_plan
 from .command import options_of as options_of
 from .command import show_plan as show_plan
-from .flags import DTYPES as DTYPES
 from .flags import PlanCommand as PlanCommand
 from .text_report import PlanReport as PlanReport

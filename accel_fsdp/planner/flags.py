@@ -6,15 +6,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from accel_fsdp.config import Method, Precision
+from accel_fsdp.config import DTYPES, Method, Precision
 from accel_fsdp.prediction.memory import Attention, Checkpointing, Kernels, OptimizerName
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Predict memory, traffic and step time per strategy before a GPU is rented; recommend one and say why."""
+    """The whole command."""
 
     model: Annotated[
         str, tyro.conf.arg(metavar="ID_OR_FOLDER", help="A hub id, a local folder, or a catalogue name: llama-3.1-8b.")

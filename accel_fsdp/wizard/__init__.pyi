@@ -4,8 +4,9 @@ from . import notes as notes
 from . import questions as questions
 from . import to_yaml as to_yaml
 from .answers import Answers as Answers
-from .command import WizardOptions as WizardOptions
 from .command import configure as configure
+from .flags import ConfigCommand as ConfigCommand
+from .flags import WizardOptions as WizardOptions
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
 from .question import Context as Context

@@ -10,21 +10,11 @@ from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.wizard import from_yaml, interview, prompts, to_yaml
 from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.flags import WizardOptions
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.questions import applying
 
 WRITE, SHOW, QUIT = "write", "show", "quit"
-
-
-@dataclass(frozen=True)
-class WizardOptions:
-    """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
-
-    output: Path | None = None
-    yes: bool = False
-    force: bool = False
-    from_file: Path | None = None
-    preset: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,4 +22,4 @@ def make(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> Pat
 
 def export(src: Path, out: Path, **options: Any) -> None:
     """`accel-fsdp export`, without the checks that load the model."""
-    exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+    exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options}))

@@ -23,7 +23,7 @@ MODULES = ["q_proj", "up_proj"]
 
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
     return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
 
 

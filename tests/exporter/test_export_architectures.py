@@ -89,17 +89,17 @@ def test_the_files_are_those_of_save_pretrained(make: str, tmp_path: Path) -> No
     (tmp_path / "run").mkdir()
     torch.save(model.state_dict(), tmp_path / "run" / "model.pth")
     model.save_pretrained(tmp_path / "run" / "model")
-    theirs = {"F32": load_all(tmp_path / "run" / "model")}
+    theirs = {"float32": load_all(tmp_path / "run" / "model")}
     type(model).from_pretrained(tmp_path / "run" / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "low")
-    theirs["BF16"] = load_all(tmp_path / "low")
+    theirs["bfloat16"] = load_all(tmp_path / "low")
     for dtype, expected in theirs.items():
         for verify in ("bytes", "load"):
             out = tmp_path / f"{dtype}-{verify}"
-            assert exporter.run(exporter.ExportOptions(tmp_path / "run", out, dtype=dtype, verify=verify)) == 0
+            assert exporter.run(exporter.ExportCommand(tmp_path / "run", out, dtype=dtype, verify=verify)) == 0
             same(load_all(out), expected)
     again = tmp_path / "again"
-    assert exporter.run(exporter.ExportOptions(tmp_path / "F32-load", again, dtype="BF16", verify="bytes")) == 0
-    same(load_all(again), theirs["BF16"])
+    assert exporter.run(exporter.ExportCommand(tmp_path / "float32-load", again, dtype="bfloat16", verify="bytes")) == 0
+    same(load_all(again), theirs["bfloat16"])
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:

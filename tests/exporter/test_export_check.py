@@ -21,7 +21,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def export(src: Path, out: Path | None = None, **options: Any) -> None:
-    assert exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
 
 
 @pytest.fixture(scope="module")

@@ -363,7 +363,7 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
 def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
     """Over an older export: it stays, or the new one is there; the next run cleans up."""
     out, moments = tmp_path / "out", random.Random(1)
-    export(made, out, dtype="BF16")
+    export(made, out, dtype="bfloat16")
     old = (out / "model.safetensors").read_bytes()
     started = time.monotonic()
     export_process = command(made, tmp_path / "other")
@@ -394,7 +394,7 @@ def test_ended_between_two_renames_where_names_cannot_be_swapped(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    export(run_folder, out, dtype="BF16")
+    export(run_folder, out, dtype="bfloat16")
     old = (out / "model.safetensors").read_bytes()
     monkeypatch.setattr(atomic_files, "_exchange", lambda one, other: False)
     export(run_folder, out, force=True)

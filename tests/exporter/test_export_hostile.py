@@ -287,4 +287,4 @@ def test_tensors_whose_numbers_are_not_as_stored_are_refused(kind: str, tmp_path
     torch.save({"w": made, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"with marks beside its numbers: (neg|conj)(?s:.*)resolve_neg"):
-        exporter.run(exporter.ExportOptions(tmp_path, tmp_path / "out", verify="bytes"))
+        exporter.run(exporter.ExportCommand(tmp_path, tmp_path / "out", verify="bytes"))

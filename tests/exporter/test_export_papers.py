@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 def export(src: Path, out: Path, **options: Any) -> None:
-    assert exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
 
 
 @pytest.fixture

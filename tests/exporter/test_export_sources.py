@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert command.run(command.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert command.run(command.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
     return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
 
 
@@ -43,7 +43,7 @@ def test_addresses_are_no_folders_of_this_machine(
     given: dict[str, Any] = {"src": tiny_model, "out": Path("out"), "model": None}
     given[place] = address if place == "model" else Path(address)
     with pytest.raises(UsageError, match=f"is {address}, which is no folder"):
-        command.run(command.ExportOptions(**given))
+        command.run(command.ExportCommand(**given))
     assert not list(tmp_path.iterdir())
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_told_all_that_is_needed(
     free = command.SPARE_BYTES + 1000
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(command.shutil, "disk_usage", lambda _: usage)
-    for dtype, advice in (("F32", "--dtype bfloat16"), ("BF16", "choose an OUT on another disk")):
+    for dtype, advice in (("float32", "--dtype bfloat16"), ("bfloat16", "choose an OUT on another disk")):
         with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
             export(tiny_model, tmp_path / "out", dtype=dtype)
         assert caught.value.fix.endswith(advice)

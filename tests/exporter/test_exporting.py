@@ -52,7 +52,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Exports in this process, without transformers' own check unless asked for, and loads what came out."""
-    assert exporter.run(exporter.ExportOptions(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
     return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
 
 
@@ -118,7 +118,7 @@ def test_a_merge_is_rounded_once(dora: bool, tiny_model: Path, tmp_path: Path) -
     adapted.save_pretrained(tmp_path / "adapter")
     theirs = adapted.merge_and_unload().state_dict()
     verify = "bytes" if dora else "logits"
-    wide = export(tmp_path / "adapter", tmp_path / "wide", merge_adapter=True, dtype="F32", verify=verify)
+    wide = export(tmp_path / "adapter", tmp_path / "wide", merge_adapter=True, dtype="float32", verify=verify)
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(wide[name], theirs[name], atol=1e-6, rtol=1e-6)
     assert not torch.equal(wide[name], wide[name].bfloat16().float())
@@ -185,7 +185,7 @@ def test_an_adapter_is_checked_against_its_settings(written: Path, tmp_path: Pat
 
 def test_files_are_divided_and_cast_as_save_pretrained_does(written: Path, tmp_path: Path) -> None:
     full = torch.load(written / "fsdp2-3" / "full.pt")
-    ours = export(written / "fsdp2-3", tmp_path / "ours", max_shard_size="100KB", dtype="BF16")
+    ours = export(written / "fsdp2-3", tmp_path / "ours", max_shard_size="100KB", dtype="bfloat16")
     same(ours, {name: tensor.to(torch.bfloat16) for name, tensor in full.items()})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert model.dtype == torch.bfloat16
@@ -394,9 +394,9 @@ def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("dtype", "number", "message"),
     [
-        ("F16", 1e6, "65504, the largest of float16"),
-        ("BF16", 3.4e38, "3.389e38, the largest of bfloat16"),
-        ("F32", 1e39, "3.402e38, the largest of float32"),
+        ("float16", 1e6, "65504, the largest of float16"),
+        ("bfloat16", 3.4e38, "3.389e38, the largest of bfloat16"),
+        ("float32", 1e39, "3.402e38, the largest of float32"),
     ],
 )
 def test_numbers_that_a_dtype_cannot_hold(
@@ -405,7 +405,7 @@ def test_numbers_that_a_dtype_cannot_hold(
     """Infinite ones are as they were; no finite one becomes such, which would look as if training had diverged."""
     without_weights(tiny_model, tmp_path / "run")
     state = {name: one.double() for name, one in load_file(tiny_model / "model.safetensors").items()}
-    state = state if dtype == "F32" else {name: one.float() for name, one in state.items()}
+    state = state if dtype == "float32" else {name: one.float() for name, one in state.items()}
     state["model.norm.weight"][0] = torch.inf
     torch.save(state, tmp_path / "run" / "model.pth")
     made = export(tmp_path / "run", tmp_path / "out", dtype=dtype, allow_non_finite=True)

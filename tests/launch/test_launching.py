@@ -110,7 +110,7 @@ def test_a_machine_knows_which_one_it_is(
 
 @pytest.mark.parametrize("flag", [["--machine_rank", "1"], ["--machine-rank=1"], ["--dry-run", "--machine_rank", "1"]])
 def test_the_flag_for_the_machine_stands_before_the_script(flag: list[str]) -> None:
-    command, rest = cli._parse(["launch", *flag, "job.yaml", "train.py", "--lr", "1"])
+    _, command, rest = cli._parse(["launch", *flag, "job.yaml", "train.py", "--lr", "1"])
     assert (command.machine_rank, command.file, command.script) == (1, Path("job.yaml"), Path("train.py"))
     assert rest == ("--lr", "1")
 

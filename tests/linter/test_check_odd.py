@@ -76,7 +76,7 @@ def test_an_odd_file_ends_well(name: str, tmp_path: Path, capsys: pytest.Capture
         codes: list[int] = []
 
         def check(words: tuple[str, ...] = ("check", flag, str(path)), codes: list[int] = codes) -> None:
-            codes.append(cli._run(*cli._parse(list(words))))
+            codes.append(cli.call(list(words)))
 
         ended = guard(check)
         assert (codes or [ended])[0] in (0, 1, 2)
@@ -179,7 +179,7 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
 
 def ended(*words: str | Path) -> int:
     """The exit code of a command, run in this process."""
-    return cli._run(*cli._parse([str(word) for word in words]))
+    return cli.call([str(word) for word in words])
 
 
 def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

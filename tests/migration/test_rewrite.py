@@ -13,7 +13,6 @@ from conftest import ROOT, accel_fsdp, run
 from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED, ZERO2_COMMENTED
 
 from accel_fsdp import migration
-from accel_fsdp.cli import Migrate
 from accel_fsdp.config import TARGETS
 from accel_fsdp.linter.rules import Subject
 from accel_fsdp.migration import plan
@@ -94,9 +93,9 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
 def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(COMMENTED)
-    assert migration.migrate(path, "fsdp2", migration.MigrateOptions(dry_run=True)) == 0
+    assert migration.migrate(migration.MigrateCommand(path, "fsdp2", dry_run=True)) == 0
     assert capsys.readouterr().out == FSDP2_COMMENTED
-    assert migration.migrate(path, "fsdp2", migration.MigrateOptions(json=True, dry_run=True)) == 0
+    assert migration.migrate(migration.MigrateCommand(path, "fsdp2", json=True, dry_run=True)) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["yaml"] == FSDP2_COMMENTED
     strategy = next(one for one in shown["changes"] if one["key"] == "fsdp_config.fsdp_sharding_strategy")
@@ -106,7 +105,7 @@ def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_command_takes_the_targets_there_are() -> None:
-    assert set(get_args(get_type_hints(Migrate)["to"])) == set(TARGETS)
+    assert set(get_args(get_type_hints(migration.MigrateCommand)["to"])) == set(TARGETS)
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -29,7 +29,7 @@ def here(*words: str | Path) -> str:
     """What a command prints, in this process."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        cli._run(*cli._parse([str(word) for word in words]))
+        cli.call([str(word) for word in words])
     return printed.getvalue()
 
 

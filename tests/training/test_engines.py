@@ -225,7 +225,7 @@ def assert_shared_out(name: str, folder: Path, run: str, ranks: int, reference: 
 
 def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) -> None:
     """Those of ZeRO's flat partitions, each under its parameter's name."""
-    options = exporter.ExportOptions(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
+    options = exporter.ExportCommand(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
     assert exporter.run(options) == 0
     found = load_file(out / "optimizer.safetensors")
     assert found.keys() == reference.moments.keys()

@@ -329,14 +329,14 @@ def test_a_fix_names_flags_that_the_command_has(words: list[str], tmp_path: Path
     path.write_text(to_yaml.to_text(settled(model="gpt2", gpus="8xH100")))
     typed = " ".join(words).format(yaml=path).split(" ")
     try:
-        cli._run(*cli._parse(typed))
+        cli.call(typed)
         said = capsys.readouterr().err
     except UserError as error:
         said = str(error)
     fix = said.partition("  fix: ")[2]
     assert fix
-    command = {"plan": cli.PlanCommand, "config": cli.Config, "check": cli.Check, "migrate": cli.Migrate}[words[0]]
-    known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(command)} | {"--to"}
+    flags = dataclasses.fields(cli.COMMANDS[words[0]].flags())  # type: ignore[arg-type]
+    known = {"--" + field.name.replace("_", "-") for field in flags} | {"--to"}
     another = r"(accel-fsdp|accelerate) \w+ [^;,]*|pip install [^;,]*|train/sft\.py [^;,]*"  # with flags of its own
     other = re.sub(another, "", fix)
     assert set(re.findall(r"--[a-z][a-z0-9_-]+", other)) <= known

@@ -1,0 +1,50 @@
+"""The flags of `accel-fsdp check`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What there is to read besides the YAML; what isn't given isn't looked at, this machine neither."""
+
+    model: Annotated[
+        str | None, tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")
+    ] = None
+    args: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE", help="The training script's arguments: a YAML or JSON mapping, or a command line."
+        ),
+    ] = None
+    checkpoint: Annotated[
+        Path | None, tyro.conf.arg(metavar="FOLDER", help="A checkpoint to resume, or an export, to look into.")
+    ] = None
+    script: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="The training script, to read (it isn't run).")
+    ] = None
+    here: Annotated[bool, tyro.conf.arg(help="Look at this machine too: GPUs, memory, disk, port.")] = False
+
+
+@dataclass(frozen=True)
+class LintOptions(Sources):
+    """What to check against, and what to do about findings."""
+
+    strict: Annotated[bool, tyro.conf.arg(help="Warnings count as errors.")] = False
+    fix: Annotated[bool, tyro.conf.arg(help="Repair what has one right answer, keep comments, show the diff.")] = False
+    json: Annotated[bool, tyro.conf.arg(help="Findings as JSON.")] = False
+
+
+@dataclass(frozen=True)
+class CheckCommand(LintOptions):
+    """The whole command."""
+
+    files: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs; - for stdin.", help_behavior_hint="(one or more)"),
+    ] = ()
+    list_rules: Annotated[bool, tyro.conf.arg(help="Show all rules.")] = False
+    explain: Annotated[str | None, tyro.conf.arg(metavar="CODE", help="Show what a rule is about.")] = None

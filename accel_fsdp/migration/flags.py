@@ -1,0 +1,31 @@
+"""The flags of `accel-fsdp migrate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from accel_fsdp.config import MigrationTarget
+
+
+@dataclass(frozen=True)
+class MigrateCommand:
+    """The whole command.
+
+    `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
+    report named, has not been told of the other.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
+    to: Annotated[MigrationTarget, tyro.conf.arg(help="The engine to rewrite it for.")]
+    output: Annotated[
+        Path | None, tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
+    ] = None
+    force: Annotated[bool, tyro.conf.arg(help="Write although a meaning is lost.")] = False
+    overwrite: Annotated[bool, tyro.conf.arg(help="Replace an existing OUT.")] = False
+    json: Annotated[bool, tyro.conf.arg(help="The changes and the new YAML as JSON.")] = False
+    dry_run: Annotated[bool, tyro.conf.arg(help="Write nothing; print the new YAML.")] = False
+    layer_class: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help="The layer class to wrap, where FILE names none.")
+    ] = ""

@@ -1,0 +1,60 @@
+"""The flags of `accel-fsdp config`: one for each question, and those that are no answers."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from accel_fsdp.wizard.presets import PRESETS
+from accel_fsdp.wizard.question import Question
+from accel_fsdp.wizard.questions import QUESTIONS
+
+
+@dataclass(frozen=True)
+class WizardOptions:
+    """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
+
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            aliases=["-o"],
+            metavar="FILE",
+            help="Where to write the YAML; - for stdout.",
+            help_behavior_hint="(default: Accelerate's own default config file)",
+        ),
+    ] = None
+    yes: Annotated[
+        bool, tyro.conf.arg(aliases=["-y"], help="Ask nothing: defaults for every question without a flag.")
+    ] = False
+    force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing file.")] = False
+    from_file: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            name="from",
+            metavar="FILE",
+            help="Re-edit this YAML: its answers, comments and other keys are kept, and a diff is shown. "
+            "Without -o it is written in place.",
+        ),
+    ] = None
+    preset: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="NAME", help="Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + "."),
+    ] = None
+
+
+def _flag_field(question: Question) -> tuple[str, Any, Any]:
+    help_text = tyro.conf.arg(
+        metavar=question.metavar,
+        help=question.prompt,
+        help_behavior_hint="(asked)",
+        aliases=list(question.aliases) or None,
+    )
+    return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
+
+
+ConfigCommand = dataclasses.make_dataclass(
+    "ConfigCommand", [_flag_field(q) for q in QUESTIONS], bases=(WizardOptions,), frozen=True
+)
+"""The whole command."""
