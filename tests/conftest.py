@@ -56,9 +56,8 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     words = [str(word) for word in words]
     if env.get("WARM", "1") != "0" and words[0] == sys.executable and _may_be_warm(words[1:]):
-        stub, place = warm_python()
-        env.update(PYTHON_EXEC=str(stub), WARM_SOCKET=str(place))
-        words[0] = str(stub)
+        env.update(warm_python())
+        words[0] = env["PYTHON_EXEC"]
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -81,18 +80,22 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
 def _may_be_warm(words: list[str]) -> bool:
     """Not an export: one that has loaded transformers already asks it otherwise."""
     launches = words[:2] in (["-m", "accelerate.commands.launch"], ["-m", "torch.distributed.run"])
-    return launches or (words[:2] == ["-m", "accel_fsdp"] and words[2:3] != ["export"])
+    ours = words[:2] == ["-m", "accel_fsdp"] and words[2:3] != ["export"]
+    return launches or ours or Path(words[0]).suffix == ".py"
 
 
 @cache
-def warm_python() -> tuple[Path, Path]:
-    """A stub that takes the place of a Python interpreter, and the socket of the process that serves it."""
+def warm_python(*before: str) -> dict[str, str]:
+    """The environment of what starts warm: a stub in Python's place, and the socket of the process that serves it.
+
+    `before` are words before the command of that process, such as those that give it mounts of its own.
+    """
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     stub, place = folder / "python", folder / "socket"
     stub.write_text(warm.stub_text())
     stub.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "WARM_SOCKET": str(place)}
-    words = [sys.executable, ROOT / "tests" / "warm.py", place]
+    words = [*before, sys.executable, ROOT / "tests" / "warm.py", place]
     server = subprocess.Popen(words, stdin=subprocess.PIPE, env=env, cwd=ROOT, start_new_session=True)
     atexit.register(end, server, folder)
     deadline = time.monotonic() + LAUNCH_SECONDS
@@ -100,7 +103,7 @@ def warm_python() -> tuple[Path, Path]:
         assert server.poll() is None, "the server of warm processes didn't start"
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return stub, place
+    return {"PYTHON_EXEC": str(stub), "WARM_SOCKET": str(place)}
 
 
 def end(server: "subprocess.Popen[bytes]", folder: Path) -> None:

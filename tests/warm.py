@@ -28,12 +28,13 @@ MODULES = (
         "transformers.trainer_pt_utils",
         "transformers.tokenization_utils_base",
     ),
+    "multiprocessing.spawn",  # which keeps the real interpreter: pipes to its processes have numbers of their own
     *("torch.distributed.checkpoint.state_dict", "torch.optim.adamw", "torch.nn.parallel.distributed"),
 )
 READ_LATER = (
     *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "CUDA_VISIBLE_"),
     *("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_", "DS_", "WARM_", "PYTEST_", "PYTHON_EXEC", "COLUMNS", "PWD", "_"),
-    *("FILL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
+    *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 LENGTH = 8
@@ -88,7 +89,9 @@ class Server:
     def relevant(self, environment: dict[str, str]) -> dict[str, str]:
         """What libraries may have read while they were imported."""
         skipped = (*READ_LATER, *self.set_by_imports)
-        return {name: value for name, value in environment.items() if not name.startswith(skipped)}
+        kept = {name: value for name, value in environment.items() if not name.startswith(skipped)}
+        paths = sorted(set(kept.get("PYTHONPATH", "").split(os.pathsep)))  # DeepSpeed's launcher adds what is there
+        return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
     def accept(self) -> None:
         """Starts one program, or leaves it to the stub."""
@@ -166,6 +169,7 @@ def become(files: list[int], words: list[str], environment: dict[str, str], fold
             stream.reconfigure(write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)  # what it starts is warm too
     code = 1
     try:
         code = execute(words[1:] if words[:1] == ["-u"] else words)

@@ -23,7 +23,7 @@ from accel_fsdp.units import GIB
 
 FOLDER = ROOT / "accelerate_configs"
 PROBE_NATIVE = ROOT / "tests" / "probe_native.py"
-STEPS = 8
+STEPS = 4
 GLOBAL_BATCH = 4
 RANKS = 2
 TOLERANCE = 1e-4
@@ -408,7 +408,15 @@ NATIVE_RUNS = {
 
 def native(ranks: int, model: Path, data: Path, runs: Sequence[Sequence[str]]) -> Finished:
     shared = ["--model_name_or_path", model, "--dataset_name", data, "--learning_rate", str(LEARNING_RATE)]
-    shared += ["--lr_scheduler_type", "constant", "--no-shuffle", "--max_steps", str(STEPS), "--save_steps", "4"]
+    shared += [
+        "--lr_scheduler_type",
+        "constant",
+        "--no-shuffle",
+        "--max_steps",
+        str(STEPS),
+        "--save_steps",
+        str(STEPS // 2),
+    ]
     jobs = [word for one in runs for word in ("RUN", *one)]
     return run(torchrun("--standalone", "--nproc-per-node", ranks, PROBE_NATIVE, *shared, *jobs))
 
@@ -435,7 +443,7 @@ def test_native_trains_as_one_plain_process_does(
 
 
 def test_native_resumes_on_three_ranks(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    """Step 4's checkpoint of 2 ranks goes on where it was on 3, under the other FSDP and in an epoch's middle."""
+    """A checkpoint of 2 ranks goes on where it was on 3, under the other FSDP and in an epoch's middle."""
     begun = [["--output_dir", str(tmp_path / f"from-{version}"), "--fsdp_version", str(version)] for version in (1, 2)]
     batch = ["--per_device_train_batch_size", "3"]
     assert (first := native(2, tiny_model, text_data, [[*one, *batch] for one in begun])).code == 0, first.output
@@ -446,14 +454,14 @@ def test_native_resumes_on_three_ranks(tiny_model: Path, text_data: Path, tmp_pa
         assert json.loads((out / "measured.json").read_text())["losses"] == pytest.approx(
             expected.losses, abs=TOLERANCE
         )
-        (out / "checkpoint-8" / ".metadata").unlink()  # half-written
+        (out / f"checkpoint-{STEPS}" / ".metadata").unlink()  # half-written
         resumed.append(["--output_dir", str(out), "--fsdp_version", str(3 - version), "--resume"])
     batch = ["--per_device_train_batch_size", "2"]
     again = native(3, tiny_model, text_data, [[*one, *batch] for one in resumed])
     assert again.code == 0, again.output
     for version in (1, 2):
         measured = json.loads((tmp_path / f"from-{version}" / "measured.json").read_text())
-        assert measured["losses"] == pytest.approx(expected.losses[4:], abs=TOLERANCE)
+        assert measured["losses"] == pytest.approx(expected.losses[STEPS // 2 :], abs=TOLERANCE)
         exported = load_file(tmp_path / f"from-{version}" / "final" / "model.safetensors")
         for key, tensor in exported.items():
             torch.testing.assert_close(tensor, expected.weights[key], atol=TOLERANCE, rtol=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, SFT, Finished, accelerate_launch, made_yaml, run
+from conftest import ROOT, SFT, Finished, accelerate_launch, made_yaml, run, warm_python
 from reference import LEARNING_RATE, train
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -166,7 +166,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **warm_python()},  # for its ranks; signals are the launcher's
             cwd=ROOT,
             start_new_session=True,
         )
@@ -220,20 +220,14 @@ def test_a_signal_to_the_launcher_or_to_all(
 def in_small_disk(size: str, config: Path, script: Path, *flags: str, **environment: str) -> Finished:
     """A launch whose `--output_dir` is a tmpfs of its own namespace, copied to `copy` beside it at the end."""
     output = flags[flags.index("--output_dir") + 1]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--main_process_port",
-        "0",
-        "--config_file",
-        str(config),
-    ]
+    warm = warm_python("unshare", "--map-root-user", "--mount")
+    launch = [warm["PYTHON_EXEC"], "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     mount = f"mount -t tmpfs -o {size} none {output} && "
-    keep = f"; code=$?; cp -r {output} {Path(output).with_name('copy')}; exit $code"
+    keep = f"; code=$?; cp -r {output} {Path(output).with_name('copy')}; umount {output}; exit $code"
     Path(output).mkdir()
-    inside = mount + shlex.join([*launch, str(script), *flags]) + keep
-    return run(["unshare", "--map-root-user", "--mount", "sh", "-c", inside], **environment)
+    inside = mount + shlex.join([*launch, "--config_file", str(config), str(script), *flags]) + keep
+    code = f"import subprocess, sys; sys.exit(subprocess.call(['sh', '-c', {inside!r}]))"
+    return run([warm["PYTHON_EXEC"], "-c", code], **warm, **environment)
 
 
 @pytest.mark.skipif(
