@@ -13,6 +13,9 @@ from typing import Any
 
 from accel_fsdp.errors import lacks
 
+TRAINER = "transformers:Trainer"
+"""The class that the trainers of this package derive from."""
+
 
 @dataclass(frozen=True)
 class Internal:

@@ -14,3 +14,9 @@ def keep(section: str, lines: Iterable[str]) -> None:
         text = f"{text.rstrip()}\n\n{start}{end}"
     before, _, rest = text.partition(start)
     RESULTS.write_text(before + start + "\n".join([*lines, ""]) + end + rest.partition(end)[2])
+
+
+def kept(section: str) -> list[str]:
+    """The lines of a section; none where there is no such."""
+    _, _, rest = RESULTS.read_text().partition(f"<!-- {section} -->\n")
+    return rest.partition(f"<!-- /{section} -->\n")[0].splitlines()

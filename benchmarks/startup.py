@@ -1,8 +1,9 @@
-"""How long a user waits for the first sign of life: `python benchmarks/startup.py`.
+"""How long a user waits for the first sign of life: `python benchmarks/startup.py --write`.
 
 Medians of 5, as multiples of an empty Python process, beside Accelerate's own command line.
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import pexpect
+import results
 
 ROOT = Path(__file__).parent.parent
 REPEATS = 5
@@ -53,11 +55,17 @@ def seconds(case: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, and keeps it with `--write`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
     found = {name: seconds(case) for name, case in CASES.items()}
     empty = next(iter(found.values()))
-    for name, taken in found.items():
-        print(f"{name:36} {taken:6.2f} s  {taken / empty:6.1f} x")
+    rows = [f"| {name} | {taken:.2f} | {taken / empty:.1f} |" for name, taken in found.items()]
+    print("\n".join(rows))
+    if write:
+        head = ["## Startup", "", f"`python benchmarks/startup.py --write`: medians of {REPEATS}.", ""]
+        results.keep("startup", [*head, "| | seconds | times an empty process |", "|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

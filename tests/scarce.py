@@ -1,6 +1,7 @@
 """Runs `train/sft.py` unchanged where something is said to run out, as SCARCE names it.
 
 gpu: the second rank's device is full at its second step. host: next to nothing is free when the model is gathered.
+patience: another machine's folder is waited for one second.
 number: the second rank's loss is infinite at its second step, its gradients aren't.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from accel_fsdp.hardware import host
-from accel_fsdp.training import SurvivingTrainer, trainer
+from accel_fsdp.training import SurvivingTrainer, checkpointing_trainer, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 trained = trainer.SftTrainer.training_step
@@ -35,6 +36,8 @@ if os.environ["SCARCE"] == "gpu":
     trainer.SftTrainer.training_step = out_of_memory
 elif os.environ["SCARCE"] == "number":
     SurvivingTrainer.training_step = infinite
+elif os.environ["SCARCE"] == "patience":
+    checkpointing_trainer.SHOWN_SECONDS = 1
 else:
     host.free_memory = lambda: 1000
 runpy.run_path(str(SFT), run_name="__main__")

@@ -24,7 +24,7 @@ from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
 from accel_fsdp.config import zero_name
 from accel_fsdp.errors import Stopped, UserError
-from accel_fsdp.library_internals import Internal
+from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import inspect_model, state_bytes
 from accel_fsdp.training import resuming
 from accel_fsdp.training.counting import numel
@@ -32,7 +32,6 @@ from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.units import gib_or_mib
 
-TRAINER = "transformers:Trainer"
 RELIES_ON = (
     Internal(f"{TRAINER}.train", "self resume_from_checkpoint *"),
     Internal(f"{TRAINER}._run_epoch"),

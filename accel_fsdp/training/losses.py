@@ -22,12 +22,11 @@ from torch.nn import functional as F
 from accel_fsdp import console
 from accel_fsdp.checkpoints import clean_name, completeness
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.library_internals import Internal
+from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.training import counting
 from accel_fsdp.training.checkpointing_trainer import SurvivingTrainer
 from accel_fsdp.training.data import IGNORED, Collator
 
-TRAINER = "transformers:Trainer"
 RELIES_ON = (
     Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
     Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),

@@ -20,7 +20,7 @@ from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.library_internals import Internal
+from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import (
     checkpointing_trainer,
@@ -37,7 +37,6 @@ from accel_fsdp.training import (
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.losses import LossTrainer
 
-TRAINER = "transformers:Trainer"
 RELIES_ON = (
     Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
     Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),

@@ -45,21 +45,40 @@ INTERVIEWS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def ask_accelerate(path: Path, answers: dict[str, str]) -> None:
-    """Runs `accelerate config`, gives `answers` where their words are asked for, and Enter everywhere else."""
-    unused = set(answers)
-    command = ["-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+ASKING = """
+import sys
+from accelerate.commands.accelerate_cli import main
+for path in sys.argv[1:]:
+    sys.argv = ["accelerate", "config", "--config_file", path]
+    main()
+    print("WRITTEN", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that `accelerate config` wrote in INTERVIEWS: one process, as it takes seconds to start."""
+    folder = tmp_path_factory.mktemp("asked")
+    command = ["-c", ASKING, *(str(folder / f"{name}.yaml") for name in INTERVIEWS)]
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, dimensions=(40, 250))
     try:
-        while child.expect([MENU, FIELD, pexpect.EOF]) != 2:
-            question = child.before + child.after
-            found = [words for words in answers if words in question]
-            unused -= set(found)
-            child.send(answers[found[0]] if found else ENTER)
+        for name, answers in INTERVIEWS.items():
+            answer_accelerate(child, answers)
+            assert (folder / f"{name}.yaml").is_file(), child.before
     finally:
         child.close(force=True)
+    return folder
+
+
+def answer_accelerate(child: pexpect.spawn, answers: dict[str, str]) -> None:
+    """Gives `answers` where their words are asked for, and Enter everywhere else, until the file is written."""
+    unused = set(answers)
+    while child.expect([MENU, FIELD, "WRITTEN\r\n"]) != 2:
+        question = child.before + child.after
+        found = [words for words in answers if words in question]
+        unused -= set(found)
+        child.send(answers[found[0]] if found else ENTER)
     assert not unused, child.before
-    assert path.is_file(), child.before
 
 
 DOCUMENTATION_EXAMPLE = """\
@@ -101,10 +120,9 @@ def worth_acting_on(path: Path, options: linter.LintOptions) -> set[tuple[str, s
 
 
 @pytest.mark.parametrize("name", INTERVIEWS)
-def test_a_file_of_accelerate_config(name: str, tmp_path: Path) -> None:
+def test_a_file_of_accelerate_config(name: str, asked: Path) -> None:
     """What was asked for and won't happen is found, and nothing else; the repair leaves nothing."""
-    path = tmp_path / f"{name}.yaml"
-    ask_accelerate(path, INTERVIEWS[name])
+    path = asked / f"{name}.yaml"
     assert worth_acting_on(path, linter.LintOptions(model=MODEL)) == FOUND.get(name, set())
     assert worth_acting_on(path, linter.LintOptions(model=MODEL, fix=True)) == set()
     repaired = yaml.safe_load(path.read_text())

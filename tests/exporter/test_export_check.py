@@ -125,7 +125,7 @@ def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_p
 
 
 @pytest.mark.parametrize("format", ["safetensors", "pth"])
-@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_none_stop_an_export(
     value: float, dtype: str, format: str, made: Path, tmp_path: Path

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, ROOT, SFT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from conftest import PROBE, ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
@@ -23,6 +23,7 @@ from accel_fsdp.units import GIB
 
 FOLDER = ROOT / "accelerate_configs"
 PROBE_NATIVE = ROOT / "tests" / "probe_native.py"
+SCARCE = ROOT / "tests" / "scarce.py"
 STEPS = 4
 GLOBAL_BATCH = 4
 RANKS = 2
@@ -295,13 +296,13 @@ def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_d
     nodes = [
         torchrun(
             *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", SFT),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", SCARCE),
             *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"),
             *("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml"),
         )
         for host in (1, 0)
     ]
-    first, second = together(nodes)
+    first, second = together(nodes, SCARCE="patience")
     assert first.code != 0
     assert second.code != 0
     assert "is not the same folder on all machines" in first.output + second.output
