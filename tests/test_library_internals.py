@@ -1,15 +1,13 @@
 """What this package relies on inside of its libraries: there in what is installed, and missed in one clear line."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHAT_DATA, ROOT, Finished
+from conftest import CHAT_DATA, ROOT, Finished, run, warm_python
 from packaging.requirements import Requirement
 from packaging.version import Version
 from test_architecture import MODULES, TREES
@@ -34,9 +32,8 @@ RANK = {"ACCELERATE_USE_FSDP": "true", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SI
 
 
 def python(code: str, **environment: str) -> Finished:
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home()), **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-    return Finished(done.returncode, done.stdout + done.stderr)
+    warm = warm_python()
+    return run([warm["PYTHON_EXEC"], "-c", code], **warm, **environment)
 
 
 @pytest.fixture(scope="module")

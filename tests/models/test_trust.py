@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, warm_python
 
 from accel_fsdp.models import inspect_model, remote_code
 
@@ -69,8 +70,10 @@ def planted(tmp_path: Path, trace: Path, tiny_model: Path) -> Path:
 
 def told_yes(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """A command whose every question is answered with y."""
-    command = [sys.executable, "-m", "accel_fsdp", *map(str, words)]
-    return subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **warm_python()}
+    python = sys.executable if words[0] == "export" else env["PYTHON_EXEC"]
+    command = [python, "-m", "accel_fsdp", *map(str, words)]
+    return subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
 
 
 def refused(ended: subprocess.CompletedProcess[str], trace: Path) -> None:
