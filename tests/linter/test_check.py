@@ -216,7 +216,7 @@ VALUES = st.recursive(
 DOCUMENTS = st.one_of(st.dictionaries(KEYS, VALUES, max_size=8).map(yaml.safe_dump), st.text(max_size=60))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=DOCUMENTS)
 @example(text='deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - "\\e"\n')
 @example(text="deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - '{'\n")

@@ -20,7 +20,7 @@ from accel_fsdp.linter.rules import Subject
 from accel_fsdp.migration import Migration, plan
 from accel_fsdp.wizard import Answers, to_yaml
 
-ANY_FILE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY_FILE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def migrated(path: Path, target: str, layer_class: str = "") -> tuple[Migration, Path]:
