@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from accel_fsdp.errors import UsageError, did_you_mean
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from accel_fsdp.wizard import Answers
 
 File = str | os.PathLike[str]
+WRITING = frozenset({"output", "html", "json", "force"})
+"""Flags of `plan` about what the command writes or prints; the function returns it instead."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     """
     from accel_fsdp import planner
 
-    _refuse_unknown("plan has no", flags, planner.PlanCommand.__dataclass_fields__)
+    known = get_type_hints(planner.PlanCommand)
+    _refuse_unknown("plan has no", flags, known.keys() - WRITING)
+    for name, value in {"model": model, "gpus": gpus, **flags}.items():
+        _refuse_value(name, value, known[name])
     return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
 
 
@@ -76,7 +82,9 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
         UserError: the file can't be read, or its engine can't be migrated.
     """
     from accel_fsdp import migration
+    from accel_fsdp.config import MigrationTarget
 
+    _refuse_value("to", to, MigrationTarget)
     drawn, _, text = migration.drawn_up(Path(path), to, layer_class)
     return Migrated(text, drawn.changes, drawn.broken)
 
@@ -98,6 +106,9 @@ def export(
     """
     from accel_fsdp import exporter
 
+    known = get_type_hints(exporter.ExportCommand)
+    for name, value in {"dtype": dtype, "verify": verify}.items():
+        _refuse_value(name, value, known[name])
     how = exporter.ExportCommand(
         Path(src), Path(out), model=model, dtype=dtype, merge_adapter=merge_adapter, verify=verify, force=force
     )
@@ -117,9 +128,28 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
 
     if not isinstance(answers, Mapping):
         return wizard.to_text(answers)
-    _refuse_unknown("there is no question", answers, [question.field for question in wizard.QUESTIONS])
-    flags = {name: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
+    names = {question.field: question.field for question in wizard.QUESTIONS}
+    names |= {_word(alias): question.field for question in wizard.QUESTIONS for alias in question.aliases}
+    _refuse_unknown("there is no question", answers, names)
+    flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
     return wizard.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
+
+
+def _word(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _refuse_value(name: str, value: Any, hint: Any) -> None:
+    """Raises UsageError for a value that the command line would not take either; a path may be a text."""
+    alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    choices = [choice for one in alternatives if get_origin(one) is Literal for choice in get_args(one)]
+    types = [one for one in alternatives if get_origin(one) is not Literal]
+    if value in choices or any(type(value) is one or (one is Path and isinstance(value, File)) for one in types):
+        return
+    wanted = " or ".join([*map(str, choices), *(one.__name__ for one in types if one is not type(None))])
+    raise UsageError(
+        f"{name}={value!r}.{did_you_mean(str(value), choices)}", why="it can't have that value", fix=f"{name}: {wanted}"
+    )
 
 
 def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:

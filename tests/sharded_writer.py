@@ -42,7 +42,7 @@ def save(name: str, group: Any, config: LlamaConfig, sharded: dict[str, Any], fu
     if dist.get_rank() == 0:
         inner.mkdir(parents=True)
         config.save_pretrained(run / "model")
-        (run / "checkpoint-1" / "trainer_state.json").write_text("{}")
+        (run / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
         torch.save({key: tensor.detach().clone() for key, tensor in full.items()}, run / "full.pt")
     write(inner, {"model": sharded}, group)
 

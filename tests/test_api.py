@@ -36,6 +36,7 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
     words = [word for name, value in MODEL.items() for word in (f"--{name}", value)]
     assert accel_fsdp("config", "--yes", *words, "-o", str(path)).code == 0
     assert api.to_yaml(MODEL) == path.read_text()
+    assert api.to_yaml({**MODEL, "nodes": 1}) == path.read_text()
     planned = accel_fsdp("plan", *words, "--seq-len", "4096", "--json").output
     assert json.loads(json.dumps(api.plan(**MODEL, seq_len=4096).as_json())) == json.loads(planned)
     migrated = accel_fsdp("migrate", str(path), "--to", "fsdp1", "--json", "--dry-run").output
@@ -48,6 +49,13 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
     [
         (lambda: api.plan("gpt2", "8xH100", sequence_length=1), "plan has no sequence_length. Did you mean"),
         (lambda: api.to_yaml({"modle": "gpt2"}), "there is no question modle. Did you mean model?"),
+        (lambda: api.plan("gpt2", "8xH100", html="plan.html"), "plan has no html"),
+        (lambda: api.plan("gpt2", "8xH100", checkpointing="ful"), "checkpointing='ful'. Did you mean full?"),
+        (lambda: api.plan("gpt2", "8xH100", optimizer="lion"), "optimizer='lion'"),
+        (lambda: api.plan("gpt2", "8xH100", seq_len="4096"), "seq_len='4096'"),
+        (lambda: api.plan("gpt2", 8), "gpus=8"),  # type: ignore[arg-type]
+        (lambda: api.migrate("nowhere.yaml", "fsdp9"), "to='fsdp9'. Did you mean fsdp2?"),  # type: ignore[arg-type]
+        (lambda: api.export("nowhere", "out", verify="bites"), "verify='bites'. Did you mean bytes?"),  # type: ignore[arg-type]
         (lambda: api.check("nowhere.yaml"), "nowhere.yaml"),
         (lambda: api.export("nowhere", "out"), "nowhere"),
     ],

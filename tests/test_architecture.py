@@ -5,6 +5,7 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -28,10 +29,16 @@ COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {"console", "errors", "cpu", "launch.launcher"}  # all but console speak before it can be imported
+PATCHING = {"cpu", "training.peft_patches"}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.name != "__init__.py"
+}
+FACES = {
+    ".".join(path.parent.relative_to(PACKAGE).parts): path
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+    if path.parent != PACKAGE
 }
 
 
@@ -66,6 +73,26 @@ def test_imports_go_down(module: str) -> None:
     for name in imported(module):
         other = room_of(name) if name in MODULES else name
         assert other == room or level[other] < level[room], f"{module} ({room}) imports {name} ({other})"
+
+
+@pytest.mark.parametrize("path", [*MODULES.values(), *FACES.values()], ids=str)
+def test_imports_are_written_out(path: Path) -> None:
+    """As `from accel_fsdp.room import name`, which the other tests read; a face imports nothing but its loader."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert not [name for name in names if name.startswith("accel_fsdp.")]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            assert path.name != "__init__.py" or path.parent.name == "rules" or node.module == "lazy_loader"
+            names = [f"{node.module}.{alias.name}".removeprefix("accel_fsdp.") for alias in node.names]
+            here = (".".join(path.relative_to(PACKAGE).parent.parts), "helpers", "commands")
+            assert all(room_of(name) in here or offered(name) for name in names if name in MODULES)
+
+
+def offered(module: str) -> bool:
+    """Whether a room's face has a module of it."""
+    room, _, name = module.rpartition(".")
+    return f"from . import {name} as {name}\n" in FACES[room].with_suffix(".pyi").read_text()
 
 
 @pytest.mark.parametrize("room", sorted(set().union(*ORDER)))
@@ -115,7 +142,18 @@ def test_questionary_printing_and_patching_stay_in_their_places(module: str) -> 
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert ("questionary" in {name for node in ast.walk(tree) for name in roots(node)}) == (module == "wizard.prompts")
     assert module in MAY_PRINT or "print" not in calls
-    assert module in {"cpu", "training.peft_patches"} or "setattr" not in calls
+    assert module in PATCHING or "setattr" not in calls
+    if module not in PATCHING:
+        assert not patched(tree), module
+
+
+def patched(tree: ast.AST) -> set[str]:
+    """What is assigned to attributes of names that a module imports: of a library's modules and classes."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {(alias.asname or alias.name).partition(".")[0] for node in froms for alias in node.names} - {"os", "sys"}
+    assigned = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
+    named = [one for one in assigned if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)]
+    return {f"{one.value.id}.{one.attr}" for one in named if isinstance(one.value, ast.Name) and one.value.id in names}
 
 
 def roots(node: ast.AST) -> set[str]:

@@ -133,7 +133,7 @@ def sharded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     with warnings.catch_warnings(action="ignore"):  # of one process
         dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(inner), no_dist=True)
-    (inner.parent / "trainer_state.json").write_text("{}")
+    (inner.parent / "trainer_state.json").write_text('{"global_step": 1}')
     config = AutoConfig.from_pretrained(tiny_model)
     config.dtype = "bfloat16"
     config.save_pretrained(run_folder / "model")

@@ -213,11 +213,23 @@ def flaw(checkpoint: Path) -> str:
         return error.what.removeprefix(f"{checkpoint}/")
 
 
+def has_trainer_state(checkpoint: Path) -> bool:
+    """Whether the file that Trainer writes last is there and holds something: ended early, it is cut or empty."""
+    try:
+        return bool(_trainer_state(checkpoint))
+    except UserError:
+        return False
+
+
+def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
+    return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED)
+
+
 def _flaw(checkpoint: Path) -> str:
     lacks = lacking(checkpoint)
     if lacks is not None:
         return next((_of_size(checkpoint / name, size) for name, size in lacks.items()), "")
-    if not untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED):
+    if not _trainer_state(checkpoint):
         return f"{file_names.TRAINER_STATE}, which Trainer writes last, is missing or empty"
     sharded = (
         checkpoint / name

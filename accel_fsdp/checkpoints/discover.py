@@ -99,7 +99,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
             f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
         )
     numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
-    done = (folder / file_names.TRAINER_STATE).is_file() or any(folder.glob(f"{file_names.RANDOM_STATES}_*"))
+    done = any(folder.glob(f"{file_names.RANDOM_STATES}_*")) or completeness.has_trainer_state(folder)
     trainers = (
         (folder / file_names.SCHEDULER).exists()
         or any(folder.glob(f"{file_names.RNG_STATE}*"))

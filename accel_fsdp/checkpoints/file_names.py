@@ -15,7 +15,8 @@ RANKS_MODEL = "shard-*.safetensors"
 """torch's HuggingFaceStorageWriter: each rank's part of every tensor."""
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Transformers: the tokenizer itself, and what `from_pretrained` makes of it."""
-ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_STEM = "adapter_model"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", f"{ADAPTER_STEM}.safetensors"
 """PEFT: how an adapter is laid over its base, and its weights."""
 TORCH_MODEL = "model.pth"
 """This project's exports: a state dict as torch.save writes it."""
@@ -68,7 +69,7 @@ NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """How the names begin of what an export can do without: people delete optimizers to save disk."""
 OF_CHECKPOINTS = (
-    *(MODEL, "model-0", "adapter_model.", "pytorch_model", "optimizer", GLOBAL_STEP),
+    *(MODEL, "model-0", f"{ADAPTER_STEM}.", "pytorch_model", "optimizer", GLOBAL_STEP),
     *("scheduler", RNG_STATE, RANDOM_STATES, "scaler", "trainer_state"),
 )
 """How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""

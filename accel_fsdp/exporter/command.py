@@ -26,14 +26,14 @@ SPARE_BYTES = 64 * MIB
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """As huggingface_hub divides files, which takes negative sizes too."""
 TEMPLATES = "additional_chat_templates"
+OPTIMIZER = "optimizer"
 WRITTEN = (
     *companion_files.COPIED,
     *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
-    *(file_names.MODELS, "adapter_model.*", "optimizer*.safetensors", "pytorch_model*.bin", file_names.TORCH_MODEL),
-    *("vocab.txt", "*.jinja", file_names.TRAINING_ARGS, file_names.RUN, ".gitattributes"),
+    *(file_names.MODELS, f"{file_names.ADAPTER_STEM}.*", f"{OPTIMIZER}*.safetensors", "pytorch_model*.bin"),
+    *(file_names.TORCH_MODEL, "vocab.txt", "*.jinja", file_names.TRAINING_ARGS, file_names.RUN, ".gitattributes"),
 )
 """Files of a model: those of exports and of `save_pretrained`."""
-OPTIMIZER = "optimizer"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
 
 
@@ -285,7 +285,7 @@ class _Export:
 
             placed = pth_writer.place(outputs, folder / file_names.TORCH_MODEL)
         elif adapter:
-            placed = safetensors_writer.place(outputs, folder, "adapter_model", total + 1)
+            placed = safetensors_writer.place(outputs, folder, file_names.ADAPTER_STEM, total + 1)
         else:
             placed = safetensors_writer.place(outputs, folder, "model", options.max_shard_size)
         return placed + (safetensors_writer.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])

@@ -20,6 +20,7 @@ from accel_fsdp.checkpoints import (
     Stored,
     check_patterns,
     chooses,
+    file_names,
     part_of,
     pattern_of,
     plain,
@@ -361,7 +362,7 @@ def _contradicted(what: str) -> UserError:
     return UserError(
         f"the adapter's file {what}",
         why="one of the two is of another adapter, and the merge would not be the model that was trained",
-        fix="put adapter_config.json and adapter_model.safetensors of one save_pretrained together",
+        fix=f"put {file_names.ADAPTER_CONFIG} and {file_names.ADAPTER} of one save_pretrained together",
     )
 
 

@@ -329,7 +329,7 @@ def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
     if expected is None:
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
     needed, more = expected
-    found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith("adapter_model")}
+    found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith(file_names.ADAPTER_STEM)}
     wrong = (needed.items() - found.items()) | {(name, one) for name, one in found.items() if more.get(name) != one}
     if wrong:
         name = min(name for name, _ in wrong)
@@ -356,7 +356,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / file_names.CONFIG).is_file() and not any(
-        one.file.startswith("adapter_model") for one in report.tensors.values()
+        one.file.startswith(file_names.ADAPTER_STEM) for one in report.tensors.values()
     ):
         raise UserError(
             f"{folder} holds no {file_names.CONFIG}",

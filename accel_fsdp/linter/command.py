@@ -91,9 +91,7 @@ def stops(path: Path, script: Path, words: tuple[str, ...], unchecked: bool = Fa
     if errors or warned:
         _show(path, [*errors, *warned], console.say)
     if errors:
-        console.say(
-            "launched all the same: --no-check" if unchecked else "not launched; --no-check launches it as it is"
-        )
+        console.say("not stopped by them: --no-check" if unchecked else "not launched; --no-check launches it as it is")
     return bool(errors) and not unchecked
 
 

@@ -47,7 +47,7 @@ def checkpoint_of(adapted: PeftModel, run_folder: Path, whole: bool = True) -> P
     """A sharded checkpoint of base and adapters, or of what PEFT would save, and what a run notes about both."""
     inner = run_folder / "checkpoint-1" / "pytorch_model_fsdp_0"
     inner.mkdir(parents=True)
-    (inner.parent / "trainer_state.json").write_text("{}")
+    (inner.parent / "trainer_state.json").write_text('{"global_step": 1}')
     state = dict(adapted.state_dict())
     if not whole:
         adapted.save_pretrained(run_folder / "saved")

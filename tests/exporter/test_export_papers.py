@@ -88,7 +88,7 @@ def test_a_project_around_the_checkpoint_stays_at_home(
     """Only what training writes there comes from the folder that a checkpoint lies in."""
     project, out = tmp_path / "project", tmp_path / "out"
     shutil.copytree(tiny_model, project / "checkpoint-1", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
-    (project / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    (project / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
     shutil.copy(tiny_model / "tokenizer.json", project)
     for name in ("README.md", "my_vocab.json", "notes.jinja", "loss.svg"):
         (project / name).write_text('{"password": "accel-fsdp"}')

@@ -251,7 +251,7 @@ def test_layouts_that_differ_on_disk(tmp_path: Path) -> None:
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, architectures=["MixtralForCausalLM"]))
     folder = tmp_path / "run" / "checkpoint-1" / "pytorch_model_fsdp_0"
     folder.mkdir(parents=True)
-    (folder.parent / "trainer_state.json").write_text("{}")
+    (folder.parent / "trainer_state.json").write_text('{"global_step": 1}')
     writer = FileSystemWriter(folder)
     save_dcp({"model": dict(model.state_dict())}, storage_writer=writer, no_dist=True)
     model.save_pretrained(tmp_path / "run" / "model")
@@ -344,7 +344,7 @@ def test_a_run_notes_what_its_exports_need(tiny_model: Path, tmp_path: Path) -> 
     companion_files.describe(adapted, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "run" / "model")
     checkpoint_folder = tmp_path / "run" / "checkpoint-1"
     checkpoint_folder.mkdir()
-    (checkpoint_folder / "trainer_state.json").write_text("{}")
+    (checkpoint_folder / "trainer_state.json").write_text('{"global_step": 1}')
     adapted.save_pretrained(checkpoint_folder)
     merged = export(tmp_path / "run", tmp_path / "out", merge_adapter=True)
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}

@@ -20,7 +20,7 @@ from checking import V1, V2, codes_of, subject
 from conftest import accel_fsdp, run
 
 from accel_fsdp import reference_docs
-from accel_fsdp.checkpoints import completeness, summary
+from accel_fsdp.checkpoints import completeness, discover, summary
 from accel_fsdp.hardware import host
 from accel_fsdp.linter import PAINS, UNSEEN, command_words, starter_of
 from accel_fsdp.linter.rules import RULES
@@ -64,7 +64,7 @@ def sharded_checkpoint(folder: Path, ranks: int = 2) -> Path:
             (folder / f"rng_state_{rank}.pth").write_bytes(b"")
         (folder / name / ".metadata").write_bytes(b"not unpickled")
     (folder / "scheduler.pt").write_bytes(b"")
-    (folder / "trainer_state.json").write_text("{}")
+    (folder / "trainer_state.json").write_text('{"global_step": 9}')
     return folder
 
 
@@ -106,6 +106,17 @@ def test_a_marked_checkpoint_is_as_complete_as_a_resume_finds_it(
     spoil(folder)
     assert said in found(fsdp2, "--checkpoint", folder)["AF803"]
     assert said in completeness.flaw(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"glob'])
+def test_a_last_file_that_is_empty_or_cut_is_none(content: str, tmp_path: Path, fsdp2: Path) -> None:
+    """Whoever looks: a resume, the linter, the list of exports."""
+    folder = sharded_checkpoint(tmp_path / "checkpoint-10")
+    assert (completeness.flaw(folder), discover.listed(folder)[0].missing) == ("", ())
+    (folder / "trainer_state.json").write_text(content)
+    assert "trainer_state.json" in completeness.flaw(folder)
+    assert "trainer_state.json" in found(fsdp2, "--checkpoint", folder)["AF803"]
+    assert discover.listed(folder)[0].missing == ("trainer_state.json",)
 
 
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
