@@ -12,7 +12,7 @@ from accel_fsdp.checkpoints import completeness, deepspeed, file_names, safetens
 from accel_fsdp.errors import UsageError, UserError
 
 CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
-OPTIMIZERS = ("optim", "optimizer")
+OPTIMIZERS = ("optim", file_names.OPTIMIZER)
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
 """How a file ends that is one of several of a model."""
@@ -103,7 +103,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
     trainers = (
         (folder / file_names.SCHEDULER).exists()
         or any(folder.glob(f"{file_names.RNG_STATE}*"))
-        or any(folder.glob("optimizer*"))
+        or any(folder.glob(f"{file_names.OPTIMIZER}*"))
     )
     return (file_names.TRAINER_STATE,) if numbered and trainers and not done else ()
 

@@ -27,9 +27,11 @@ DCP_METADATA, DCP_PARTS = ".metadata", "*.distcp"
 """torch's distributed checkpoints: what each part holds, written last, and the ranks' parts."""
 FSDP_MODEL = "pytorch_model_fsdp"
 """Accelerate: how model weights of FSDP begin."""
-SHARDED_MODEL, SHARDED_OPTIMIZER = f"{FSDP_MODEL}_0", "optimizer_0"
+OPTIMIZER = "optimizer"
+"""Trainer, Accelerate, this project's exports: how an optimizer's states begin."""
+SHARDED_MODEL, SHARDED_OPTIMIZER = f"{FSDP_MODEL}_0", f"{OPTIMIZER}_0"
 """Accelerate: the folders of SHARDED_STATE_DICT."""
-FULL_MODEL, FULL_OPTIMIZER = f"{FSDP_MODEL}.bin", "optimizer.bin"
+FULL_MODEL, FULL_OPTIMIZER = f"{FSDP_MODEL}.bin", f"{OPTIMIZER}.bin"
 """Accelerate: the files of FULL_STATE_DICT."""
 LOCAL_MODELS = f"{FSDP_MODEL}_rank*.bin"
 """Accelerate: the ranks' files of LOCAL_STATE_DICT."""
@@ -62,14 +64,14 @@ DESCRIBED, FINAL = "model", "final"
 """Folders of this project's runs: the model that is trained, described before the first step and never what was
 trained; and the result."""
 
-STATE = (FSDP_MODEL, "optimizer", "scheduler", "training_args", RNG_STATE, "scaler")
+STATE = (FSDP_MODEL, OPTIMIZER, "scheduler", "training_args", RNG_STATE, "scaler")
 """How files begin that end like weights and are none that `from_pretrained` could load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")
 """How files begin that are no weights, whoever wrote them."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """How the names begin of what an export can do without: people delete optimizers to save disk."""
 OF_CHECKPOINTS = (
-    *(MODEL, "model-0", f"{ADAPTER_STEM}.", "pytorch_model", "optimizer", GLOBAL_STEP),
+    *(MODEL, "model-0", f"{ADAPTER_STEM}.", "pytorch_model", OPTIMIZER, GLOBAL_STEP),
     *("scheduler", RNG_STATE, RANDOM_STATES, "scaler", "trainer_state"),
 )
 """How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""

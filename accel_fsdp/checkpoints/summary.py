@@ -148,7 +148,7 @@ def _facts(folder: Path) -> CheckpointFacts:
         sharded=any(path.name.startswith("pytorch_model") for path in sharded),
         full=file_names.FULL_MODEL in names,
         hub=any(Path(name).suffix in WEIGHTS and not name.startswith(file_names.STATE) for name in names),
-        optimizer=any(name.startswith("optimizer") for name in names),
+        optimizer=any(name.startswith(file_names.OPTIMIZER) for name in names),
         scheduler=file_names.SCHEDULER in names,
         by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),
         unfinished=completeness.flaw(folder) if (folder / file_names.MARKER).exists() else "",

@@ -26,11 +26,10 @@ SPARE_BYTES = 64 * MIB
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """As huggingface_hub divides files, which takes negative sizes too."""
 TEMPLATES = "additional_chat_templates"
-OPTIMIZER = "optimizer"
 WRITTEN = (
     *companion_files.COPIED,
     *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
-    *(file_names.MODELS, f"{file_names.ADAPTER_STEM}.*", f"{OPTIMIZER}*.safetensors", "pytorch_model*.bin"),
+    *(file_names.MODELS, f"{file_names.ADAPTER_STEM}.*", f"{file_names.OPTIMIZER}*.safetensors", "pytorch_model*.bin"),
     *(file_names.TORCH_MODEL, "vocab.txt", "*.jinja", file_names.TRAINING_ARGS, file_names.RUN, ".gitattributes"),
 )
 """Files of a model: those of exports and of `save_pretrained`."""
@@ -288,7 +287,9 @@ class _Export:
             placed = safetensors_writer.place(outputs, folder, file_names.ADAPTER_STEM, total + 1)
         else:
             placed = safetensors_writer.place(outputs, folder, "model", options.max_shard_size)
-        return placed + (safetensors_writer.place(state, folder, OPTIMIZER, options.max_shard_size) if state else [])
+        if state:
+            placed += safetensors_writer.place(state, folder, file_names.OPTIMIZER, options.max_shard_size)
+        return placed
 
     def _write(self, folder: Path, placed: list[TensorPlacement], plan: ExportPlan) -> dict[str, str]:
         options = self.options

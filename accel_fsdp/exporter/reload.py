@@ -165,7 +165,7 @@ def of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Te
             content = torch_zip.load(reader, path, deepspeed.ADMITTED)
             held = content.get("optimizer_state_dict")
             kept: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}
-            if path.name.endswith("_optim_states.pt") and isinstance(held, dict):
+            if path.match(file_names.ZERO_OPTIMIZERS) and isinstance(held, dict):
                 kept = {"optimizer_state_dict": {key: held[key] for key in OPTIMIZER_STATE if key in held}}
             torch.save(_thawed(kept, lambda view: tensor_of(reader, view)), made / path.name)
         found = get_fp32_state_dict_from_zero_checkpoint(place, tag=made.name)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import STRATEGIES, zero_name
+from accel_fsdp.config import PLANNED, STRATEGIES, Engine, zero_name
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device
@@ -289,9 +289,12 @@ def name_of(layout: Layout) -> str:
     """How people call a layout."""
     if layout.engine == "zero":
         return zero_name(layout.strategy) + (" offload" if layout.offload else "")
-    if layout.engine in ("ddp", "single"):
-        return {"ddp": "DDP", "single": "one GPU"}[layout.engine]
-    return f"{layout.engine.upper()} {STRATEGIES[layout.strategy]}" + (" offload" if layout.offload else "")
+    if layout.engine == "single":
+        return "one GPU"
+    if layout.engine == "ddp":
+        return Engine.DDP.value
+    name = f"{PLANNED[layout.engine].value} {STRATEGIES[layout.strategy]}"
+    return name + (" offload" if layout.offload else "")
 
 
 def checkpointing_in(recipe: Recipe) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import counting
@@ -62,7 +63,7 @@ def _measure_fsdp2(model: Any, allow_unsharded: bool) -> Sharding:
     mesh = sharded[0].device_mesh
     local = {p: p.to_local() if isinstance(p, DTensor) else p for p in parameters}
     return Sharding(
-        engine="FSDP2",
+        engine=Engine.FSDP2.value,
         units=sum(isinstance(module, FSDPModule) for module in model.modules()),
         shard_ranks=mesh.size(mesh.ndim - 1),
         local_weights=sum(local[parameter].numel() * several for parameter, several in packing.items()),

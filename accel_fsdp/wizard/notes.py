@@ -46,8 +46,9 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
         return None
     together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
     if given["engine"] == "deepspeed":
-        stage = given.get("zero_stage", 3)
-        return Layout("zero", stage, ranks, together, offload) if stage else Layout("ddp", 1, ranks, together)
+        from accel_fsdp.prediction import from_yaml
+
+        return from_yaml.zero(given.get("zero_stage", 3), ranks, together, offload)
     if is_ddp({"strategy": 1, **given}):
         return Layout("ddp", 1, ranks, together)
     engine: EngineKind = "fsdp2" if given["fsdp_version"] == 2 else "fsdp1"

@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
@@ -370,7 +371,7 @@ def merging_the_wrong_folder(subject: Subject) -> Iterator[Finding]:
                 call,
                 f"merge_fsdp_weights of {last}",
                 "it stops: metadata is None, or Key state is invalid",
-                "its folder pytorch_model_fsdp_0",
+                f"its folder {file_names.SHARDED_MODEL}",
             )
 
 
