@@ -21,7 +21,7 @@ class LaunchEnvironment:
         """That of this process."""
         return cls(dict(os.environ))
 
-    def is_on(self, name: str, default: bool = False) -> bool:
+    def _is_on(self, name: str, default: bool = False) -> bool:
         """A switch, in any of the words that Accelerate takes; another word is none of them."""
         from accelerate.utils import str_to_bool
 
@@ -80,14 +80,19 @@ class LaunchEnvironment:
         return self.variables.get("ACCELERATE_MIXED_PRECISION", "no")
 
     @property
+    def uses_cpu(self) -> bool:
+        """No accelerator is to be used."""
+        return self._is_on("ACCELERATE_USE_CPU")
+
+    @property
     def uses_deepspeed(self) -> bool:
         """A DeepSpeed YAML."""
-        return self.is_on("ACCELERATE_USE_DEEPSPEED")
+        return self._is_on("ACCELERATE_USE_DEEPSPEED")
 
     @property
     def uses_fsdp(self) -> bool:
         """An FSDP YAML, of either version."""
-        return self.is_on("ACCELERATE_USE_FSDP")
+        return self._is_on("ACCELERATE_USE_FSDP")
 
     @property
     def uses_fsdp1(self) -> bool:
@@ -128,28 +133,28 @@ class LaunchEnvironment:
     @property
     def loads_on_rank_zero(self) -> bool:
         """`fsdp_cpu_ram_efficient_loading`."""
-        return self.is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+        return self._is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
     @property
     def recomputes_units(self) -> bool:
         """`fsdp_activation_checkpointing`."""
-        return self.is_on("FSDP_ACTIVATION_CHECKPOINTING")
+        return self._is_on("FSDP_ACTIVATION_CHECKPOINTING")
 
     @property
     def flattens(self) -> bool:
         """`fsdp_use_orig_params: false`."""
-        return not self.is_on("FSDP_USE_ORIG_PARAMS", default=True)
+        return not self._is_on("FSDP_USE_ORIG_PARAMS", default=True)
 
     @property
     def syncs_module_states(self) -> bool:
         """`fsdp_sync_module_states`."""
-        return self.is_on("FSDP_SYNC_MODULE_STATES")
+        return self._is_on("FSDP_SYNC_MODULE_STATES")
 
     @property
     def offloads(self) -> bool:
         """Whether something is to rest in the host's memory."""
         devices = (self.variables.get(name, "none") for name in OFFLOAD_DEVICES)
-        return self.is_on("FSDP_OFFLOAD_PARAMS") or any(device != "none" for device in devices)
+        return self._is_on("FSDP_OFFLOAD_PARAMS") or any(device != "none" for device in devices)
 
     @property
     def ranks_per_row(self) -> int:

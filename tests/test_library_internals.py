@@ -10,14 +10,13 @@ import pytest
 from conftest import CHAT_DATA, ROOT, Finished, run, warm_python
 from packaging.requirements import Requirement
 from packaging.version import Version
-from test_architecture import MODULES, TREES
+from test_architecture import MODULES, PATCHING, TREES, assigned
 from transformers import Trainer
 
 from accel_fsdp import errors, library_internals
 
 pytestmark = pytest.mark.oldest
 DECLARING = [module for module, path in MODULES.items() if "\nRELIES_ON" in path.read_text()]
-PATCHING = ("cpu", "training.peft_patches")
 LISTED = """
 from importlib import import_module
 from accel_fsdp.library_internals import flaw
@@ -68,9 +67,7 @@ def private_methods(tree: ast.AST) -> set[str]:
 
 def replaced(tree: ast.AST) -> set[str]:
     """What is assigned to an attribute of a module or a class that isn't of this package."""
-    targets = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
-    named = [one for one in targets if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)]
-    return {one.attr for one in named if one.value.id != "self" and one.attr != "accel_fsdp_enabled"}
+    return {name for owner, name in assigned(tree) if owner != "self" and name != "accel_fsdp_enabled"}
 
 
 @pytest.mark.parametrize(

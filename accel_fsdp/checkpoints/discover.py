@@ -98,14 +98,14 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
         return tuple(
             f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
         )
-    numbered = re.fullmatch(r"checkpoint-\d+", folder.name)
-    done = any(folder.glob(f"{file_names.RANDOM_STATES}_*")) or completeness.has_trainer_state(folder)
-    trainers = (
+    trainers = re.fullmatch(r"checkpoint-\d+", folder.name) and (
         (folder / file_names.SCHEDULER).exists()
         or any(folder.glob(f"{file_names.RNG_STATE}*"))
         or any(folder.glob(f"{file_names.OPTIMIZER}*"))
     )
-    return (file_names.TRAINER_STATE,) if numbered and trainers and not done else ()
+    if not trainers or any(folder.glob(f"{file_names.RANDOM_STATES}_*")) or completeness.has_trainer_state(folder):
+        return ()
+    return (file_names.TRAINER_STATE,)
 
 
 def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:

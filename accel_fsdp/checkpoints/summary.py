@@ -152,7 +152,7 @@ def _facts(folder: Path) -> CheckpointFacts:
         scheduler=file_names.SCHEDULER in names,
         by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),
         unfinished=completeness.flaw(folder) if (folder / file_names.MARKER).exists() else "",
-        trainer_state=file_names.TRAINER_STATE in names and completeness.has_trainer_state(folder),
+        trainer_state=completeness.has_trainer_state(folder),
         rng_states=sum(name.startswith(file_names.RNG_STATE) for name in names),
         without_metadata=tuple(path.name for path in sharded if not (path / file_names.DCP_METADATA).is_file()),
         broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),

@@ -170,7 +170,7 @@ def _refuse_unsharded(args: Any) -> None:
     script = Path(args.training_script)
     if not cpu.is_needed() or _runs_on_cpu(script):
         return
-    on_cpu = LaunchEnvironment.now().is_on("ACCELERATE_USE_CPU") or _asks_for_cpu(args)
+    on_cpu = LaunchEnvironment.now().uses_cpu or _asks_for_cpu(args)
     if on_cpu and not (args.use_fsdp or args.use_deepspeed):
         return
     raise UserError(

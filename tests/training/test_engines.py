@@ -409,15 +409,8 @@ NATIVE_RUNS = {
 
 def native(ranks: int, model: Path, data: Path, runs: Sequence[Sequence[str]]) -> Finished:
     shared = ["--model_name_or_path", model, "--dataset_name", data, "--learning_rate", str(LEARNING_RATE)]
-    shared += [
-        "--lr_scheduler_type",
-        "constant",
-        "--no-shuffle",
-        "--max_steps",
-        str(STEPS),
-        "--save_steps",
-        str(STEPS // 2),
-    ]
+    shared += ["--lr_scheduler_type", "constant", "--no-shuffle"]
+    shared += ["--max_steps", str(STEPS), "--save_steps", str(STEPS // 2)]
     jobs = [word for one in runs for word in ("RUN", *one)]
     return run(torchrun("--standalone", "--nproc-per-node", ranks, PROBE_NATIVE, *shared, *jobs))
 

@@ -185,8 +185,8 @@ class Job:
             _, left = psutil.wait_procs(self.ranks, timeout=30)
             assert left == []
         finally:
-            for one in (*self.ranks, psutil.Process(os.getpid())):
-                if one.pid != os.getpid() and one.is_running():
+            for one in self.ranks:
+                if one.is_running():
                     one.kill()
 
 
