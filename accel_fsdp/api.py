@@ -132,7 +132,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     names |= {_word(alias): question.field for question in wizard.QUESTIONS for alias in question.aliases}
     _refuse_unknown("there is no question", answers, names)
     flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
-    return wizard.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
+    return wizard.to_text(interview.answers(interview.interview(flags, {}, defaults=True)))
 
 
 def _word(flag: str) -> str:

@@ -10,10 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of Linux's headers fcntl.h and fs.h."""
@@ -208,6 +210,8 @@ def _folder(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Holds a lock beside `target`; the system drops it when the process ends, however it ends."""
+    from filelock import FileLock, Timeout
+
     lock = FileLock(target.with_name(f".{target.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -233,7 +237,7 @@ def _exchange(one: Path, other: Path) -> bool:
     return swap is not None and swap(at, names[0], at, names[1], ctypes.c_uint(RENAME_EXCHANGE)) == 0
 
 
-def only_run(folder: Path) -> FileLock:
+def only_run(folder: Path) -> "FileLock":
     """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another.
 
     The system drops the lock when the process ends, however it ends.
@@ -241,6 +245,8 @@ def only_run(folder: Path) -> FileLock:
     Raises:
         UserError: another run holds it.
     """
+    from filelock import FileLock, Timeout
+
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".run.lock")
     try:

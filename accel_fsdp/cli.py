@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union
 
 import tyro
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from accel_fsdp.migration import MigrateCommand
     from accel_fsdp.planner import PlanCommand
 
+NO_SOURCE = {"__module__": "builtins"}
+"""Of a class that has no comments: else tyro parses whole modules for them, which is a quarter of `--help`'s time."""
 EXPORT_ENDED = "OUT is as it was"
 
 
@@ -73,11 +75,13 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
 
 def _refuse_command(words: list[str]) -> NoReturn:
     """Shows the commands, or says that there is none of that name."""
-    tyro.extras.subcommand_cli_from_dict(
-        {
-            name: dataclasses.make_dataclass(name, [], namespace={"__doc__": command.summary})
-            for name, command in COMMANDS.items()
-        },
+    commands = tuple(
+        Annotated[Any, tyro.conf.subcommand(name, constructor=_without_flags(name, command.summary))]
+        for name, command in COMMANDS.items()
+    )
+    one_of_them: Any = Annotated[Union.__getitem__(commands), tyro.conf.arg(name="")]
+    tyro.cli(
+        dataclasses.make_dataclass("Words", [("command", one_of_them)], namespace=NO_SOURCE),
         prog="accel-fsdp",
         description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP. "
         "accel-fsdp --version prints the version.",
@@ -85,6 +89,10 @@ def _refuse_command(words: list[str]) -> NoReturn:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     raise UsageError(f"{shlex.join(words)} is no command", why="nothing was done", fix="accel-fsdp --help")
+
+
+def _without_flags(name: str, summary: str) -> type:
+    return dataclasses.make_dataclass(name, [], namespace=NO_SOURCE | {"__doc__": summary})
 
 
 def _config(options: Any, _: tuple[str, ...]) -> int:

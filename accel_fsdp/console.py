@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +39,8 @@ def answered(question: str, answer: str) -> None:
 
 def show_yaml(text: str, title: str) -> None:
     """A preview of the file that would be written."""
+    from rich.syntax import Syntax  # it loads a lexer, which few commands need
+
     talk.print(
         Panel(
             Syntax(printable(text.rstrip()), "yaml", word_wrap=True, background_color="default"),

@@ -143,7 +143,7 @@ def made_yaml(**flags: str) -> str:
     """The YAML that `accel-fsdp config --yes` writes with these flags."""
     from accel_fsdp.wizard import interview, to_yaml
 
-    return to_yaml.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
+    return to_yaml.to_text(interview.answers(interview.interview(flags, {}, defaults=True)))
 
 
 @pytest.fixture(scope="session")

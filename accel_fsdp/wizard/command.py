@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
-from accel_fsdp.wizard import from_yaml, interview, prompts, to_yaml
+from accel_fsdp.wizard import asking, from_yaml, interview, prompts, to_yaml
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.flags import WizardOptions
 from accel_fsdp.wizard.presets import PRESETS
@@ -43,8 +43,8 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     if interactive and output and atomic_files.is_taken(output) and not options.from_file and not options.force:
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     written = _flags_of(options.from_file) if options.from_file else {}
-    mode: interview.Mode = "ask" if interactive else "defaults" if options.yes else "flags"
-    talk = interview.interview(flags, {**_preset(options.preset), **written}, mode)
+    given = {**_preset(options.preset), **written}
+    talk = asking.interview(flags, given) if interactive else interview.interview(flags, given, defaults=options.yes)
     original = _original(options.from_file, written, talk) if options.from_file else None
     if interactive:
         return _review(talk, options, original)
@@ -117,9 +117,9 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
             console.say("nothing written")
             return 1
         elif chosen is prompts.BACK:
-            interview.go_back(talk)
+            asking.go_back(talk)
         elif chosen != WRITE:
-            interview.change(talk, chosen)
+            asking.change(talk, chosen)
 
 
 def _rows(answers: Answers) -> list[tuple[str, str]]:

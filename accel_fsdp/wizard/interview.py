@@ -1,10 +1,10 @@
-"""Settles the questions of `questions.py`: by flags, by defaults, or by asking in a terminal."""
+"""Settles the questions of `questions.py`, by flags and by defaults; `asking.py` asks those that are left."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.errors import UsageError, UserError
@@ -12,18 +12,11 @@ from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.models import ModelFacts, inspect_model, remote_code
 from accel_fsdp.prediction.memory import Recipe
 from accel_fsdp.prediction.tracing import by_name
-from accel_fsdp.wizard import notes, prompts
+from accel_fsdp.wizard import notes
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.question import Context, Question, settle, skip
 from accel_fsdp.wizard.questions import QUESTIONS, to_answers
-
-Mode = Literal["ask", "defaults", "flags"]
-FIELDS = [question.field for question in QUESTIONS]
-GREETING = (
-    "Enter answers; arrow keys, or an option's first digit or letter, choose. Escape goes back one question, "
-    "Ctrl-C stops and writes nothing."
-)
 
 
 @dataclass
@@ -82,14 +75,14 @@ class Interview:
                 if self.as_written and question.options is None:
                     return replace(context, given={**context.given, question.field: self.given[question.field]})
                 del self.given[question.field]
-                note = _in_words(f"{error.what.rstrip('.')}; {error.why}")
+                note = in_words(f"{error.what.rstrip('.')}; {error.why}")
                 if not self.as_written:
                     console.say(f"note: {note}", style="yellow", wrap=True)
         return settle(question, context, question.default(context)[0])
 
     def _with_model(self, context: Context) -> Context:
         try:
-            model = _model(context["model"])
+            model = read_model(context["model"])
             if not self.quiet:
                 _introduce(context["model"])
             return replace(context, model=model)
@@ -100,20 +93,14 @@ class Interview:
             return context
 
 
-def interview(flags: Mapping[str, str], given: Mapping[str, str], mode: Mode) -> Interview:
-    """Settles every question: by flag, by what a preset or file gave, else by asking or by its default.
-
-    In mode "flags" nothing is left to defaults.
+def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
+    """Settles every question: by flag, by what a preset or file gave, else by its default.
 
     Raises:
-        UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
+        UserError: a flag's value is refused, a default can't be found, or `defaults` is false and one is needed.
     """
     talk = Interview(flags, {**given, **flags})
-    if mode == "ask":
-        talk.fixed = frozenset(talk.given)
-        console.say(GREETING, style="dim", wrap=True)
-        _ask_from(talk, 0)
-    if mode == "flags" and (unanswered := talk.unanswered()):
+    if not defaults and (unanswered := talk.unanswered()):
         raise UsageError(
             "this is not a terminal, so nothing can be asked",
             why="unanswered: " + " ".join(question.flag for question in unanswered),
@@ -132,61 +119,7 @@ def warnings(talk: Interview) -> tuple[str, ...]:
     return notes.warnings(talk.settled())
 
 
-def change(talk: Interview, field: str) -> None:
-    """Asks one question again; answers that no longer fit fall back to their defaults, and it says so."""
-    question = next(question for question in QUESTIONS if question.field == field)
-    answer = _ask(question, talk.settled(until=field), talk.settled()[field])
-    if answer is not prompts.BACK:
-        talk.flags, talk.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
-
-
-def go_back(talk: Interview) -> None:
-    """Asks the latest question once more, and what follows from its answer; nothing where none was asked."""
-    if talk.asked:
-        _ask_from(talk, FIELDS.index(talk.asked.pop()))
-
-
-def _ask_from(talk: Interview, position: int) -> None:
-    """Asks what nobody has answered, in order; Escape goes back to the question before."""
-    while position < len(QUESTIONS):
-        question = QUESTIONS[position]
-        context = talk.settled(until=question.field)
-        if question.field in talk.fixed or not question.applies(context):
-            position += 1
-            continue
-        answer = _ask(question, context, talk.given.get(question.field))
-        if answer is prompts.BACK:
-            position = FIELDS.index(talk.asked.pop()) if talk.asked else position
-            continue
-        talk.given[question.field] = answer
-        talk.asked.append(question.field)
-        position += 1
-
-
-def _ask(question: Question, context: Context, before: Any) -> Any:
-    """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK."""
-    while True:
-        answer = prompts.ask(question, context, before)
-        if answer is prompts.BACK:
-            return answer
-        try:
-            settle(question, context, answer)
-            if question.field == "model":
-                _model(answer)
-            return answer
-        except UserError as error:
-            console.say(_at_prompt(error, question), style="red", wrap=True)
-
-
-def _at_prompt(error: UserError, question: Question) -> str:
-    """The error for someone who types answers, not flags: `--num-machines 2` is `num machines 2`, its own flag goes."""
-    fix = error.fix
-    if fix.startswith(f"{question.flag} "):
-        fix = f"type {fix.replace(f'{question.flag} ', '')}"
-    return str(UserError(_in_words(error.what), why=_in_words(error.why), fix=_in_words(fix)))
-
-
-def _in_words(text: str) -> str:
+def in_words(text: str) -> str:
     """Flags as the review calls the questions."""
     for question in QUESTIONS:
         text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", " "), text)
@@ -200,7 +133,12 @@ def _machine() -> MachineFacts:
 
 
 @cache
-def _model(name: str) -> ModelFacts:
+def read_model(name: str) -> ModelFacts:
+    """What is known of a model, built once.
+
+    Raises:
+        UserError: it can't be read.
+    """
     with console.waiting(f"Building {name} on the meta device"):
         return inspect_model.read_model(name)
 
@@ -236,7 +174,7 @@ def _go_on_unchecked(error: UserError) -> None:
 @cache
 def _introduce(name: str) -> None:
     """Says once what was found in the model."""
-    model = _model(name)
+    model = read_model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""
     console.say(

@@ -2,7 +2,7 @@
 
 What the memory of a GPU has to hold follows from the first ones, so that the plan can propose the answers to the rest.
 
-Pure: no terminal, no files, no torch. `interview.py` draws the questions. Prompts, choices and types of what stands in
+Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices and types of what stands in
 the YAML come from `schema.py`; here is what depends on the other answers, on the model and on the machine.
 """
 

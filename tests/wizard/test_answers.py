@@ -30,7 +30,7 @@ TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10
 
 
 def settled(**flags: str) -> Answers:
-    return interview.answers(interview.interview(flags, {}, "defaults"))
+    return interview.answers(interview.interview(flags, {}, defaults=True))
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +99,14 @@ def test_a_mistyped_gpu_is_refused_and_the_fix_works() -> None:
 )
 def test_what_our_script_mends_is_taken_with_a_warning(flags: dict[str, str], what: str) -> None:
     """As the linter has it, which says nothing of a job with train/sft.py."""
-    talk = interview.interview({"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora", **flags}, {}, "defaults")
+    talk = interview.interview(
+        {"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora", **flags}, {}, defaults=True
+    )
     made = interview.answers(talk)
     assert all(str(getattr(made, name)).lower() == value for name, value in flags.items())
     (line,) = (line for line in interview.warnings(talk) if what in line)
     assert line == f"warning: {what}: the exported adapter has no tensors, unless the script is train/sft.py"
-    plain = interview.interview({"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora"}, {}, "defaults")
+    plain = interview.interview({"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora"}, {}, defaults=True)
     assert not interview.answers(plain).activation_checkpointing
     assert not any("PEFT" in line for line in interview.warnings(plain))
 
@@ -203,7 +205,7 @@ def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: 
         flags = {"model": model, "gpus": gpus, "method": method, **ENGINES[engine], "main_process_ip": "10.0.0.1"}
         if not gpus.startswith("2x8"):
             del flags["main_process_ip"]
-        talk = interview.interview(flags, {}, "defaults")
+        talk = interview.interview(flags, {}, defaults=True)
         made = interview.answers(talk)
         path.write_text(to_yaml.to_text(made))
         assert [one for one in linter.lint(path, linter.LintOptions(model=model)) if one.severity != "note"] == [], (
@@ -269,18 +271,18 @@ def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> Non
 def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
     """Llama 405B fits on eight GPUs by offload, with 6 TB on the machine."""
     flags = {"model": "llama-3.1-405b", "gpus": "8xH100"}
-    first, second = interview.warnings(interview.interview(flags, {}, "defaults"))
+    first, second = interview.warnings(interview.interview(flags, {}, defaults=True))
     assert re.fullmatch(r"warning: CPU offload needs 6,\d+ GiB of memory on each machine, where 1,920 GiB .*", first)
     assert second == "  what fits: --method lora; 4 machines: --gpus 4x8xH100"
     for better in ({"method": "lora"}, {"gpus": "4x8xH100", "main_process_ip": "node1"}):
-        said = interview.warnings(interview.interview({**flags, **better}, {}, "defaults"))
+        said = interview.warnings(interview.interview({**flags, **better}, {}, defaults=True))
         assert [line.partition(":")[0] for line in said] == ["note"]
 
 
 def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
     """GPT-2 too, which has 1,024 positions."""
     for model, length in (("llama-3.1-8b", "2,048"), ("gpt2", "1,024")):
-        context = interview.interview({"model": model, "gpus": "8xH100"}, {}, "defaults").settled(until="strategy")
+        context = interview.interview({"model": model, "gpus": "8xH100"}, {}, defaults=True).settled(until="strategy")
         question = questions.BY_FIELD["strategy"]
         assert f"1 x {length} tokens" in question.default(context)[1]
         job = planner.make_job(planner.PlanOptions(model, "8xH100", None, Recipe()))

@@ -1,0 +1,84 @@
+"""Asks in a terminal what flags, presets and files leave open, and asks again what somebody wants to change."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_fsdp import console
+from accel_fsdp.errors import UserError
+from accel_fsdp.wizard import prompts
+from accel_fsdp.wizard.interview import Interview, in_words, read_model
+from accel_fsdp.wizard.question import Context, Question, settle
+from accel_fsdp.wizard.questions import QUESTIONS
+
+FIELDS = [question.field for question in QUESTIONS]
+GREETING = (
+    "Enter answers; arrow keys, or an option's first digit or letter, choose. Escape goes back one question, "
+    "Ctrl-C stops and writes nothing."
+)
+
+
+def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
+    """Settles every question: by flag, by what a preset or file gave, else by asking.
+
+    Raises:
+        UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
+    """
+    talk = Interview(flags, {**given, **flags})
+    talk.fixed = frozenset(talk.given)
+    console.say(GREETING, style="dim", wrap=True)
+    _ask_from(talk, 0)
+    return talk
+
+
+def change(talk: Interview, field: str) -> None:
+    """Asks one question again; answers that no longer fit fall back to their defaults, and it says so."""
+    question = next(question for question in QUESTIONS if question.field == field)
+    answer = _ask(question, talk.settled(until=field), talk.settled()[field])
+    if answer is not prompts.BACK:
+        talk.flags, talk.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
+
+
+def go_back(talk: Interview) -> None:
+    """Asks the latest question once more, and what follows from its answer; nothing where none was asked."""
+    if talk.asked:
+        _ask_from(talk, FIELDS.index(talk.asked.pop()))
+
+
+def _ask_from(talk: Interview, position: int) -> None:
+    """Asks what nobody has answered, in order; Escape goes back to the question before."""
+    while position < len(QUESTIONS):
+        question = QUESTIONS[position]
+        context = talk.settled(until=question.field)
+        if question.field in talk.fixed or not question.applies(context):
+            position += 1
+            continue
+        answer = _ask(question, context, talk.given.get(question.field))
+        if answer is prompts.BACK:
+            position = FIELDS.index(talk.asked.pop()) if talk.asked else position
+            continue
+        talk.given[question.field] = answer
+        talk.asked.append(question.field)
+        position += 1
+
+
+def _ask(question: Question, context: Context, before: Any) -> Any:
+    """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK."""
+    while True:
+        answer = prompts.ask(question, context, before)
+        if answer is prompts.BACK:
+            return answer
+        try:
+            settle(question, context, answer)
+            if question.field == "model":
+                read_model(answer)
+            return answer
+        except UserError as error:
+            console.say(_at_prompt(error, question), style="red", wrap=True)
+
+
+def _at_prompt(error: UserError, question: Question) -> str:
+    """The error for someone who types answers, not flags: `--num-machines 2` is `num machines 2`, its own flag goes."""
+    fix = error.fix
+    if fix.startswith(f"{question.flag} "):
+        fix = f"type {fix.replace(f'{question.flag} ', '')}"
+    return str(UserError(in_words(error.what), why=in_words(error.why), fix=in_words(fix)))
