@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
-from accel_fsdp import __version__
+from accel_fsdp import __version__, flag_words
 from accel_fsdp.errors import NotInstalled, UsageError, guard, is_installed, to_stdout
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
         if not own or own[0] not in COMMANDS:
             _refuse_command(own)
         command = COMMANDS[own[0]]
+        declared = command.flags()
+        flag_words.refuse_wrong(f"accel-fsdp {own[0]}", declared, own[1:])
         flags: Any = tyro.cli(
-            command.flags(),
+            declared,
             prog=f"accel-fsdp {own[0]}",
             description=command.summary,
             args=own[1:],
