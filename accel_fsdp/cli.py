@@ -167,8 +167,9 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         console.put(f"{name}={shlex.quote(value)}")
     console.put(shlex.join(launcher.command(args)))
     if not parses:
-        shown = NotInstalled.of("accelerate", "the environment of the ranks")
-        console.say(f"note: {shown.what}: {shown.fix}", style="yellow", wrap=True)
+        shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
+        also = "the environment of the ranks isn't known either"
+        console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
     return 0
 
 

@@ -106,6 +106,7 @@ def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any)
     lines = said.output.strip().splitlines()
     assert said.code == 0
     assert lines[0] == accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.strip().splitlines()[-1]
+    assert "Accelerate's parser was skipped" in lines[1]
     assert TRAIN in " ".join(lines[1:])
 
 
