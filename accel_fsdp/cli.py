@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union
 
 import tyro
 
-from accel_fsdp import __version__
+from accel_fsdp import __version__, flag_words
 from accel_fsdp.errors import NotInstalled, UsageError, guard, is_installed, to_stdout
 
 if TYPE_CHECKING:
@@ -63,8 +63,10 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
         if not own or own[0] not in COMMANDS:
             _refuse_command(own)
         command = COMMANDS[own[0]]
+        declared = command.flags()
+        flag_words.refuse_wrong(f"accel-fsdp {own[0]}", declared, own[1:])
         flags: Any = tyro.cli(
-            command.flags(),
+            declared,
             prog=f"accel-fsdp {own[0]}",
             description=command.summary,
             args=own[1:],
@@ -173,8 +175,9 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         console.put(f"{name}={shlex.quote(value)}")
     console.put(shlex.join(launcher.command(args)))
     if not parses:
-        shown = NotInstalled.of("accelerate", "the environment of the ranks")
-        console.say(f"note: {shown.what}: {shown.fix}", style="yellow", wrap=True)
+        shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
+        also = "the environment of the ranks isn't known either"
+        console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
     return 0
 
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml, run
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import __version__, atomic_files
-from accel_fsdp.errors import UserError
+from accel_fsdp import __version__, atomic_files, cli, flag_words
+from accel_fsdp.errors import UsageError, UserError
 
 CATALOGUED = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100")  # nothing is built, and torch not imported
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft")
@@ -291,3 +291,59 @@ def test_version_and_a_closed_pipe() -> None:
     assert accel_fsdp("--version").output.strip() == __version__
     piped = run(["bash", "-c", f"{sys.executable} -m accel_fsdp check --list-rules | head -1"])
     assert len(piped.output.splitlines()) == 1, piped.output
+
+
+# Words that are no flags
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch", "--dryrun", "FILE", "SCRIPT", "--steps", "3"],
+         "--dryrun is no flag of accel-fsdp launch. Did you mean --dry-run?"),
+        (["launch", "--machine_rnk", "1", "FILE", "SCRIPT"], "--machine_rnk is no flag of accel-fsdp launch. Did you"),
+        (["check", "--strct", "FILE"], "--strct is no flag of accel-fsdp check. Did you mean --strict?"),
+        (["check", "-s", "FILE"], "-s is no flag of accel-fsdp check."),
+        (["migrate", "--dryrun", "FILE", "--to", "fsdp2"], "Did you mean --dry-run?"),
+        (["export", "--chek", "FOLDER"], "Did you mean --check?"),
+        (["init", "--nativ", "FOLDER"], "Did you mean --native?"),
+        (["config", "--frm=FILE", "--yes"], "--frm is no flag of accel-fsdp config. Did you mean --from?"),
+        (["plan", "--mode", "M", "--gpu", "8xH100"], "Did you mean --model? --gpu is no flag of accel-fsdp plan. Did"),
+        (["plan", "--seq-len", "abc"], "--seq-len takes a whole number, not abc"),
+        (["plan", "--seq_len=None"], "--seq-len takes a whole number, not None"),
+        (["plan", "--accumulation", "1.5"], "--accumulation takes a whole number, not 1.5"),
+        (["launch", "--machine_rank", "x", "FILE", "SCRIPT"], "--machine-rank takes a whole number, not x"),
+        (["plan", "-o", "None"], "--output takes a path, not None"),
+        (["check", "--model", "None", "FILE"], "--model takes a name, not None"),
+        (["plan", "--precision", "bf17"], "--precision takes one of bf16, fp16, no, not bf17. Did you mean bf16?"),
+        (["migrate", "FILE", "--to", "fsdp3"], "--to takes one of fsdp1, fsdp2, zero1, zero2, zero3, not fsdp3. Did"),
+    ],
+)  # fmt: skip
+def test_a_word_that_no_flag_takes_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        cli.call(words)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_flags_that_are_known_are_those_of_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.call([command, "--help"])
+    rows = re.findall(r"^[│| ]*(-.*)", capsys.readouterr().out, re.M)
+    shown = {name for row in rows for name in re.findall(r"(?:^|, )(--?[a-z][a-z-]*)", row)}
+    known = flag_words.flags_of(cli.COMMANDS[command].flags())
+    assert shown == {*known, *flag_words.HELP}
+
+
+@pytest.mark.parametrize("words", [["--machine_rank", "1"], ["--machine-rank", "1"], ["--machine_rank=1"]])
+def test_words_that_are_taken_as_they_are(words: list[str]) -> None:
+    """Flags of launch in either spelling, and those of a script, which are no flags of ours."""
+    own = ["launch", *words, "--dry_run", "job.yaml", "train.py", "--dryrun", "--steps", "None"]
+    _, flags, script_args = cli._parse(own)
+    assert (flags.machine_rank, flags.dry_run, script_args) == (1, True, ("--dryrun", "--steps", "None"))
+
+
+def test_values_that_begin_like_flags() -> None:
+    assert cli._parse(["config", "-yo", "new.yaml"])[1].output == Path("new.yaml")
+    assert cli._parse(["check", "--args=--strct", "-"])[1].files == (Path("-"),)
+    assert cli._parse(["launch", "--machine-rank", "-1", "job.yaml", "train.py"])[1].machine_rank == -1
+    assert cli._parse(["check", "--", "-s.yaml"])[1].files == (Path("-s.yaml"),)

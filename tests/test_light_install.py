@@ -106,6 +106,7 @@ def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any)
     lines = said.output.strip().splitlines()
     assert said.code == 0
     assert lines[0] == accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.strip().splitlines()[-1]
+    assert "Accelerate's parser was skipped" in lines[1]
     assert TRAIN in " ".join(lines[1:])
 
 
@@ -216,6 +217,27 @@ def test_a_command_that_needs_more_says_so_in_one_line(
     assert TRAIN in errors[0]
     assert "Traceback" not in said.output
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config", "--yes", "--model", "Llama-2-7", "--gpus", "8xH100-80GB", "-o", "OUT"],
+        ["plan", "--model", "Llama-2-7", "--gpus", "8xH100-80GB"],
+        ["check", "--model", "meta-lama/Llama-2-7", YAML],
+        ["export", "RUN", "OUT", "--verify", "bytes", "--model", "Llama-2-7"],
+    ],
+    ids=lambda words: str(words[0]),
+)
+def test_a_misspelt_model_is_held_against_the_bundled_ones(
+    words: list[str], light: Any, sharded: Path, tmp_path: Path
+) -> None:
+    places = {"OUT": tmp_path / "out", "RUN": sharded}
+    said = light(*(places.get(str(word), word) for word in words))
+    assert said.code == (2 if words[0] == "check" else 1), said.output
+    assert "Did you mean meta-llama/Llama-2-7b-hf?" in " ".join(said.output.split()), said.output
+    assert words[0] == "export" or TRAIN in said.output
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_types_whose_files_need_no_transformers_are_as_they_are_taken_for(tmp_path: Path) -> None:

@@ -54,6 +54,12 @@ class JobConfig:
         named = content if isinstance(content, Mapping) else {}
         return {full_name(name, str(key)): value for key, value in named.items()}
 
+    def written_name(self, section: str, key: str) -> str:
+        """A key of a section as the file writes it, with its prefix or without."""
+        content = self.values.get(section)
+        names = map(str, content) if isinstance(content, Mapping) else ()
+        return next((name for name in names if full_name(section, name) == key), key)
+
     def has(self, key: str) -> bool:
         """Whether an FSDP key is written in the file; null counts where it doesn't mean the same as no key."""
         section = self.section("fsdp_config")

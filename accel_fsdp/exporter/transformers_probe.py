@@ -22,7 +22,7 @@ from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
 from accel_fsdp.errors import NotInstalled, UserError, is_installed
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
-from accel_fsdp.models import first_line, model_class, read_config, read_tokenizer, remote_code
+from accel_fsdp.models import catalogue, first_line, model_class, read_config, read_tokenizer, remote_code
 
 if TYPE_CHECKING:
     import torch
@@ -329,8 +329,9 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
             raise ValueError("no branch, tag or commit has such a name")
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
+        named = f"{model} at revision {revision}" if revision else model
         raise UserError(
-            f"cannot get {model}{f' at revision {revision}' if revision else ''}: {first_line(error)}",
+            f"cannot get {named}: {first_line(error)}{catalogue.did_you_mean(model)}",
             why="it is the model that --model names, else adapter_config.json or the run's run.json; "
             + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
             fix="say where it lies now: --model FOLDER",

@@ -82,7 +82,7 @@ def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) ->
     named, machines = values.get("machine_rank"), int(args.num_machines)
     if rank is None and (machines == 1 or named is not None):
         return
-    fix = f"accel-fsdp launch --machine_rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
+    fix = f"accel-fsdp launch --machine-rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
     if rank is None:
         raise UsageError(
             f"{args.config_file} is for {machines} machines, and nothing says which of them this is",
@@ -91,13 +91,13 @@ def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) ->
         )
     if not 0 <= rank < machines:
         raise UsageError(
-            f"--machine_rank {rank} of {machines} machine{'s' * (machines > 1)}",
+            f"--machine-rank {rank} of {machines} machine{'s' * (machines > 1)}",
             why="the machines are numbered from 0",
-            fix=fix if machines > 1 else "leave out --machine_rank; num_machines in the YAML says how many there are",
+            fix=fix if machines > 1 else "leave out --machine-rank; num_machines in the YAML says how many there are",
         )
     if named and named != rank:  # a 0 is what `accelerate config` writes into files that all machines share
         raise UsageError(
-            f"--machine_rank {rank} on the command line, machine_rank: {named} in {args.config_file}",
+            f"--machine-rank {rank} on the command line, machine_rank: {named} in {args.config_file}",
             why="one of them is another machine's",
             fix="remove machine_rank from the YAML, which all machines can then share",
         )

@@ -96,16 +96,16 @@ class Draft:
         why, breaks = _without_effect(self.job.engine, self.section, key, value)
         if key in self.read:  # written with and without prefix: the later one is used
             before, _ = self.read.pop(key)
-            self._set_aside(before, key, "written twice, the later one is used")
+            self._set_aside(before, "written twice, the later one is used")
         if why:
-            self._set_aside(raw, key, why, breaks)
+            self._set_aside(raw, why, breaks)
         else:
             self.read[key] = (raw, value)
 
-    def _set_aside(self, raw: str, key: str, why: str, breaks: bool = False) -> None:
+    def _set_aside(self, raw: str, why: str, breaks: bool = False) -> None:
         self.first.append(Edit(self.place or self.section, raw))
         old = show(self._content(self.section)[raw])
-        self.changes.append(Change(f"{self.section}.{key}", "lost", old, why=why, breaks=breaks))
+        self.changes.append(Change(f"{self.section}.{raw}", "lost", old, why=why, breaks=breaks))
 
     def value(self, key: str) -> Any:
         """A key's value, or what Accelerate takes when it is absent."""
@@ -184,7 +184,8 @@ class Draft:
         for key, value in self.job.values.items():
             if key not in self.told and key != self.section:
                 self.changes.append(Change(str(key), "kept", show(value), show(value)))
-        inside = [f"{self.section}.{full_name(self.section, str(key))}" for key in self._content(self.section)]
+        written = [str(key) for key in self._content(self.section)]
+        inside = [f"{self.section}.{name}" for key in written for name in (full_name(self.section, key), key)]
         order = [name for key in self.job.values for name in (str(key), *(inside if key == self.section else ()))]
         ranked = sorted(self.changes, key=lambda one: order.index(one.key) if one.key in order else len(order))
         return Migration(source, target, self._edits(), tuple(ranked))

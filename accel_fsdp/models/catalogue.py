@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from accel_fsdp.errors import nearest
 from accel_fsdp.models.facts import LayerClass, ModelFacts
 
 
@@ -28,6 +29,18 @@ def canonical(name: str) -> str | None:
     by_name = {known.lower(): known for known in entries()}
     alike = [known for known in entries() if known.rpartition("/")[2].lower() == lower]
     return by_name.get(lower) or (alike[0] if len(alike) == 1 else None)
+
+
+def near(name: str) -> str:
+    """The hub id that `name`, whole or its last part alone, was probably meant to be, else the empty string."""
+    by_part = {known if "/" in name else known.rpartition("/")[2]: known for known in entries()}
+    return by_part.get(nearest(name, by_part), "")
+
+
+def did_you_mean(name: str) -> str:
+    """' Did you mean X?' for the model that is `near`, else the empty string."""
+    found = near(name)
+    return f" Did you mean {found}?" if found else ""
 
 
 def hub_id(name: str) -> str:

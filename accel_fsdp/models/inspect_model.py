@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import file_names, safetensors_header, summary
-from accel_fsdp.errors import LIBRARIES, UserError, did_you_mean, is_installed, require
+from accel_fsdp.errors import LIBRARIES, NotInstalled, UserError, did_you_mean, is_installed, require
 from accel_fsdp.hardware import MachineFacts, gpus, host
 from accel_fsdp.models import catalogue, config_json, remote_code
 from accel_fsdp.models.config_json import first_line as first_line
@@ -220,7 +220,7 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
         UserError: there is none, it can't be read, or not without its own Python.
     """
     settings = read_settings(name, revision)
-    require(f"reading the model {name}", "transformers", "torch")
+    _require_reading(name)
     from transformers import AutoConfig
 
     if not run_code:
@@ -257,19 +257,36 @@ def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
     check_local_path(name, "model")
     if Path(name).is_dir():
         return config_json.settings_in(Path(name))
-    require(f"reading the model {name}", "transformers", "torch")
+    _require_reading(name)
     from transformers import PreTrainedConfig
 
     try:
         settings: dict[str, Any] = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read the config of {name}: {first_line(error)}{did_you_mean(name, catalogue.entries())}",
+            f"cannot read the config of {name}: {first_line(error)}{catalogue.did_you_mean(name)}",
             why="the layer classes and sizes come from it",
             fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
         ) from error
     config_json.check(name, settings)
     return settings
+
+
+def _require_reading(name: str) -> None:
+    """Goes on if there is what reads models that aren't bundled.
+
+    Raises:
+        NotInstalled: there isn't. UserError: there isn't either, and a bundled model has nearly that name.
+    """
+    purpose, libraries = f"reading the model {name}", ("transformers", "torch")
+    lacking = next((library for library in libraries if not is_installed(library)), "")
+    if lacking and not Path(name).exists() and (near := catalogue.near(name)):
+        raise UserError(
+            f"{name} is none of the bundled models.{catalogue.did_you_mean(name)}",
+            why=NotInstalled.of(lacking, "reading another model").what,
+            fix=f"--model {near}; or, if {name} is another model: {NotInstalled.of(lacking).fix}",
+        )
+    require(purpose, *libraries)
 
 
 def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) -> Any:

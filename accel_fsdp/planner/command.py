@@ -143,9 +143,8 @@ def _write(options: PlanOptions, told: PlanReport) -> None:
         atomic_files.write_text(options.output, text)
         console.say(f"written: {options.output}")
     elif options.output:
-        why = "one GPU needs no YAML" if told.plan.choice else "nothing fits"
         there = ", and what is there is older" if atomic_files.is_taken(options.output) else ""
-        console.say(f"warning: {options.output} was NOT written: {why}{there}", style="bold red")
+        console.say(f"warning: {options.output} was NOT written: nothing fits{there}", style="bold red")
 
 
 def _as_written(job: PlanJob, subject: Subject) -> PlanJob:

@@ -89,7 +89,7 @@ class PlanCommand:
         tyro.conf.arg(
             aliases=["-o"],
             metavar="FILE",
-            help="Also write the YAML of what is recommended; one GPU needs none, and none is written.",
+            help="Also write the YAML of what is recommended; where nothing fits, none is written.",
         ),
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False

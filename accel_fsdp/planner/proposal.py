@@ -7,8 +7,8 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import linter
-from accel_fsdp.config import ENGINE_NAMES, PLANNED, TORCH_DTYPES, combinations
+from accel_fsdp import __version__, linter
+from accel_fsdp.config import ENGINE_NAMES, HEADER, PLANNED, TORCH_DTYPES, as_scalar, combinations, yaml_file
 from accel_fsdp.errors import UserError
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
@@ -51,7 +51,7 @@ class Proposer:
     def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
         """What the table of combinations, wizard and linter say against a way, by the row's name or the rule's code."""
         if layout.engine == "single":
-            return {}  # one process needs no YAML
+            return {}  # one process has no setting that could clash
         key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
         if key not in self._faults:
             clashes = combinations.clashes(from_yaml.setup_of(layout, recipe))
@@ -95,7 +95,29 @@ class Proposer:
         Raises:
             UserError: the model can't be read.
         """
+        if layout.engine == "single":
+            return self._of_one_process(recipe, layout)
         return to_yaml.to_text(_settled(self._flags(recipe, layout)))
+
+    def _of_one_process(self, recipe: Recipe, layout: Layout) -> str:
+        """What is predicted for one GPU: no engine, where the wizard would write FSDP with nobody to share with."""
+        words = f"--model_name_or_path {shlex.quote(self.model)} {argument_line(recipe, layout)}"
+        values = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": as_scalar("NO"),
+            "mixed_precision": as_scalar(recipe.precision),
+            "num_processes": 1,
+            "num_machines": 1,
+        }
+        return "\n".join(
+            [
+                f"# {self.model}, {recipe.method} training with one process, which has nothing to shard.",
+                f"{HEADER} {__version__}: accel-fsdp plan",
+                "# Launch:",
+                f"#   accelerate launch --config_file THIS_FILE train/sft.py {words}",
+                yaml_file.dump(values),
+            ]
+        )
 
     def command(self, recipe: Recipe, layout: Layout) -> str:
         """The command that writes it: only what the wizard wouldn't take by itself."""

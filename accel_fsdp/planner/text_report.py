@@ -57,14 +57,14 @@ class PlanReport:
     def command(self) -> str:
         """The command that writes the recommended YAML; empty where there is none."""
         found = self._proposed()
-        return found[0].command(found[1].recipe, found[1].layout) if found else ""
+        if found is None or found[1].layout.engine == "single":  # the wizard has FSDP for one GPU, which isn't it
+            return ""
+        return found[0].command(found[1].recipe, found[1].layout)
 
     def _proposed(self) -> tuple[Proposer, Candidate] | None:
-        """What writes the YAML, and for which way; None where one GPU needs none, or nothing is recommended."""
+        """What writes the YAML, and for which way; None where nothing is recommended."""
         choice = self.plan.choice
-        if choice is None or self.proposer is None or choice.layout.engine == "single":
-            return None
-        return self.proposer, choice
+        return None if choice is None or self.proposer is None else (self.proposer, choice)
 
     def headline(self) -> str:
         """What was asked, in a sentence."""

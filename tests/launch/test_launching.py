@@ -79,10 +79,10 @@ def test_the_ranks_get_what_accelerates_launcher_gives_them(
     ("machines", "in_file", "flag", "said"),
     [
         (2, None, None, "is for 2 machines, and nothing says which of them this is"),
-        (2, None, 2, "--machine_rank 2 of 2 machines"),
-        (2, None, -1, "--machine_rank -1 of 2 machines"),
+        (2, None, 2, "--machine-rank 2 of 2 machines"),
+        (2, None, -1, "--machine-rank -1 of 2 machines"),
         (2, 1, 0, "machine_rank: 1 in"),
-        (1, None, 1, "--machine_rank 1 of 1 machine"),
+        (1, None, 1, "--machine-rank 1 of 1 machine"),
         (2, None, 1, ""),
         (2, 0, 1, ""),
         (2, 1, None, ""),

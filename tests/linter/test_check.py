@@ -345,3 +345,17 @@ def test_arguments_come_in_three_forms(tmp_path: Path) -> None:
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
         assert read_args(tmp_path / name) == {"optim": "adafactor", "bf16": True}
+
+
+def test_a_key_without_its_prefix_is_named_as_the_file_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text(V2 + "  zzz: 1\n  ofload_params: true\n  fsdp_yyy: 1\n")
+    found = [one for one in linter.lint(path, linter.LintOptions()) if one.code == "AF103"]
+    assert [one.what for one in found] == [
+        "nothing reads zzz.",
+        "nothing reads ofload_params. Did you mean fsdp_offload_params?",
+        "nothing reads fsdp_yyy.",
+    ]
+    assert [one.fix for one in found] == ["remove zzz", "rename it to fsdp_offload_params", "remove fsdp_yyy"]
+    lines = path.read_text().splitlines()
+    assert [lines[(one.line or 0) - 1].strip() for one in found] == ["zzz: 1", "ofload_params: true", "fsdp_yyy: 1"]

@@ -124,3 +124,10 @@ def test_the_header_says_what_the_file_is_now(tmp_path: Path) -> None:
     first, *rest = path.read_text().splitlines()
     assert first.startswith("# Migrated from FSDP2 to DeepSpeed ZeRO-3.")
     assert rest[:4] == (ROOT / "accelerate_configs/fsdp2.yaml").read_text().splitlines()[1:5]
+
+
+def test_what_had_no_effect_is_named_as_the_file_writes_it() -> None:
+    values = yaml.safe_load(COMMENTED)
+    values["fsdp_config"] |= {"zzz": 1, "fsdp_yyy": 2}
+    changes = plan(Subject(values), "fsdp2").changes
+    assert {"fsdp_config.zzz", "fsdp_config.fsdp_yyy"} <= {one.key for one in changes if one.kind == "lost"}

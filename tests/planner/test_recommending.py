@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, accel_fsdp
+from conftest import ROOT, SFT, accel_fsdp
 
 from accel_fsdp import cli, linter, planner
 from accel_fsdp.config import Method
@@ -80,12 +80,22 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
     assert (judged["fits"], judged["peak_bytes"]) == ("yes", choice["peak_bytes"])
 
 
-def test_one_gpu_needs_no_yaml_and_that_is_said_aloud(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_of_one_gpu_a_yaml_without_an_engine_is_written(method: str, tmp_path: Path) -> None:
+    """The linter finds nothing in it, and it starts."""
     path = tmp_path / "own.yaml"
-    done = accel_fsdp("plan", "--model", "gpt2", "--gpus", "1xH100", "-o", path)
-    assert done.code == 0
-    assert f"warning: {path} was NOT written: one GPU needs no YAML" in done.output
-    assert not path.exists()
+    planned("--model", "gpt2", "--gpus", "1xH100", "--method", method, "-o", path)
+    assert "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n" in path.read_text()
+    assert "--model_name_or_path openai-community/gpt2 --per_device_train_batch_size" in path.read_text()
+    assert cli.call(["check", "--strict", "--model", "gpt2", str(path)]) == 0
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in here("launch", "--dry-run", path, SFT)
+
+
+def test_where_nothing_fits_no_yaml_is_written_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    done = accel_fsdp("plan", "--model", "llama-3.1-70b", "--gpus", "1xRTX4090", "-o", path)
+    assert (done.code, path.exists()) == (1, False)
+    assert f"warning: {path} was NOT written: nothing fits" in done.output
 
 
 MACHINES = ("1xA100", "2xRTX4090", "8xA100-40GB", "8xH100", "4x8xH100")

@@ -109,11 +109,12 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
                 sure = MISNAMED.get(key) or typo_of(key, known)
                 meant = sure or near_key(key, known)
                 fits = bool(sure) and sure not in subject.section(section)
+                name = subject.written_name(section, key)
                 yield Finding(
                     f"{section}.{key}",
-                    f"nothing reads {key}.{f' Did you mean {meant}?' if meant else ''}",
+                    f"nothing reads {name}.{f' Did you mean {meant}?' if meant else ''}",
                     "Accelerate drops it without a word",
-                    f"rename it to {meant}" if sure else f"{meant}, or remove {key}" if meant else f"remove {key}",
+                    f"rename it to {meant}" if sure else f"{meant}, or remove {name}" if meant else f"remove {name}",
                     (Edit(section, key, new_key=sure),) if fits else (),
                 )
 

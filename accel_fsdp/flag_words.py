@@ -1,0 +1,135 @@
+"""Refuses the words that no flag of a command takes, before tyro parses them.
+
+tyro would take the word after a misspelt flag for that flag's value, and then call FILE unknown or missing; it tells of
+types and of its own attempts where a value is wrong, and reads None as no flag at all.
+"""
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from accel_fsdp.errors import UsageError, did_you_mean
+
+HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One of a command's: its name as one types it, and the types of its value; of a switch `bool` alone."""
+
+    name: str
+    types: tuple[Any, ...]
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it stands alone."""
+        return self.types == (bool,)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it takes, where those are named."""
+        return tuple(word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind))
+
+
+def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
+    """Goes on if each flag among `words` is one of `declared`, the class that they will be parsed into, with its value.
+
+    Raises:
+        UsageError: one isn't, or has a value that it can't have.
+    """
+    flags = flags_of(declared)
+    if set(words) & set(HELP) or any(word.startswith("--tyro-") for word in words):
+        return
+    unknown: list[str] = []
+    for name, value in _pairs(flags, words):
+        if (flag := flags.get(name)) is None:
+            unknown.append(name)
+        elif value is not None:
+            _check(command, flag, value)
+    if unknown:
+        listed = " ".join(f"{name} is no flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
+        raise UsageError(listed, why="nothing was done", fix=f"{command} --help shows the flags")
+
+
+def flags_of(declared: type) -> dict[str, Flag]:
+    """The flags of such a class by each of their names; what has no name but a place isn't among them."""
+    found: dict[str, Flag] = {}
+    for field, hint in get_type_hints(declared, include_extras=True).items():
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if tyro.conf.Positional in notes:
+            continue
+        given = next((note for note in notes if hasattr(note, "aliases")), None)
+        name = f"--{(given and given.name) or field.replace('_', '-')}"
+        union = get_origin(kind) in (Union, types.UnionType)
+        flag = Flag(name, get_args(kind) if union else (kind,))
+        found |= dict.fromkeys((name, *((given and given.aliases) or ())), flag)
+    return found
+
+
+def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Each flag among these words, and its value where it has one."""
+    rest = list(words)
+    while rest and (word := rest.pop(0)) != "--":
+        if not is_flag(word):
+            continue
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        elif name not in flags and name[:2] in flags:
+            continue  # -yo FILE, which tyro takes apart
+        known = flags.get(name)
+        if equals:
+            yield name, value
+        elif known and not known.is_switch and rest and not is_flag(rest[0]):
+            yield name, rest.pop(0)
+        else:
+            yield name if known else word, None
+
+
+def is_flag(word: str) -> bool:
+    """Not a number below zero, and not the - that stands for stdin."""
+    return word.startswith("-") and word.lstrip("-")[:1].isalpha()
+
+
+def _check(command: str, flag: Flag, value: str) -> None:
+    """Refuses a value that isn't of the flag's types.
+
+    Raises:
+        UsageError: it isn't.
+    """
+    if value == "None" and type(None) in flag.types:
+        raise UsageError(
+            f"{flag.name} takes {_expected(flag)}, not None",
+            why="None would count as no flag at all",
+            fix=f"leave out {flag.name}",
+        )
+    if int in flag.types and not _is_whole(value):
+        raise UsageError(
+            f"{flag.name} takes {_expected(flag)}, not {value}",
+            why="nothing was done",
+            fix=f"{flag.name} with a whole number; {command} --help shows the flags",
+        )
+    if flag.choices and value not in flag.choices:
+        raise UsageError(
+            f"{flag.name} takes {_expected(flag)}, not {value}.{did_you_mean(value, flag.choices)}",
+            why="nothing was done",
+            fix=f"{flag.name} with one of them; {command} --help shows the flags",
+        )
+
+
+def _expected(flag: Flag) -> str:
+    if flag.choices:
+        return f"one of {', '.join(flag.choices)}"
+    return "a whole number" if int in flag.types else "a path" if Path in flag.types else "a name"
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
