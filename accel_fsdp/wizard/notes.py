@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import EngineKind, Precision
+from accel_fsdp.config import Engine, EngineKind, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import ModelFacts, state_bytes
@@ -46,9 +46,10 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
         return None
     together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
     if given["engine"] == "deepspeed":
-        from accel_fsdp.prediction import from_yaml
+        from accel_fsdp.prediction import Sharding
 
-        return from_yaml.zero(given.get("zero_stage", 3), ranks, together, offload)
+        stage = given.get("zero_stage", 3)
+        return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=stage).layout()
     if is_ddp({"strategy": 1, **given}):
         return Layout("ddp", 1, ranks, together)
     engine: EngineKind = "fsdp2" if given["fsdp_version"] == 2 else "fsdp1"
