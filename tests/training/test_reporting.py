@@ -270,7 +270,7 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
     assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
     assert account["versions"]["torch"] == torch.__version__
-    assert len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  [\d.]+ GiB of host", finished.output)) == steps
+    assert len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  [\d.]+ [GM]iB of host", finished.output)) == steps
     assert "peak memory after step 2: " in finished.output
     assert (out / "loss.svg").read_text().count("<polyline") == 2
     card = ModelCard.load(out / "final" / "README.md")
