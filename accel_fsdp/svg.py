@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby, pairwise
 
-from accel_fsdp.units import gib_in_figure
+from accel_fsdp.units import GIB, about_gib, gib_in_figure, number_in_figure
 
 TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
@@ -87,9 +87,11 @@ def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> s
     if capacity.gib <= top:
         x = capacity.gib * scale
         shapes += [_line(x, y + 35, x, y + 56, "capacity") for y in range(0, height - 57, 44)]
-        shapes.append(_text(x, TEXT - 2, f"{capacity.name}: {capacity.gib:.0f} GiB", "end"))
+        shapes.append(_text(x, TEXT - 2, f"{capacity.name}: {about_gib(capacity.gib * GIB)}", "end"))
     else:
-        shapes.append(_text(width, TEXT - 2, f"{capacity.name}: {capacity.gib:.0f} GiB, beyond the edge →", "end"))
+        shapes.append(
+            _text(width, TEXT - 2, f"{capacity.name}: {about_gib(capacity.gib * GIB)}, beyond the edge →", "end")
+        )
     return _figure(words, width, height, shapes)
 
 
@@ -101,9 +103,9 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
         wide = min(part.gib * scale, end - x)
         if wide <= 0:
             break
-        shown = f"{part.letter} {gib_in_figure(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
+        shown = f"{part.letter} {number_in_figure(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
         label = _text(x + wide / 2, y + 33, shown, "middle", f"on-{part.letter}") if shown else ""
-        tip = f"<title>{escape(part.name)}: {gib_in_figure(part.gib)} GiB</title>"
+        tip = f"<title>{escape(part.name)}: {gib_in_figure(part.gib)}</title>"
         yield f"<g>{tip}{_rect(x, y + 19, wide, 19, part.letter)}{label}</g>"
         x += wide
     if sum(part.gib for part in row.parts) * scale > end + 0.5:
@@ -120,7 +122,7 @@ def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tu
         shapes.append(_text(0, y + 13, kind, style="name"))
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))
-            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib_in_figure(size)} GiB"))
+            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib_in_figure(size)}"))
     return _figure(words, width, 66 * len(rows) - 6, shapes)
 
 
@@ -145,13 +147,13 @@ def lines(
     shapes.append(_line(x, top, x, height - BOTTOM, "here"))
     shapes.append(_text(min(max(x, LEFT + 40), right - 40), top - 8, here[1], "middle"))
     shapes.append(_line(LEFT, y, right, y, "capacity"))
-    ends = [("", f"GPU: {capacity.gib:.0f} GiB", y)]
+    ends = [("", f"GPU: {about_gib(capacity.gib * GIB)}", y)]
     for curve in curves:
         places = [at(*point) for point in curve.points]
         shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
         shapes += [
             f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(curve.name)}, '
-            f"{value[0]:,}: {gib_in_figure(value[1])} GiB</title></circle>"
+            f"{value[0]:,}: {gib_in_figure(value[1])}</title></circle>"
             for (x, y), value in zip(places, curve.points, strict=True)
         ]
         ends.append((curve.style, curve.name, places[-1][1]))
@@ -192,7 +194,7 @@ def areas(
     peak = max(range(len(totals)), key=totals.__getitem__)
     x, y = places[peak], at(totals[peak])
     shapes.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-    shapes.append(_text(x - 8, y + 4, f"{gib_in_figure(totals[peak])} GiB", "end", "halo"))
+    shapes.append(_text(x - 8, y + 4, f"{gib_in_figure(totals[peak])}", "end", "halo"))
     return _figure(words, width, height, shapes)
 
 
@@ -236,7 +238,7 @@ def standalone(figure: str) -> str:
 
 
 def _capacity_line(capacity: Capacity, y: float, limit: float, right: float) -> list[str]:
-    label = f"{capacity.name}: {capacity.gib:.0f} GiB"
+    label = f"{capacity.name}: {about_gib(capacity.gib * GIB)}"
     if capacity.gib > limit:
         return [_text(right, 12, f"{label}, above ↑", "end", "halo")]
     return [_line(LEFT, y, right, y, "capacity"), _text(right, y - 5, label, "end", "halo")]

@@ -8,6 +8,11 @@ def gib_or_mib(count: float, gib_from: float = GIB) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= gib_from else f"{count / MIB:,.1f} MiB"
 
 
+def gib_of(used: float, has: float) -> str:
+    """What is used of what there is, as `63.7 of 79.2 GiB`."""
+    return f"{used / GIB:,.1f} of {has / GIB:,.1f} GiB"
+
+
 def gb_or_mb(count: int) -> str:
     """Bytes of files as `1.24 GB` or `3.50 MB`."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
@@ -28,5 +33,10 @@ def _about(amount: float) -> str:
 
 
 def gib_in_figure(gib: float) -> str:
-    """GiB as a figure and its table show them, without the unit; a small size gets one more digit."""
+    """GiB as a figure shows them."""
+    return f"{number_in_figure(gib)} GiB"
+
+
+def number_in_figure(gib: float) -> str:
+    """GiB where a heading names the unit, as in a table; a small size gets one more digit."""
     return f"{gib:,.1f}" if gib >= 1 or gib < 0.005 else f"{gib:.2f}"

@@ -1,10 +1,12 @@
 """The shape of the code that reviews rely on: the order of the rooms, their faces, and which libraries load where."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,28 @@ def roots(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name.partition(".")[0] for alias in node.names}
     return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"units"}))
+def test_sizes_are_put_into_words_in_one_place(module: str) -> None:
+    """No text divides bytes or writes a unit behind a number by itself: `units` does."""
+    texts = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.JoinedStr)]
+    assert [ast.unparse(text) for text in texts if writes_a_unit(text) or divides_bytes(text)] == []
+
+
+def writes_a_unit(text: ast.JoinedStr) -> bool:
+    return any(
+        isinstance(part, ast.FormattedValue)
+        and isinstance(after, ast.Constant)
+        and re.match(r" [KMGT]i?B\b", str(after.value))
+        for part, after in pairwise(text.values)
+    )
+
+
+def divides_bytes(text: ast.JoinedStr) -> bool:
+    """Whether a number in it is a size divided; what a printer is called with isn't in the text."""
+    numbers = [part.value for part in text.values if isinstance(part, ast.FormattedValue)]
+    divided = [
+        one.right for one in numbers if isinstance(one, ast.BinOp) and isinstance(one.op, (ast.Div, ast.FloorDiv))
+    ]
+    return bool({ast.unparse(one) for one in divided} & {"GIB", "MIB", "1000000000.0"})

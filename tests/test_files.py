@@ -156,7 +156,7 @@ def test_what_never_ends_is_refused_beside_a_yaml_too(flag: str, tmp_path: Path)
     for endless in (large, Path("/dev/zero")):
         refused = accel_fsdp("check", path, flag, endless)
         assert refused.code == 2
-        assert f"{endless} is larger than 1 MiB" in refused.output
+        assert f"{endless} is larger than 1.0 MiB" in refused.output
 
 
 def test_arguments_may_come_from_a_pipe() -> None:

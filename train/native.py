@@ -40,7 +40,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
-from accel_fsdp.units import GIB
+from accel_fsdp.units import gib_or_mib
 
 
 # Flags: the names of train/sft.py, and what its YAML would say
@@ -299,7 +299,7 @@ def main() -> None:
     save_full(model, job, tokenizer, expected)
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host.peak_memory()
-    say(f"{seconds:.1f} s in all; rank 0 had {peak / GIB:.2f} GiB of {device.type} memory at its peak")
+    say(f"{seconds:.1f} s in all; rank 0 had {gib_or_mib(peak)} of {device.type} memory at its peak")
     if dist.get_rank() == 0:
         measured = {"losses": losses, "seconds": seconds, "peak_bytes": peak}
         atomic_files.write_text(job.output_dir / "measured.json", json.dumps(measured))

@@ -40,14 +40,11 @@ class CheckpointLocation:
     def size_bytes(self) -> int:
         """Of the weights' files."""
         paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
-        return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in SIZED)
+        return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
 
     def __str__(self) -> str:
         lacks = f", lacks {', '.join(self.missing)}" if self.missing else ""
         return f"{self.weights if self.weights.is_file() else self.folder}: {self.kind}{lacks}"
-
-
-SIZED = {".distcp", ".bin", ".safetensors", ".pt", ".pth"}
 
 
 def look(folder: Path) -> CheckpointLocation | None:
@@ -119,7 +116,9 @@ def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:
     def read(name: str) -> bool:
         path = found.folder / name
         return any(path == place or place in path.parents for place in places) or (
-            path.parent == found.folder and path.suffix in (*SIZED, ".json") and not name.startswith(file_names.SPARED)
+            path.parent == found.folder
+            and path.suffix in (*file_names.READABLE, ".json")
+            and not name.startswith(file_names.SPARED)
         )
 
     if what := completeness.damage(found.folder, read):
@@ -177,13 +176,13 @@ def _zero(folder: Path) -> CheckpointLocation | None:
 
 
 def _single(folder: Path) -> CheckpointLocation | None:
-    paths = [path for kind in ("*.pth", "*.bin", "*.pt") for path in sorted(folder.glob(kind)) if is_single(path)]
+    paths = [path for kind in file_names.TORCH_SAVED for path in sorted(folder.glob(f"*{kind}")) if is_single(path)]
     return CheckpointLocation("torch.save", folder, paths[0]) if len(paths) == 1 else None
 
 
 def is_single(path: Path) -> bool:
     """Whether a file's name is one for weights."""
-    return path.suffix in (".pth", ".bin", ".pt") and not path.name.startswith(file_names.NOT_WEIGHTS)
+    return path.suffix in file_names.TORCH_SAVED and not path.name.startswith(file_names.NOT_WEIGHTS)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -282,7 +281,7 @@ def _meant(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
-    if place.is_file() and (place.suffix == ".distcp" or place.name == file_names.DCP_METADATA):
+    if place.is_file() and (place.suffix == file_names.DCP_PART or place.name == file_names.DCP_METADATA):
         return place.parent
     return place
 
@@ -292,7 +291,7 @@ def _of_file(path: Path) -> CheckpointLocation | None:
         return None
     if path.name == file_names.FULL_MODEL:
         return CheckpointLocation("FSDP full", path.parent, path, _unfinished(path.parent))
-    if path.suffix == ".safetensors" and not path.name.startswith(file_names.NOT_WEIGHTS):
+    if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _of_safetensors(path)
     if is_single(path):
         return CheckpointLocation("torch.save", path.parent, path, _unfinished(path.parent))

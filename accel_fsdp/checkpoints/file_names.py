@@ -3,6 +3,13 @@
 What a folder with some of them is, `discover` decides.
 """
 
+SAFETENSORS = ".safetensors"
+"""How files of the safetensors library end."""
+TORCH_SAVED = (".pth", ".bin", ".pt")
+"""How files end that torch.save writes."""
+WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
+"""How files end that may hold weights, those of other frameworks too."""
+
 CONFIG = "config.json"
 """Transformers: what a model is built from."""
 MODEL = "model.safetensors"
@@ -20,11 +27,16 @@ ADAPTER_CONFIG, ADAPTER = "adapter_config.json", f"{ADAPTER_STEM}.safetensors"
 """PEFT: how an adapter is laid over its base, and its weights."""
 TORCH_MODEL = "model.pth"
 """This project's exports: a state dict as torch.save writes it."""
+EXPORTED = (SAFETENSORS, ".pth")
+"""This project's exports: how the files of weights end."""
 CARD = "README.md"
 """The model card, as the hub shows it."""
 
-DCP_METADATA, DCP_PARTS = ".metadata", "*.distcp"
-"""torch's distributed checkpoints: what each part holds, written last, and the ranks' parts."""
+DCP_METADATA, DCP_PART = ".metadata", ".distcp"
+"""torch's distributed checkpoints: what each part holds, written last, and how the ranks' parts end."""
+DCP_PARTS = f"*{DCP_PART}"
+READABLE = frozenset({SAFETENSORS, *TORCH_SAVED, DCP_PART})
+"""How the files end that this project reads weights from."""
 FSDP_MODEL = "pytorch_model_fsdp"
 """Accelerate: how model weights of FSDP begin."""
 OPTIMIZER = "optimizer"

@@ -14,7 +14,6 @@ from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
 
 TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
-WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
             fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
         )
     numbered = atomic_files.checkpoints(folder)
-    holds_model = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*"))
+    holds_model = any(folder.glob(f"*{file_names.SAFETENSORS}")) or any(folder.glob("pytorch_model*"))
     return _facts(numbered[-1] if numbered and not holds_model else folder)
 
 
@@ -138,7 +137,7 @@ def _facts(folder: Path) -> CheckpointFacts:
     held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
     names = {path.name for path in held}
     sharded = [path for path in held if path.is_dir() and any(path.glob(file_names.DCP_PARTS))]
-    read = {path: tensors_of(path) for path in held if path.suffix == ".safetensors"}
+    read = {path: tensors_of(path) for path in held if path.suffix == file_names.SAFETENSORS}
     adapter = read.get(folder / file_names.ADAPTER)
     everything = {name: one for tensors in read.values() for name, one in (tensors or {}).items()}
     config = read_json(folder / file_names.CONFIG)
@@ -147,7 +146,7 @@ def _facts(folder: Path) -> CheckpointFacts:
         name=str(folder),
         sharded=any(path.name.startswith("pytorch_model") for path in sharded),
         full=file_names.FULL_MODEL in names,
-        hub=any(Path(name).suffix in WEIGHTS and not name.startswith(file_names.STATE) for name in names),
+        hub=any(Path(name).suffix in file_names.WEIGHTS and not name.startswith(file_names.STATE) for name in names),
         optimizer=any(name.startswith(file_names.OPTIMIZER) for name in names),
         scheduler=file_names.SCHEDULER in names,
         by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UsageError
-from accel_fsdp.units import MIB
+from accel_fsdp.units import MIB, gib_or_mib
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
@@ -102,7 +102,7 @@ def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {path}: {reason}", why=why, fix=fix) from error
     if len(data) > LARGEST:
-        raise UsageError(f"{path} is larger than {LARGEST // MIB} MiB", why=usual or why, fix=fix)
+        raise UsageError(f"{path} is larger than {gib_or_mib(LARGEST)}", why=usual or why, fix=fix)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -26,12 +26,11 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import compare_logits, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Progress, TensorPlacement, reread
-from accel_fsdp.units import MIB
+from accel_fsdp.units import MIB, gb_or_mb
 
 READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
-WEIGHTS = (".safetensors", ".pth")
 UNCOMPARED = "config, tokenizer and other files were not compared: the report has no hashes of them"
 MERGED = 1e-4
 """How far a merge in float32 may lie from PEFT's, of the largest logit."""
@@ -111,7 +110,7 @@ class ExportReport:
         """For the screen."""
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
         dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
-        first = f"{len(self.tensors)} tensors, {self.size_bytes / 1e9:.3f} GB, {dtypes}{speed}"
+        first = f"{len(self.tensors)} tensors, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
         odd = [f"  not finite: {_odd(self)}"] if self.non_finite else []
         return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
 
@@ -152,7 +151,7 @@ def _papers(folder: Path) -> dict[str, str]:
         for name in names
         if str(name) not in (file_names.REPORT, file_names.CARD)
         and not any(part.startswith(".") for part in name.parts)
-        and not (len(name.parts) == 1 and name.suffix in WEIGHTS)
+        and not (len(name.parts) == 1 and name.suffix in file_names.EXPORTED)
     }
 
 
@@ -217,7 +216,7 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
     Raises:
         UserError: they aren't.
     """
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
     found = {path.name: _tensors(path) for path in paths}
     placed = []
     for name, one in report.tensors.items():
@@ -240,7 +239,7 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
 def _check_listed(folder: Path, report: ExportReport) -> None:
     """Every file that from_pretrained may take for the weights, be it without a tensor, must be one of the export."""
     known = {*report.papers, *(one.file for one in report.tensors.values())}
-    held = (path.name for path in sorted(folder.iterdir()) if path.suffix in summary.WEIGHTS)
+    held = (path.name for path in sorted(folder.iterdir()) if path.suffix in file_names.WEIGHTS)
     extra = [name for name in held if name not in known]
     if extra:
         raise damaged(folder, f"holds {', '.join(extra[: transformers_probe.SHOWN])}, which was not exported")
@@ -268,7 +267,7 @@ def _odd(report: ExportReport) -> str:
 
 
 def _tensors(path: Path) -> dict[str, _There]:
-    if path.suffix == ".safetensors":
+    if path.suffix == file_names.SAFETENSORS:
         found = summary.tensors_of(path)
         if found is None:
             raise damaged(path, "is damaged or cut short")

@@ -32,7 +32,7 @@ from accel_fsdp.prediction.memory import (
     variant_of,
 )
 from accel_fsdp.svg import Bar, Capacity, Curve, Part, Words
-from accel_fsdp.units import GIB, gib_in_figure
+from accel_fsdp.units import GIB, gib_in_figure, number_in_figure
 
 WIDTHS = (720, 360)
 """Each figure is drawn twice, for a window and for a phone; the style sheet shows one."""
@@ -117,8 +117,7 @@ def _against(job: PlanJob) -> str:
     kinds = [kind for kind in AGAINST if max(ddp[kind], fsdp[kind]) > least]
     rows = [(LETTERS[kind], AGAINST[kind], ddp[kind] / GIB, fsdp[kind] / GIB) for kind in kinds]
     said = "; ".join(
-        f"{name}: {gib_in_figure(one)} GiB with DDP, {gib_in_figure(other)} GiB with FSDP"
-        for _, name, one, other in rows
+        f"{name}: {gib_in_figure(one)} with DDP, {gib_in_figure(other)} with FSDP" for _, name, one, other in rows
     )
     words = Words("Parameters, gradients, optimizer state, activations per GPU: DDP against FSDP", said)
     return _section(
@@ -158,14 +157,14 @@ def _bar(one: Candidate, name: str) -> Bar:
     live = one.prediction.peak.live
     fits = {"yes": "fits", "tight": "tight", "no": "over", "fails": "fails"}[one.verdict]
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
-    return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)} GiB, {fits}", parts)
+    return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)}, {fits}", parts)
 
 
 def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     samples = _timeline(job, shown.recipe, shown.layout).samples
     drawn = [(one.phase, {LETTERS[kind]: size / GIB for kind, size in one.live.items()}) for one in samples]
     name = f"{name_of(shown.layout)}, {_how(shown.recipe)}"
-    peaks = "; ".join(f"{one.phase}: {gib_in_figure(one.total / GIB)} GiB" for one in shown.prediction.moments)
+    peaks = "; ".join(f"{one.phase}: {gib_in_figure(one.total / GIB)}" for one in shown.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
     seen = [kind for kind in KINDS if any(one.live[kind] for one in samples)]
     return _section(
@@ -202,7 +201,7 @@ def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> li
         for number, (name, peaks) in enumerate(series.peaks.items(), start=1)
     ]
     said = "; ".join(
-        f"{one.name}: {gib_in_figure(one.points[0][1])} to {gib_in_figure(one.points[-1][1])} GiB" for one in curves
+        f"{one.name}: {number_in_figure(one.points[0][1])} to {gib_in_figure(one.points[-1][1])}" for one in curves
     )
     span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {axis}"
     words = Words(f"Highest memory of one GPU by number of {axis}", f"{span}: {said}")
@@ -275,11 +274,11 @@ def _series_table(axis: str, series: Series) -> str:
         [f"{size:,}", *(_cell(peaks[place]) for peaks in series.peaks.values())]
         for place, size in enumerate(series.sizes)
     ]
-    return _table((axis, *(f"{name} GiB" for name in series.peaks)), rows)
+    return _table((axis, *(f"{name}, GiB" for name in series.peaks)), rows)
 
 
 def _cell(size: int) -> str:
-    return f'<data value="{size}">{gib_in_figure(size / GIB)}</data>'
+    return f'<data value="{size}">{number_in_figure(size / GIB)}</data>'
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:

@@ -21,7 +21,7 @@ from accel_fsdp.prediction import (
     step_traffic,
 )
 from accel_fsdp.prediction.memory import KINDS, LETTERS, Layout, ModelShape, Recipe, shards, units_of
-from accel_fsdp.units import GIB, about_gb, about_gib
+from accel_fsdp.units import GIB, about_gb, about_gib, gib_or_mib, number_in_figure
 
 SCHEMA_VERSION = 2
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -72,7 +72,7 @@ class PlanReport:
         millions = capacity.model_numel(job.shape) / 1e6
         return (
             f"{job.shape.name}: {millions:,.1f} M parameters, {recipe.method} training on "
-            f"{job.ranks} x {job.gpu.name} with {job.gpu.usable_gib:.1f} GiB, "
+            f"{job.ranks} x {job.gpu.name} with {gib_or_mib(job.capacity_bytes)}, "
             f"{recipe.rows} x {recipe.length:,} tokens per GPU"
             + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")
             + "; all of it predicted."
@@ -95,7 +95,7 @@ class PlanReport:
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in one.prediction.peak.live.items() if size]
         cells = (
             name_of(one.layout),
-            f"{one.device.allocated / GIB:,.1f}",
+            number_in_figure(one.device.allocated / GIB),
             console.bar(parts, self.job.capacity_bytes, width),
             one.verdict,
             one.prediction.peak.phase,
@@ -107,9 +107,9 @@ class PlanReport:
 
     def _fits_legend(self) -> Iterator[str]:
         """What the words in the column `fits` mean, as far as they stand there."""
-        outside = self.plan.rows[0].device.outside / GIB
+        outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         seen = {one.verdict for one in self.plan.rows}
-        spare = f"fits: yes with {outside:.1f} GiB more for CUDA{' and NCCL' * (self.job.ranks > 1)} and 5% to spare"
+        spare = f"fits: yes with {outside} more for CUDA{' and NCCL' * (self.job.ranks > 1)} and 5% to spare"
         yield (
             spare
             + ("; tight with less to spare, which a step that is larger than predicted uses up" * ("tight" in seen))
@@ -154,7 +154,7 @@ class PlanReport:
             yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
             yield f"  accel-fsdp check {self.config} --model {self.job.shape.name}"
             return
-        yield f"Nothing fits into the {self.job.gpu.usable_gib:.1f} GiB of each GPU. What would:"
+        yield f"Nothing fits into the {gib_or_mib(self.job.capacity_bytes)} of each GPU. What would:"
         given = self.plan.rows[0].layout if self.config else None
         changes = list(remedies.remedies(self.job, given)) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
@@ -202,7 +202,7 @@ class PlanReport:
         host = capacity.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
         offload = f" and {about_gib(host.offload)} to train, offloaded" if host.offload else ""
         most, has = max(host.loading, host.offload), job.host_bytes
-        usual = f" (more than the {has / GIB:,.0f} GiB {'it has' if job.host_gib else 'that are usual'})" * (most > has)
+        usual = f" (more than the {about_gib(has)} {'it has' if job.host_gib else 'that are usual'})" * (most > has)
         return (
             f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}{usual}; "
             f"a checkpoint takes {about_gb(host.checkpoint)} of disk, the exported model "
@@ -323,7 +323,7 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
 
 
 def _way(one: Candidate) -> str:
-    return f"{rows_in(one.recipe)}, {checkpointing_in(one.recipe)}, {one.device.allocated / GIB:.1f} GiB"
+    return f"{rows_in(one.recipe)}, {checkpointing_in(one.recipe)}, {gib_or_mib(one.device.allocated)}"
 
 
 def _seconds(seconds: float) -> str:

@@ -15,6 +15,7 @@ from .capacity import workspace_bytes as workspace_bytes
 from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
 from .communication import units as units
+from .from_yaml import Sharding as Sharding
 from .search import Candidate as Candidate
 from .search import Plan as Plan
 from .search import PlanJob as PlanJob

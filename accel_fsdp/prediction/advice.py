@@ -12,7 +12,7 @@ from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import SHARDING_KINDS, Layout, ModelShape, Recipe, Tapes
 from accel_fsdp.prediction.search import Candidate, PlanJob, evaluate
-from accel_fsdp.units import GIB
+from accel_fsdp.units import GIB, gib_of
 
 LENGTH = 2048
 """Tokens per row that a YAML is judged at, which says none; fewer where the model has fewer positions."""
@@ -55,10 +55,8 @@ class Advice:
     def words(self) -> str:
         """Such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         recipe = self.chosen.recipe
-        return (
-            f"needs {self.needed_gib:.1f} of {self.capacity_gib:.1f} GiB with {recipe.rows} x {recipe.length:,} tokens "
-            "per GPU"
-        )
+        memory = gib_of(self.chosen.device.needed, self.capacity_gib * GIB)
+        return f"needs {memory} with {recipe.rows} x {recipe.length:,} tokens per GPU"
 
 
 def make_job(

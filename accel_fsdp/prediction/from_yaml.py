@@ -1,6 +1,9 @@
-"""From an Accelerate YAML to what the planner predicts for, and from that to what can't be combined. Pure."""
+"""From an Accelerate YAML to what the planner predicts for, and from that to what can't be combined. Pure.
 
-from dataclasses import replace
+A running job says the same by the plugins that Accelerate made of its YAML (`training.run_plan`).
+"""
+
+from dataclasses import dataclass, replace
 
 from accel_fsdp.config import PLANNED, STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
 from accel_fsdp.errors import UsageError
@@ -11,6 +14,41 @@ KINDS = {engine: kind for kind, engine in PLANNED.items() if engine is not Engin
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
 OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a job shares out its model, in the words of YAMLs and of Accelerate's plugins, and on how many ranks.
+
+    `strategy` is FSDP1's; `reshards` and the mesh of `copies` x `shards` are FSDP2's; `stage` is DeepSpeed's.
+    """
+
+    engine: Engine
+    ranks: int
+    ranks_per_node: int
+    offload: bool = False
+    strategy: str = ""
+    reshards: bool = True
+    copies: int = 1
+    shards: int = 1
+    stage: int = 0
+
+    def layout(self) -> Layout:
+        """The same as the planner numbers it. DeepSpeed's stage 0 shards nothing, which is DDP."""
+        if self.engine is Engine.NONE:
+            return Layout("single", 1, 1, 1)
+        kind, number, together = KINDS[self.engine], 1, self.ranks_per_node
+        if self.engine is Engine.FSDP1:
+            number = next((number for number, name in STRATEGIES.items() if name == self.strategy), 1)
+        elif self.engine is Engine.FSDP2:
+            number = 1 if self.reshards else 2
+            if self.copies > 1:
+                number, together = number + 3, self.shards
+        elif self.engine is Engine.DEEPSPEED and self.stage:
+            number = self.stage
+        else:
+            return Layout("ddp", 1, self.ranks, together)
+        return Layout(kind, number, self.ranks, together, self.offload)
 
 
 def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
@@ -26,8 +64,7 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
             why="a plan needs FSDP, DDP or DeepSpeed, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )
-    strategy, together = _strategy(job)
-    kind = KINDS[job.engine]
+    sharding = _sharding(job, ranks)
     precision = str(job.top("mixed_precision"))
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     changed = replace(
@@ -35,10 +72,7 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
         precision=PRECISIONS[precision],
         checkpointing="full" if job.is_fsdp and job.on("fsdp_activation_checkpointing") else recipe.checkpointing,
     )
-    together, offload = together or job.ranks_here, _offloads(job)
-    if kind == "zero":
-        return zero(strategy, ranks, together, offload), changed
-    return Layout(kind, strategy, ranks, together, offload), changed
+    return replace(sharding, offload=_offloads(job)).layout(), changed
 
 
 def setup_of(layout: Layout, recipe: Recipe) -> Setup:
@@ -54,38 +88,32 @@ def setup_of(layout: Layout, recipe: Recipe) -> Setup:
     )
 
 
-def zero(stage: int, ranks: int, ranks_per_node: int, offload: bool) -> Layout:
-    """DeepSpeed's layout; its stage 0 shards nothing, which is DDP."""
-    return Layout("zero", stage, ranks, ranks_per_node, offload) if stage else Layout("ddp", 1, ranks, ranks_per_node)
-
-
-def _strategy(job: JobConfig) -> tuple[int, int]:
-    """The strategy's number or the stage, and how many ranks a mesh puts together, 0 without one."""
+def _sharding(job: JobConfig, ranks: int) -> Sharding:
+    """All but the offload."""
+    sharding = Sharding(job.engine, ranks, job.ranks_here)
     if job.engine is Engine.FSDP1:
-        return next((number for number, name in STRATEGIES.items() if name == job.strategy), 1), 0
+        return replace(sharding, strategy=job.strategy)
     if job.engine is Engine.DEEPSPEED:
         stage = job.section("deepspeed_config").get("zero_stage", 2)  # the launcher's default
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
-        return int(stage), 0
+        return replace(sharding, stage=int(stage))
     if job.engine is Engine.DDP:
-        return 1, 0
-    number = 1 if job.on("fsdp_reshard_after_forward") else 2
-    together = _mesh(job)
-    return (number + 3, together) if together else (number, 0)
+        return sharding
+    copies, shards = _mesh(job, ranks)
+    return replace(sharding, reshards=job.on("fsdp_reshard_after_forward"), copies=copies, shards=shards)
 
 
-def _mesh(job: JobConfig) -> int:
-    """How many ranks share a copy of the model where there are several copies, else 0."""
+def _mesh(job: JobConfig, ranks: int) -> tuple[int, int]:
+    """How many copies of the model there are, and how many ranks share one; 1 and 1 without a mesh."""
     mesh = {key.removeprefix("parallelism_config_"): size for key, size in job.section("parallelism_config").items()}
     for name in OTHER_SIZES:
         _refuse(mesh.get(name, 1) != 1, f"{name}: {mesh.get(name)}", "only data-parallel meshes are known")
     copies, shards = mesh.get("dp_replicate_size", 1), mesh.get("dp_shard_size", 1)
-    ranks = job.number("num_processes")
     fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
     _refuse(
         bool(mesh) and not fits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that"
     )
-    return shards if mesh and copies > 1 else 0
+    return copies, shards
 
 
 def _offloads(job: JobConfig) -> bool:

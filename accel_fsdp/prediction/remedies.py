@@ -15,7 +15,7 @@ from accel_fsdp.prediction.search import (
     name_of,
     offloads,
 )
-from accel_fsdp.units import GIB
+from accel_fsdp.units import about_gib, gib_or_mib
 
 MOST_DOUBLINGS = 10
 SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
@@ -54,8 +54,8 @@ def _other_methods(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iter
         recipe = replace(smallest, method=method, dtype="bfloat16")
         layout = sharded(job, recipe, job.ranks)
         if layout and _fits(job, recipe, layout):
-            size = evaluate(job, recipe, layout).device.allocated / GIB
-            yield f"--method {method}, with {_how(job, recipe, layout, given)}: {size:.1f} GiB"
+            size = gib_or_mib(evaluate(job, recipe, layout).device.allocated)
+            yield f"--method {method}, with {_how(job, recipe, layout, given)}: {size}"
 
 
 def _other_optimizer(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _other_optimizer(job: PlanJob, smallest: Recipe, given: Layout | None) -> It
 
 def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
     """The GPUs that are enough; where no number is, with a method that holds less; where none is, what each holds."""
-    least: tuple[float, str] | None = None
+    least: tuple[int, str] | None = None
     for method in (job.recipe.method, *SMALLER[job.recipe.method]):
         other = method != job.recipe.method
         recipe = replace(smallest, method=method, dtype="bfloat16") if other else smallest
@@ -83,18 +83,18 @@ def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator
             if _fits(job, recipe, layout):
                 yield f"{layout.ranks} GPUs{f' and {flag}' if other else ''}, with {_how(job, recipe, layout, given)}"
                 return
-            size = evaluate(job, recipe, layout).device.allocated / GIB
+            size = evaluate(job, recipe, layout).device.allocated
             least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if other else ''}"))
     if least:
-        yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {least[0]:.1f} GiB"
+        yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {gib_or_mib(least[0])}"
 
 
 def _offload(job: PlanJob, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:
     if not _fits(job, smallest, layout):
         return
-    needs, has = host_bytes(job, smallest, layout) / GIB, job.host_bytes / GIB
-    slow = f"CPU offload, with {used}: several times slower, and {needs:,.0f} GiB of memory on each machine"
-    yield slow if needs <= has else f"{slow}, where {has:,.0f} GiB {'are' if job.host_gib else 'are usual'}"
+    needs, has = host_bytes(job, smallest, layout), job.host_bytes
+    slow = f"CPU offload, with {used}: several times slower, and {about_gib(needs)} of memory on each machine"
+    yield slow if needs <= has else f"{slow}, where {about_gib(has)} {'are' if job.host_gib else 'are usual'}"
 
 
 def _how(job: PlanJob, recipe: Recipe, layout: Layout, given: Layout | None) -> str:

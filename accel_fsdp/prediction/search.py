@@ -9,7 +9,7 @@ from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Tapes
 from accel_fsdp.prediction.speed import RANGE, Step, step_time
-from accel_fsdp.units import GIB
+from accel_fsdp.units import GIB, gib_of
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
@@ -271,9 +271,9 @@ def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
 
 
 def _reason(job: PlanJob, choice: Candidate, alone: bool) -> str:
-    used = choice.device.allocated / GIB
+    used = gib_of(choice.device.allocated, job.capacity_bytes)
     return (
-        f"{_contest(choice.layout, alone)}: {used:.1f} of {job.gpu.usable_gib:.1f} GiB at its peak, "
+        f"{_contest(choice.layout, alone)}: {used} at its peak, "
         f"about {choice.tokens_per_s:,.0f} tokens/s per GPU, bound by {choice.step.bound}."
     )
 

@@ -24,6 +24,7 @@ from accel_fsdp.prediction.memory import (
     compute_bytes,
     master_bytes,
 )
+from accel_fsdp.units import about_gb
 
 Bound = Literal["compute", "intra-node", "inter-node", "pcie"]
 
@@ -296,9 +297,9 @@ def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) ->
     if not gpu.calibrated:
         yield f"No public run calibrates {gpu.name}: products are taken to reach {gpu.efficiency:.0%} of its peak."
     if layout.ranks > layout.ranks_per_node:
-        yield f"The network gives each GPU {gpu.network_bytes_per_s / 1e9:.0f} GB/s."
+        yield f"The network gives each GPU {about_gb(gpu.network_bytes_per_s)}/s."
     if layout.offload:
-        yield f"Each host's memory streams {HOST_BYTES_PER_S / 1e9:.0f} GB/s for the optimizer."
+        yield f"Each host's memory streams {about_gb(HOST_BYTES_PER_S)}/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:
         yield f"{gpu.name} has no bf16 units and computes it at the rate of float32; --precision fp16 is faster."
     if compute_bytes(recipe) == 4:

@@ -10,7 +10,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import GIB
+from accel_fsdp.units import gib_or_mib
 
 RELIES_ON = (
     Internal("torch.distributed.distributed_c10d:_set_pg_timeout", "timeout group"),
@@ -39,7 +39,7 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
         return
     saved = checkpoint()
     raise UserError(
-        f"the whole model takes {gathered_bytes / GIB:.1f} GiB of host memory, {least / GIB:.1f} GiB are free",
+        f"the whole model takes {gib_or_mib(gathered_bytes)} of host memory, {gib_or_mib(least)} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
         fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time",
     )

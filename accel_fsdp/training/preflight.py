@@ -14,7 +14,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import inspect_model
-from accel_fsdp.units import GIB
+from accel_fsdp.units import gib_or_mib
 from accel_fsdp.wizard import check_layer_classes
 
 
@@ -166,8 +166,8 @@ class HostMemory(TrainerCallback):  # type: ignore[misc]
         own = torch.tensor([host.peak_memory()], device=args.device)
         peaks = gather(own).tolist()
         if state.is_world_process_zero:
-            others = f", of the others at most {max(peaks[1:]) / GIB:.2f} GiB" if peaks[1:] else ""
-            console.say(f"host memory while loading: peak of rank 0 {peaks[0] / GIB:.2f} GiB{others}", style="cyan")
+            others = f", of the others at most {gib_or_mib(max(peaks[1:]))}" if peaks[1:] else ""
+            console.say(f"host memory while loading: peak of rank 0 {gib_or_mib(peaks[0])}{others}", style="cyan")
 
 
 def _say(args: TrainingArguments, line: str) -> None:

@@ -24,7 +24,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.training import run_plan
 from accel_fsdp.training.run_plan import Forecast
-from accel_fsdp.units import GIB
+from accel_fsdp.units import GIB, gib_or_mib
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -197,13 +197,13 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
     def _comparison(self) -> str:
         batch = f"{self.tally.rows} x {self.tally.length:,} tokens"
         if not torch.cuda.is_available():
-            return f"{host.peak_memory() / GIB:.2f} GiB of host memory on rank 0"
+            return f"{gib_or_mib(host.peak_memory())} of host memory on rank 0"
         self.peaks["measured"] = torch.cuda.max_memory_allocated()
-        said = f"{self.peaks['measured'] / GIB:.2f} GiB with {batch}"
+        said = f"{gib_or_mib(self.peaks['measured'])} with {batch}"
         if self.forecast is None:
             return f"{said}; the plan's is unknown"
         self.peaks["predicted"] = self.forecast.peak_bytes(self.tally.rows, self.tally.length, self.gpu)
-        return f"{said}; the plan said {self.peaks['predicted'] / GIB:.2f} GiB"
+        return f"{said}; the plan said {gib_or_mib(self.peaks['predicted'])}"
 
     @contextlib.contextmanager
     def explains_out_of_memory(self) -> Iterator[None]:
@@ -227,7 +227,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         why = f"a step of {rows} x {length:,} tokens per rank doesn't fit"
         if found:
             size = found.peak_bytes(rows, length, self.gpu)
-            why = f"the plan says {size / GIB:.2f} GiB for {rows} x {length:,} tokens per rank, {found.job.strategy}"
+            why = f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {found.job.strategy}"
         fix = "one of these, by what the plan says it frees:\n    " + "\n    ".join(advice) if advice else HALVE
         return UserError(f"out of memory: {what}", why=why, fix=fix)
 
@@ -260,7 +260,7 @@ def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step:
     words.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     words += [f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []
     for name, of in (("peak_memory_gib", ""), ("peak_host_memory_gib", " of host memory")):
-        words += [f"{logs[name]:.2f} GiB{of}"] if name in logs else []
+        words += [f"{gib_or_mib(logs[name] * GIB)}{of}"] if name in logs else []
     left = seconds_per_step * (max_steps - step)
     return "  ".join([*words, *([f"{tqdm.format_interval(left)} left"] if left >= 1 else [])])
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from accel_fsdp import console
-from accel_fsdp.config import STRATEGIES
+from accel_fsdp.config import FSDP_VERSIONS, Engine
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction import from_yaml, name_of, predicted, savings, speed
+from accel_fsdp.prediction import Sharding, from_yaml, name_of, predicted, savings, speed
 from accel_fsdp.prediction.memory import (
     ATTENTION_LINEAR,
     Attention,
@@ -156,33 +156,38 @@ def _checkpointing(args: Any, accelerator: Any) -> str:
 
 
 def _layout(accelerator: Any) -> Layout | None:
+    """Read from the plugins that Accelerate made of the YAML; None for engines that can't be predicted."""
     ranks = int(accelerator.num_processes)
     launch = LaunchEnvironment.now()
     together = launch.local_world_size if launch.is_rank else ranks
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
-        return _fsdp_layout(plugin, accelerator, ranks, together)
+        sharding = Sharding(FSDP_VERSIONS[plugin.fsdp_version], ranks, together, _offloads(plugin))
+        return _as_fsdp_shards(sharding, plugin, accelerator).layout()
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
         section = deepspeed.deepspeed_config.get("zero_optimization", {})
         offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
-        return from_yaml.zero(int(deepspeed.zero_stage), ranks, together, offload)
-    if accelerator.distributed_type.value in ("MULTI_GPU", "MULTI_CPU"):
-        return Layout("ddp", 1, ranks, together)
-    return Layout("single", 1, 1, 1) if accelerator.distributed_type.value == "NO" else None
+        return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=int(deepspeed.zero_stage)).layout()
+    engine = {"MULTI_GPU": Engine.DDP, "MULTI_CPU": Engine.DDP, "NO": Engine.NONE}.get(
+        accelerator.distributed_type.value
+    )
+    return Sharding(engine, ranks, together).layout() if engine else None
 
 
-def _fsdp_layout(plugin: Any, accelerator: Any, ranks: int, together: int) -> Layout:
+def _as_fsdp_shards(sharding: Sharding, plugin: Any, accelerator: Any) -> Sharding:
+    if plugin.fsdp_version == 1:
+        named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
+        return replace(sharding, strategy=named)
+    sharding = replace(sharding, reshards=bool(plugin.reshard_after_forward))
+    mesh = getattr(accelerator, "parallelism_config", None)
+    if mesh is None:
+        return sharding
+    return replace(sharding, copies=int(mesh.dp_replicate_size), shards=int(mesh.dp_shard_size))
+
+
+def _offloads(plugin: Any) -> bool:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
     asked = plugin.cpu_offload
-    offload = isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))
-    if plugin.fsdp_version == 1:
-        named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
-        number = next(number for number, name in STRATEGIES.items() if name == named)
-        return Layout("fsdp1", number, ranks, together, offload)
-    number = 1 if plugin.reshard_after_forward else 2
-    mesh = getattr(accelerator, "parallelism_config", None)
-    if mesh is not None and mesh.dp_replicate_size > 1:
-        return Layout("fsdp2", number + 3, ranks, int(mesh.dp_shard_size), offload)
-    return Layout("fsdp2", number, ranks, together, offload)
+    return isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))

@@ -5,6 +5,7 @@ from typing import Any
 
 from accel_fsdp.hardware import machines
 from accel_fsdp.models import state_bytes
+from accel_fsdp.units import about_gib
 from accel_fsdp.wizard import notes, validation
 from accel_fsdp.wizard.question import Context
 
@@ -32,9 +33,10 @@ def strategy(context: Context) -> tuple[int, str]:
     if context.model is None or context["method"] != "full" or not ranks:
         told = notes.legend(context)
         return 1, "FULL_SHARD fits the largest model" + (f"; {told}" if told else "")
-    total = context.model.parameters * state_bytes.PER_PARAMETER["full"] / 1e9
+    total = context.model.parameters * state_bytes.PER_PARAMETER["full"]
     told = notes.legend(context)
-    shared = f"{total:,.0f} GB of weights, gradients and Adam's state: {total / ranks:,.1f} GB on each of {ranks} GPUs"
+    whole, each = about_gib(total), about_gib(total / ranks)
+    shared = f"{whole} of weights, gradients and Adam's state: {each} on each of {ranks} GPUs"
     return 1, shared + (f"; {told}" if told else "")
 
 
@@ -61,13 +63,14 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
             host = notes.host_words(notes.with_answers(context, cpu_offload=True))
             return True, f"even with it, it {found.words}" if not found.fits else f"fits only with it; {host}"
         return False, "doesn't help" if not found.fits else f"several times slower; without it, it {found.words}"
-    state = notes.state_gib(context)
+    state = notes.state_memory(context)
     if state is None:
         return False, "several times slower; only when nothing else fits"
     needed, has = state
+    words = f"{about_gib(needed)} of weights and training state per GPU"
     if needed > has * notes.ROOM_FOR_STATE:
-        return True, f"{needed:,.0f} GiB of weights and training state per GPU don't fit into {has:,.0f} GiB"
-    return False, f"{needed:,.1f} GiB of weights and training state per GPU fit into {has:,.0f} GiB"
+        return True, f"{words} don't fit into {about_gib(has)}"
+    return False, f"{words} fit into {about_gib(has)}"
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import EngineKind, Precision
+from accel_fsdp.config import Engine, EngineKind, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import ModelFacts, state_bytes
 from accel_fsdp.prediction.memory import Layout, ModelShape
-from accel_fsdp.units import GIB
+from accel_fsdp.units import GIB, about_gib, gib_of, gib_or_mib
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, is_ddp
 
@@ -46,9 +46,10 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
         return None
     together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
     if given["engine"] == "deepspeed":
-        from accel_fsdp.prediction import from_yaml
+        from accel_fsdp.prediction import Sharding
 
-        return from_yaml.zero(given.get("zero_stage", 3), ranks, together, offload)
+        stage = given.get("zero_stage", 3)
+        return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=stage).layout()
     if is_ddp({"strategy": 1, **given}):
         return Layout("ddp", 1, ranks, together)
     engine: EngineKind = "fsdp2" if given["fsdp_version"] == 2 else "fsdp1"
@@ -64,7 +65,7 @@ def note(question: str, value: int, context: Context) -> str:
     if job is None or layout is None:
         return ""
     found = _judged(job, layout, False)
-    return f", ~{found.chosen.device.allocated / GIB:,.1f} GiB" if found else ""
+    return f", ~{gib_or_mib(found.chosen.device.allocated)}" if found else ""
 
 
 def legend(context: Context) -> str:
@@ -73,7 +74,8 @@ def legend(context: Context) -> str:
     job = _job(context, layout) if layout and layout.ranks > 1 else None
     if job is None:
         return ""
-    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {job.gpu.usable_gib:.1f} GiB on a GPU"
+    has = gib_or_mib(job.capacity_bytes)
+    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {has} on a GPU"
 
 
 def advice(context: Context, **changed: Any) -> "Advice | None":
@@ -113,8 +115,8 @@ def _precision(context: Context) -> Precision:
     return given or ("bf16" if machines.has_bf16(context.machine) else "fp16")
 
 
-def state_gib(context: Context) -> tuple[float, float] | None:
-    """What the weights and their training alone take of a GPU, and what it has; None where either isn't known."""
+def state_memory(context: Context) -> tuple[float, float] | None:
+    """The bytes that weights and their training alone take of a GPU, and what it has; None where one isn't known."""
     layout, machine = layout_of(context), context.machine
     if context.model is None or layout is None:
         return None
@@ -122,7 +124,7 @@ def state_gib(context: Context) -> tuple[float, float] | None:
     has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if known else machine.memory_gib
     if has is None:
         return None
-    return context.model.parameters * state_bytes.PER_PARAMETER[context["method"]] / layout.shard_ranks / GIB, has
+    return context.model.parameters * state_bytes.PER_PARAMETER[context["method"]] / layout.shard_ranks, has * GIB
 
 
 def checkpoints_in_yaml(context: Context) -> bool:
@@ -162,7 +164,7 @@ def misfit(context: Context) -> tuple[str, ...]:
     found = _judged(job, layout, checkpointing) if job and layout else None
     if found is None:
         return _misfit_of_state(context)
-    host = _host_gib(context)
+    host = _host_memory(context)
     if found.fits and (host is None or host[0] <= host[1]):
         return ()
     how = f"this leaves too little free memory: it {found.words}" if found.verdict == "tight" else host_words(context)
@@ -173,31 +175,31 @@ def misfit(context: Context) -> tuple[str, ...]:
 
 def host_words(context: Context) -> str:
     """What offload needs of each machine's memory; empty without offload."""
-    found = _host_gib(context)
+    found = _host_memory(context)
     if found is None:
         return ""
     needed, usual = found
-    words = f"CPU offload needs {needed:,.0f} GiB of memory on each machine"
-    return words if needed <= usual else f"{words}, where {usual:,.0f} GiB are usual"
+    words = f"CPU offload needs {about_gib(needed)} of memory on each machine"
+    return words if needed <= usual else f"{words}, where {about_gib(usual)} are usual"
 
 
-def _host_gib(context: Context, **changed: Any) -> tuple[float, float] | None:
-    """What offload needs of each machine's memory, and what the plan takes a machine to have; None without offload."""
+def _host_memory(context: Context, **changed: Any) -> tuple[int, int] | None:
+    """The bytes that offload needs on each machine, and what the plan takes a machine to have; None without offload."""
     layout = layout_of(context, **changed)
     job = _job(with_answers(context, **changed), layout) if layout and layout.offload else None
     if job is None or layout is None:
         return None
     from accel_fsdp.prediction import host_bytes
 
-    return host_bytes(job, job.recipe, layout) / GIB, job.host_bytes / GIB
+    return host_bytes(job, job.recipe, layout), job.host_bytes
 
 
 def _misfit_of_state(context: Context) -> tuple[str, ...]:
-    state = state_gib(context)
+    state = state_memory(context)
     if state is None or context["cpu_offload"] or state[0] <= state[1]:
         return ()
     what = "weights" if context["method"] != "full" else "weights, gradients and Adam's state"
-    return (f"warning: this doesn't fit: the {what} alone take {state[0]:,.1f} of {state[1]:,.1f} GiB",)
+    return (f"warning: this doesn't fit: the {what} alone take {gib_of(*state)}",)
 
 
 def _job(context: Context, layout: Layout | None) -> "PlanJob | None":
@@ -242,7 +244,7 @@ def _fits(context: Context, **changed: Any) -> bool:
     found = advice(context, **changed)
     if found is None or not found.fits:
         return False
-    host = _host_gib(context, **{**changed, "cpu_offload": found.offload})
+    host = _host_memory(context, **{**changed, "cpu_offload": found.offload})
     return host is None or host[0] <= host[1]
 
 

@@ -9,6 +9,7 @@ from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Clash, Engine, Setup
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import catalogue
+from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, GivenAnswers, is_ddp
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
@@ -128,7 +129,7 @@ def check_gpus(context: Context, value: Any) -> str:
     if gpus.is_known(name):
         most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)
         if machine.memory_gib and machine.memory_gib > most * MORE_MEMORY:
-            what = f"no {name} has {machine.memory_gib:,.0f} GiB"
+            what = f"no {name} has {about_gib(machine.memory_gib * GIB)}"
             raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
     elif not machine.memory_gib:  # with it, it is newer or rarer than the table
         known = dict.fromkeys(gpu.name for gpu in gpus.GPUS)

@@ -8,7 +8,7 @@ from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.errors import near_key
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import GIB
+from accel_fsdp.units import gib_or_mib
 
 WRITE_BYTES_PER_SECOND = 500_000_000
 """What a rank writes to a good network disk; slower ones are common, so the rule errs on the quiet side."""
@@ -186,10 +186,10 @@ def accumulation_keeps_gradients(subject: Subject) -> Iterator[Finding]:
     each = "sync_each_batch" in str(subject.arg("accelerator_config"))
     if subject.model is None or not subject.is_fsdp or not subject.trains_everything or steps == "1" or each:
         return
-    size = subject.model.parameters * state_bytes.LOW / GIB
+    size = gib_or_mib(subject.model.parameters * state_bytes.LOW)
     yield Finding(
         "distributed_type",
-        f"{steps} accumulated micro-batches keep {size:.1f} GiB or more of gradients on each GPU",
+        f"{steps} accumulated micro-batches keep {size} or more of gradients on each GPU",
         "memory that a run without accumulation doesn't need",
         "--accelerator_config with gradient_accumulation_kwargs: {sync_each_batch: true} (not FSDP1 with offload)",
     )
