@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Optional
 
 import tyro
 
@@ -20,13 +20,13 @@ class ExportCommand:
         tyro.conf.arg(metavar="SRC", help="A run's folder, a checkpoint in it, or a file or folder of its weights."),
     ]
     out: Annotated[
-        tyro.conf.Positional[Path | None],
+        tyro.conf.Positional[Optional[Path]],
         tyro.conf.arg(metavar="OUT", help="The folder to write.", help_behavior_hint="(not with --list or --check)"),
     ] = None
     list: Annotated[bool, tyro.conf.arg(help="Show which checkpoints SRC holds, and what they lack.")] = False
     check: Annotated[bool, tyro.conf.arg(help="Verify SRC, a folder that was exported.")] = False
     model: Annotated[
-        str | None,
+        Optional[str],
         tyro.conf.arg(
             metavar="ID_OR_FOLDER",
             help="The model that was trained: its config, tokenizer and dtype.",
@@ -34,7 +34,7 @@ class ExportCommand:
         ),
     ] = None
     dtype: Annotated[
-        str | None,  # tyro would offer None beside the names of a Literal
+        Optional[str],  # tyro would offer None beside the names of a Literal
         tyro.conf.arg(
             metavar="{" + ",".join(DTYPES) + "}",
             help="Dtype of the weights.",
@@ -44,7 +44,7 @@ class ExportCommand:
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help="Largest file, such as 5GB.")] = "50GB"
     merge_adapter: Annotated[bool, tyro.conf.arg(help="Merge LoRA or DoRA into the base model.")] = False
     adapter: Annotated[
-        str | None,
+        Optional[str],
         tyro.conf.arg(metavar="NAME", help="Which adapter, where SRC holds several, as PEFT calls them: default, ..."),
     ] = None
     format: Annotated[
@@ -66,5 +66,5 @@ class ExportCommand:
     no_sync: Annotated[bool, tyro.conf.arg(help="Don't wait until the disk has it all.")] = False
     force: Annotated[bool, tyro.conf.arg(help="Replace an existing model in OUT.")] = False
     json: Annotated[bool, tyro.conf.arg(help="The report, or the list, as JSON.")] = False
-    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="REPO", help="Upload OUT to this repository.")] = None
+    push_to_hub: Annotated[Optional[str], tyro.conf.arg(metavar="REPO", help="Upload OUT to this repository.")] = None
     private: Annotated[bool, tyro.conf.arg(help="Make that repository private.")] = False

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import tyro
 
@@ -20,7 +20,7 @@ class LaunchCommand:
         bool, tyro.conf.arg(help="Print the command and the environment of the ranks; start nothing.")
     ] = False
     machine_rank: Annotated[
-        int | None,
+        Optional[int],
         tyro.conf.arg(metavar="N", help="Which of the YAML's machines this is, from 0.", help_behavior_hint=""),
     ] = None
     no_check: Annotated[bool, tyro.conf.arg(help="Launch although the linter finds errors; they are shown.")] = False

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import tyro
 
@@ -12,19 +12,19 @@ class Sources:
     """What there is to read besides the YAML; what isn't given isn't looked at, this machine neither."""
 
     model: Annotated[
-        str | None, tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")
+        Optional[str], tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")
     ] = None
     args: Annotated[
-        Path | None,
+        Optional[Path],
         tyro.conf.arg(
             metavar="FILE", help="The training script's arguments: a YAML or JSON mapping, or a command line."
         ),
     ] = None
     checkpoint: Annotated[
-        Path | None, tyro.conf.arg(metavar="FOLDER", help="A checkpoint to resume, or an export, to look into.")
+        Optional[Path], tyro.conf.arg(metavar="FOLDER", help="A checkpoint to resume, or an export, to look into.")
     ] = None
     script: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help="The training script, to read (it isn't run).")
+        Optional[Path], tyro.conf.arg(metavar="FILE", help="The training script, to read (it isn't run).")
     ] = None
     here: Annotated[bool, tyro.conf.arg(help="Look at this machine too: GPUs, memory, disk, port.")] = False
 
@@ -47,4 +47,4 @@ class CheckCommand(LintOptions):
         tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs; - for stdin.", help_behavior_hint="(one or more)"),
     ] = ()
     list_rules: Annotated[bool, tyro.conf.arg(help="Show all rules.")] = False
-    explain: Annotated[str | None, tyro.conf.arg(metavar="CODE", help="Show what a rule is about.")] = None
+    explain: Annotated[Optional[str], tyro.conf.arg(metavar="CODE", help="Show what a rule is about.")] = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import tyro
 
@@ -20,7 +20,7 @@ class MigrateCommand:
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     to: Annotated[MigrationTarget, tyro.conf.arg(help="The engine to rewrite it for.")]
     output: Annotated[
-        Path | None, tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
+        Optional[Path], tyro.conf.arg(aliases=["-o"], metavar="OUT", help="Write there and leave FILE as it is.")
     ] = None
     force: Annotated[bool, tyro.conf.arg(help="Write although a meaning is lost.")] = False
     overwrite: Annotated[bool, tyro.conf.arg(help="Replace an existing OUT.")] = False

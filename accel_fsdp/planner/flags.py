@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Optional
 
 import tyro
 
@@ -19,10 +19,10 @@ class PlanCommand:
     ]
     gpus: Annotated[str, tyro.conf.arg(metavar="NxNAME[-MEMORYGB]", help="8xH100-80GB; 2x8xA100-40GB: two machines.")]
     nodes: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Machines of that kind.", help_behavior_hint="(default: 1)")
+        Optional[int], tyro.conf.arg(metavar="N", help="Machines of that kind.", help_behavior_hint="(default: 1)")
     ] = None
     seq_len: Annotated[
-        int | None,
+        Optional[int],
         tyro.conf.arg(
             metavar="TOKENS",
             help="Tokens per sequence.",
@@ -30,7 +30,7 @@ class PlanCommand:
         ),
     ] = None
     batch: Annotated[
-        int | None,
+        Optional[int],
         tyro.conf.arg(
             metavar="N",
             help="Micro-batch: sequences per GPU (per_device_train_batch_size).",
@@ -38,7 +38,7 @@ class PlanCommand:
         ),
     ] = None
     global_batch: Annotated[
-        int | None,
+        Optional[int],
         tyro.conf.arg(
             metavar="N",
             help="Sequences per optimizer step on all GPUs; the best way to it is searched.",
@@ -48,7 +48,7 @@ class PlanCommand:
     accumulation: Annotated[int, tyro.conf.arg(help="Micro-batches per step (gradient_accumulation_steps).")] = 1
     method: Annotated[Method, tyro.conf.arg(help="What is trained.")] = "full"
     precision: Annotated[
-        Precision | None,
+        Optional[Precision],
         tyro.conf.arg(
             metavar="{bf16,fp16,no}",
             help="Mixed precision.",
@@ -56,7 +56,7 @@ class PlanCommand:
         ),
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
+        Optional[Literal["float32", "bfloat16", "float16"]],
         tyro.conf.arg(
             metavar="{" + ",".join(DTYPES) + "}",
             help="Dtype of the loaded weights.",
@@ -74,7 +74,7 @@ class PlanCommand:
         Kernels, tyro.conf.arg(help="Fused kernels: Trainer's use_liger_kernel, or fms-acceleration's foak.")
     ] = "none"
     host_memory: Annotated[
-        int | None,
+        Optional[int],
         tyro.conf.arg(
             metavar="GIB",
             help="Memory of one machine, which bounds offload.",
@@ -82,10 +82,10 @@ class PlanCommand:
         ),
     ] = None
     config: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
+        Optional[Path], tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
     ] = None
     output: Annotated[
-        Path | None,
+        Optional[Path],
         tyro.conf.arg(
             aliases=["-o"],
             metavar="FILE",
@@ -94,6 +94,6 @@ class PlanCommand:
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="The plan as JSON.")] = False
     html: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help="Also write the plan as one HTML page with figures.")
+        Optional[Path], tyro.conf.arg(metavar="FILE", help="Also write the plan as one HTML page with figures.")
     ] = None
     force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing FILE.")] = False

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import tyro
 
@@ -17,7 +17,7 @@ class WizardOptions:
     """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
 
     output: Annotated[
-        Path | None,
+        Optional[Path],
         tyro.conf.arg(
             aliases=["-o"],
             metavar="FILE",
@@ -30,7 +30,7 @@ class WizardOptions:
     ] = False
     force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing file.")] = False
     from_file: Annotated[
-        Path | None,
+        Optional[Path],
         tyro.conf.arg(
             name="from",
             metavar="FILE",
@@ -39,7 +39,7 @@ class WizardOptions:
         ),
     ] = None
     preset: Annotated[
-        str | None,
+        Optional[str],
         tyro.conf.arg(metavar="NAME", help="Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + "."),
     ] = None
 
@@ -51,7 +51,7 @@ def _flag_field(question: Question) -> tuple[str, Any, Any]:
         help_behavior_hint="(asked)",
         aliases=list(question.aliases) or None,
     )
-    return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
+    return question.field, Annotated[Optional[str], help_text], dataclasses.field(default=None)
 
 
 ConfigCommand = dataclasses.make_dataclass(
