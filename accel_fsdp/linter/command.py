@@ -33,7 +33,7 @@ def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
     if options.fix and Path(yaml_file.STDIN) in paths:
-        raise UsageError("check --fix -", why="stdin can't be repaired", fix="check --fix FILE")
+        raise UsageError("check --fix -", why="stdin can't be repaired", fix="accel-fsdp check --fix FILE")
     found, unread = _lint_each(paths, options)
     if options.json:
         listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
@@ -154,7 +154,7 @@ def show_rules(code: str | None) -> int:
         raise UsageError(
             f"there is no rule {code}.{did_you_mean(code, RULES)}",
             why="it can't be explained",
-            fix="check --list-rules",
+            fix="accel-fsdp check --list-rules",
         )
     one = RULES[code.upper()]
     console.put(f"{one.code} ({one.severity})\n{one.explanation}")

@@ -25,7 +25,7 @@ def migrate(options: MigrateCommand) -> int:
     """
     path, target = options.file, options.to
     if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
-        raise UsageError("migrate -", why="stdin can't be rewritten", fix="migrate - with -o OUT, or with --dry-run")
+        raise UsageError("migrate -", why="stdin can't be rewritten", fix="accel-fsdp migrate - -o OUT, or --dry-run")
     migration, before, after = drawn_up(path, target, options.layer_class)
     _report(path, migration, after, options)
     if migration.broken and not options.force:
