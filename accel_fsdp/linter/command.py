@@ -12,6 +12,7 @@ from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.linter.flags import LintOptions
 from accel_fsdp.linter.inputs import RuleInputs, read_given, read_launch, read_subject
 from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, locate, repair, run
+from accel_fsdp.units import counted
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 6
@@ -129,7 +130,7 @@ def _show(path: Path, findings: list[Finding], put: Callable[..., None] = consol
 def summary(findings: list[Finding]) -> str:
     """How many findings there are of each kind; clean where nothing has to be done."""
     counts = {kind: sum(one.severity == kind for one in findings) for kind in COLOURS}
-    words = [f"{number} {kind}{'s' * (number != 1)}" for kind, number in counts.items() if number]
+    words = [counted(number, kind) for kind, number in counts.items() if number]
     serious = counts["error"] or counts["warning"]
     return ", ".join(words if serious else ["clean", *words])
 

@@ -20,6 +20,7 @@ from accel_fsdp.config import (
     Kind,
     full_name,
 )
+from accel_fsdp.units import counted
 
 ChangeKind = Literal["kept", "renamed", "lost", "changed"]
 SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -249,5 +250,5 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return f"{len(value)} keys"
+        return counted(len(value), "key")
     return "" if value is None else str(value)
