@@ -1,5 +1,6 @@
 """The command `accel-fsdp init`: the training script, a YAML and a short README in a project of the user's own."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,7 @@ def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
         UserError: a file is there already, or can't be written.
     """
     contents = _contents(config, native)
+    _refuse_file(target)
     there = [str(target / name) for name in contents if atomic_files.is_taken(target / name)]
     if there:
         raise UserError(
@@ -56,6 +58,21 @@ def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
         console.say(f"written: {target / name}")
     console.put(f"cd {target} && accelerate launch --config_file {_yaml(config)} {SCRIPT} --help")
     return 0
+
+
+def _refuse_file(target: Path) -> None:
+    """Goes on if a project can lie there: nothing on the way to it is a file.
+
+    Raises:
+        UserError: something is.
+    """
+    for place in (target, *target.parents):
+        if os.path.exists(place) and not os.path.isdir(place):  # without a right to look in, atomic_files says so
+            raise UserError(
+                f"{place} is a file, and DIR must be a folder",
+                why="the files of the project go into it",
+                fix="accel-fsdp init DIR, with a folder that is there or can be made",
+            )
 
 
 def _yaml(config: str) -> str:

@@ -1,6 +1,11 @@
-"""Sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal ones (GB) for files."""
+"""Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
 
 MIB, GIB = 1 << 20, 1 << 30
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """A number of things as `1 tensor`, `2 tensors`."""
+    return f"{count} {one if count == 1 else several or one + 's'}"
 
 
 def gib_or_mib(count: float, gib_from: float = GIB) -> str:

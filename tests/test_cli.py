@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml, run
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import __version__, atomic_files, cli, flag_words
+from accel_fsdp import __version__, atomic_files, cli, flag_words, units
 from accel_fsdp.errors import UsageError, UserError
 
 CATALOGUED = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100")  # nothing is built, and torch not imported
@@ -146,7 +146,7 @@ BAD_RUNS: dict[str, tuple[dict[str, str], str]] = {
     "too-short": ({"--max_length": "1"}, "--max_length 1 is too short"),
     "eval-on-start": ({"--eval_on_start": "true"}, "--eval_on_start without evaluation"),
     "no-flash": ({"--attn_implementation": "flash_attention_2"}, "cannot load the weights"),
-    "missing-weight": ({"--model_name_or_path": "{folder}/gaps"}, "lacks 1 weights of its model"),
+    "missing-weight": ({"--model_name_or_path": "{folder}/gaps"}, "lacks 1 weight of its model"),
     "cut-weights": ({"--model_name_or_path": "{folder}/cut"}, "cannot load the weights"),
     "nothing-to-resume": ({"--resume_from_checkpoint": "true"}, "no complete checkpoint-N folder"),
 }
@@ -347,3 +347,11 @@ def test_values_that_begin_like_flags() -> None:
     assert cli._parse(["check", "--args=--strct", "-"])[1].files == (Path("-"),)
     assert cli._parse(["launch", "--machine-rank", "-1", "job.yaml", "train.py"])[1].machine_rank == -1
     assert cli._parse(["check", "--", "-s.yaml"])[1].files == (Path("-s.yaml"),)
+
+
+def test_one_thing_is_not_several() -> None:
+    shown = {units.counted(number, "process", "processes") for number in (0, 1, 2)}
+    assert shown == {"0 processes", "1 process", "2 processes"}
+    yaml = ROOT / "accelerate_configs" / "fsdp2.yaml"
+    with pytest.raises(UsageError, match="--gpus 1xH100 is 1 GPU, the YAML has 8 processes"):
+        cli.call(["plan", "--model", "gpt2", "--gpus", "1xH100", "--config", str(yaml)])

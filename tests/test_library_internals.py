@@ -1,8 +1,14 @@
 """What this package relies on inside of its libraries: there in what is installed, and missed in one clear line."""
 
 import ast
-from collections.abc import Callable
-from importlib import metadata
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,8 @@ for module in {modules}:
                 print(module, flaw(one)) if flaw(one) else None
                 print(one.path)
 """
+OWN_AND_PYTHONS = {"accel_fsdp", *sys.stdlib_module_names}
+OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 RANK = {"ACCELERATE_USE_FSDP": "true", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -50,24 +58,188 @@ def test_what_is_declared_is_there(declared: set[str]) -> None:
     assert {"cpu", "training.losses", "exporter.reload", "prediction.tracing.cuda_emulation"} <= set(DECLARING)
 
 
-def test_what_is_overridden_or_replaced_is_declared(declared: set[str]) -> None:
-    names = {path.rpartition(":")[2].rpartition(".")[2] for path in declared}
-    for module in [name for name in MODULES if name.startswith("training.")]:
-        assert private_methods(TREES[module]) <= names, module
-    for module in PATCHING:
-        assert replaced(TREES[module]) <= names, module
+@dataclass(frozen=True)
+class Override:
+    """A method of ours over a library's: `signature` is ours, `owner` the library's class that has the method."""
+
+    name: str
+    signature: inspect.Signature
+    owner: type
+
+    def __str__(self) -> str:
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
-def private_methods(tree: ast.AST) -> set[str]:
-    """Of a library's class, as far as they are called by `super()`."""
+def test_each_override_is_declared_or_takes_what_the_library_passes(declared: set[str]) -> None:
+    found = list(overrides())
+    assert {"train", "_run_epoch", "on_log", "parse_args_into_dataclasses"} & {one.name for one in found}
+    assert {"torch", "transformers", "rich"} <= {one.owner.__module__.partition(".")[0] for one in found}
+    members = [parted(path) for path in declared]
+    for one in found:
+        theirs = inspect.signature(method(one.owner, one.name))
+        stands = is_declared(one.owner, one.name, members) or takes(one.signature, theirs)
+        assert stands, f"{one}{theirs} is overridden by {one.signature}"
+
+
+def test_an_inner_method_that_super_has_is_declared(declared: set[str]) -> None:
+    members = [parted(path) for path in declared]
+    for module, node in classes():
+        for name in called_by_super(node):
+            owner = next((one for one in library_bases(module, node) if name in vars(one)), None)
+            assert owner is None or is_declared(owner, name, members), f"{module}: {owner}.{name}"
+
+
+@pytest.mark.parametrize("module", sorted(PATCHING))
+def test_what_is_replaced_is_declared(module: str, declared: set[str]) -> None:
+    """By its whole path: a name of the same letters elsewhere is another thing."""
+    members = [parted(path) for path in declared]
+    places = imports(TREES[module])
+    for name, attribute in assigned(TREES[module]):
+        if name != "self" and attribute != "accel_fsdp_enabled":
+            owner = resolved(places[name])
+            assert any(known is owner and attribute == one for known, one in members), f"{places[name]}.{attribute}"
+
+
+def resolved(path: str) -> Any:
+    """What lies at module:name, or the module."""
+    module, _, names = path.partition(":")
+    found: Any = import_module(module)
+    for name in filter(None, names.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def parted(path: str) -> tuple[Any, str]:
+    """The class or the module that something declared belongs to, and its name there."""
+    module, _, names = path.partition(":")
+    owner, _, name = names.rpartition(".")
+    return resolved(f"{module}:{owner}"), name
+
+
+def is_declared(owner: type, name: str, members: list[tuple[Any, str]]) -> bool:
+    """Of the class that has it, or of one that derives from that."""
+    return any(isinstance(known, type) and issubclass(known, owner) and name == one for known, one in members)
+
+
+def imports(tree: ast.AST) -> dict[str, str]:
+    """Where the names that a module imports lie, anywhere in it, as module:name, or as a module."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                is_module = find_spec(node.module) and _is_module(f"{node.module}.{alias.name}")
+                place = f"{node.module}.{alias.name}" if is_module else f"{node.module}:{alias.name}"
+                found[alias.asname or alias.name] = place
+    return found
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for module in MODULES:
+        yield from ((module, node) for node in ast.walk(TREES[module]) if isinstance(node, ast.ClassDef) and node.bases)
+
+
+def library_bases(module: str, node: ast.ClassDef) -> list[type]:
+    """The classes of libraries that a class derives from, in the order in which Python asks them."""
+    real = getattr(import_module(f"accel_fsdp.{module}"), node.name, None)
+    if not isinstance(real, type):  # a class that a function makes
+        places = imports(TREES[module])
+        named = [resolved(places[base.id]) for base in node.bases if isinstance(base, ast.Name) and base.id in places]
+        real = type(node.name, tuple(named), {})
+    return [one for one in real.__mro__[1:] if one.__module__.partition(".")[0] not in OWN_AND_PYTHONS]
+
+
+def overrides() -> Iterator[Override]:
+    """A constructor is none: nobody calls it but by the name of its class."""
+    for module, node in classes():
+        bases = library_bases(module, node)
+        for one in node.body:
+            if isinstance(one, ast.FunctionDef) and one.name != "__init__":
+                owner = next((base for base in bases if one.name in vars(base)), None)
+                if owner is not None and callable(method(owner, one.name)):
+                    yield Override(one.name, signature(one), owner)
+
+
+def method(owner: type, name: str) -> Any:
+    found = vars(owner)[name]
+    return getattr(found, "__func__", found)
+
+
+def signature(node: ast.FunctionDef) -> inspect.Signature:
+    """With a default where there is one, whatever it is."""
+    bare = copy.deepcopy(node.args)
+    for one in ast.walk(bare):
+        if isinstance(one, ast.arg):
+            one.annotation = None
+    bare.defaults = [ast.Constant(None) for _ in bare.defaults]
+    bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
+    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
+    return inspect.signature(eval(compile(made, node.name, "eval")))
+
+
+def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
+    """Whether every call that fits `theirs` fits `ours` too; what takes any arguments is made to be overridden."""
+    if any(one.kind is Parameter.VAR_POSITIONAL for one in theirs.parameters.values()):
+        return True
+    star = any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values())
+    rest = any(one.kind is Parameter.VAR_KEYWORD for one in ours.parameters.values())
+    places, wanted = positional(ours), positional(theirs)
+    for number, one in enumerate(wanted):
+        if number >= len(places):
+            if not star or not (rest or one.name in ours.parameters):
+                return False
+            continue
+        place = places[number]
+        if (number and place.name != one.name) or (has_default(one) and not has_default(place)):
+            return False
+    for one in theirs.parameters.values():
+        by_name = one.kind is Parameter.KEYWORD_ONLY and one.name in ours.parameters
+        if one.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) and not (rest or by_name):
+            return False
+    needed = [one for one in ours.parameters.values() if one.kind not in OPEN and not has_default(one)]
+    return all(one.name in theirs.parameters or one in places[: len(wanted)] for one in needed)
+
+
+def has_default(one: Parameter) -> bool:
+    return one.default is not Parameter.empty
+
+
+def positional(of: inspect.Signature) -> list[Parameter]:
+    return [one for one in of.parameters.values() if one.kind not in (*OPEN, Parameter.KEYWORD_ONLY)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        (lambda self, a, b=1: None, lambda self, a: None, True),
+        (lambda self, a, b: None, lambda self, a: None, False),
+        (lambda self, b: None, lambda self, a: None, False),
+        (lambda self, a: None, lambda self, a, b=1: None, False),
+        (lambda self, a, **more: None, lambda self, a, b=1: None, False),
+        (lambda self, *args, **more: None, lambda self, a, b=1: None, True),
+        (lambda self, a: None, lambda self, a=1: None, False),
+        (lambda self, a: None, lambda self, a, **more: None, False),
+        (lambda self, a, *, c=1: None, lambda self, a, *, c: None, True),
+        (lambda self, x: None, lambda self, *inputs: None, True),
+    ],
+)
+def test_which_signatures_are_compatible(ours: Callable[..., None], theirs: Callable[..., None], fits: bool) -> None:
+    assert takes(inspect.signature(ours), inspect.signature(theirs)) is fits
+
+
+def called_by_super(tree: ast.AST) -> set[str]:
+    """The private methods that are called by `super()`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call)]
     of_super = [node.attr for node in calls if isinstance(node.value.func, ast.Name) and node.value.func.id == "super"]
     return {name for name in of_super if name.startswith("_") and not name.startswith("__")}
-
-
-def replaced(tree: ast.AST) -> set[str]:
-    """What is assigned to an attribute of a module or a class that isn't of this package."""
-    return {name for owner, name in assigned(tree) if owner != "self" and name != "accel_fsdp_enabled"}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """`accel-fsdp init`: the files of a project of one's own, from a clone and from the wheel, never over what is there."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, accel_fsdp, run
+
+from accel_fsdp import cli
+from accel_fsdp.errors import UserError
 
 
 def test_a_project_is_written_once(tmp_path: Path) -> None:
@@ -28,6 +32,15 @@ def test_an_unknown_yaml_is_refused(tmp_path: Path) -> None:
     assert refused.code == 2
     assert "Did you mean fsdp2_lora?" in refused.output
     assert not (tmp_path / "project").exists()
+
+
+@pytest.mark.parametrize("inside", [(), ("project",)])
+def test_a_file_is_no_place_for_a_project(inside: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(UserError, match=f"{re.escape(str(file))} is a file, and DIR must be a folder"):
+        cli.call(["init", str(file.joinpath(*inside))])
+    assert file.read_text() == "mine"
 
 
 def test_the_wheel_carries_the_files(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
-from accel_fsdp.units import gib_or_mib
+from accel_fsdp.units import counted, gib_or_mib
 
 
 # Flags: the names of train/sft.py, and what its YAML would say
@@ -262,7 +262,8 @@ def save_full(model: Any, job: Job, tokenizer: Any, expected: exported_folder.Ex
             unwrapped = model.module if job.fsdp_version == 1 else model
             unwrapped.save_pretrained(folder, state_dict=exported_folder.without_tied_copies(full, expected.ties))
             tokenizer.save_pretrained(folder)
-            say(f"saved and verified: {job.output_dir / 'final'} ({exported_folder.verify(folder, expected)} tensors)")
+            tensors = exported_folder.verify(folder, expected)
+            say(f"saved and verified: {job.output_dir / 'final'} ({counted(tensors, 'tensor')})")
 
 
 def say(line: str) -> None:

@@ -15,6 +15,7 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
 from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
+from accel_fsdp.units import counted
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         for line in training.summary(trainer.state, training_args.load_best_model_at_end):
             console.say(line)
-        console.say(f"exported and verified: {output / 'final'} ({tensors} tensors)", style="green")
+        console.say(f"exported and verified: {output / 'final'} ({counted(tensors, 'tensor')})", style="green")
 
 
 def tokenize(

@@ -20,6 +20,7 @@ from accel_fsdp.checkpoints.safe_unpickle import ERRORS
 from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, FileReader, Piece, Stored, damaged
 from accel_fsdp.checkpoints.torch_zip import TENSORS, View
 from accel_fsdp.errors import UserError
+from accel_fsdp.units import counted
 
 ViewSpan = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
@@ -109,9 +110,9 @@ def _read(
     stage, ranks = int(states[0]["zero_stage"]), states[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if len(states) != ranks:
-        raise damaged(folder, f"holds *_optim_states.pt of {len(states)} ranks, {ranks} wrote it")
+        raise damaged(folder, f"holds *_optim_states.pt of {counted(len(states), 'rank')}, {ranks} wrote it")
     if stage == 3 and len(loaded) != ranks:
-        raise damaged(folder, f"holds *_model_states.pt of {len(loaded)} ranks, {ranks} wrote it")
+        raise damaged(folder, f"holds *_model_states.pt of {counted(len(loaded), 'rank')}, {ranks} wrote it")
     # Before stage 2 frozen parameters are noted nowhere but in the module's state.
     held = first["buffer_names"] if stage == 3 else first["module"] or {}
     found = {name: first["module"][name].stored(name) for name in held if isinstance(first["module"][name], View)}

@@ -10,6 +10,7 @@ from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import inspect_model
+from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +175,7 @@ def verify(folder: Path, expected: Expected) -> int:
         shown = "; ".join(problems[:SHOWN_PROBLEMS]) or "no tensor at all"
         rest = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise UserError(
-            f"the export holds {len(found)} tensors, expected {len(expected.tensors)}: {shown}{rest}",
+            f"the export holds {counted(len(found), 'tensor')}, expected {len(expected.tensors)}: {shown}{rest}",
             why="a model loaded from it would have random or empty weights",
             fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
         )

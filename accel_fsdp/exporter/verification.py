@@ -26,7 +26,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import compare_logits, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Progress, TensorPlacement, reread
-from accel_fsdp.units import MIB, gb_or_mb
+from accel_fsdp.units import MIB, counted, gb_or_mb
 
 READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
@@ -110,7 +110,7 @@ class ExportReport:
         """For the screen."""
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
         dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
-        first = f"{len(self.tensors)} tensors, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
+        first = f"{counted(len(self.tensors), 'tensor')}, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
         odd = [f"  not finite: {_odd(self)}"] if self.non_finite else []
         return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
 
@@ -263,7 +263,7 @@ def check_finite(report: ExportReport) -> ExportReport:
 
 def _odd(report: ExportReport) -> str:
     numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
-    return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {len(report.tensors)} tensors"
+    return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
 
 
 def _tensors(path: Path) -> dict[str, _There]:

@@ -17,6 +17,7 @@ from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
+from accel_fsdp.units import counted
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
 """How the launcher stops at what it can't use."""
@@ -91,7 +92,7 @@ def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) ->
         )
     if not 0 <= rank < machines:
         raise UsageError(
-            f"--machine-rank {rank} of {machines} machine{'s' * (machines > 1)}",
+            f"--machine-rank {rank} of {counted(machines, 'machine')}",
             why="the machines are numbered from 0",
             fix=fix if machines > 1 else "leave out --machine-rank; num_machines in the YAML says how many there are",
         )

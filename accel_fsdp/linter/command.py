@@ -12,6 +12,7 @@ from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.linter.flags import LintOptions
 from accel_fsdp.linter.inputs import RuleInputs, read_given, read_launch, read_subject
 from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, locate, repair, run
+from accel_fsdp.units import counted
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 6
@@ -33,7 +34,7 @@ def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
     if options.fix and Path(yaml_file.STDIN) in paths:
-        raise UsageError("check --fix -", why="stdin can't be repaired", fix="check --fix FILE")
+        raise UsageError("check --fix -", why="stdin can't be repaired", fix="accel-fsdp check --fix FILE")
     found, unread = _lint_each(paths, options)
     if options.json:
         listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
@@ -129,7 +130,7 @@ def _show(path: Path, findings: list[Finding], put: Callable[..., None] = consol
 def summary(findings: list[Finding]) -> str:
     """How many findings there are of each kind; clean where nothing has to be done."""
     counts = {kind: sum(one.severity == kind for one in findings) for kind in COLOURS}
-    words = [f"{number} {kind}{'s' * (number != 1)}" for kind, number in counts.items() if number]
+    words = [counted(number, kind) for kind, number in counts.items() if number]
     serious = counts["error"] or counts["warning"]
     return ", ".join(words if serious else ["clean", *words])
 
@@ -154,7 +155,7 @@ def show_rules(code: str | None) -> int:
         raise UsageError(
             f"there is no rule {code}.{did_you_mean(code, RULES)}",
             why="it can't be explained",
-            fix="check --list-rules",
+            fix="accel-fsdp check --list-rules",
         )
     one = RULES[code.upper()]
     console.put(f"{one.code} ({one.severity})\n{one.explanation}")

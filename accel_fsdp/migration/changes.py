@@ -20,6 +20,7 @@ from accel_fsdp.config import (
     Kind,
     full_name,
 )
+from accel_fsdp.units import counted
 
 ChangeKind = Literal["kept", "renamed", "lost", "changed"]
 SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -29,7 +30,7 @@ SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 class Change:
     """What becomes of one key. `old` and `new` are values as text, empty where there is none.
 
-    `breaks` marks a meaning that the new file can't carry.
+    `breaks` marks a meaning that the new file can't carry, and `fix` is what carries it instead, if anything does.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Change:
     new_key: str = ""
     why: str = ""
     breaks: bool = False
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,17 @@ class Draft:
         why, breaks = _without_effect(self.job.engine, self.section, key, value)
         if key in self.read:  # written with and without prefix: the later one is used
             before, _ = self.read.pop(key)
-            self._set_aside(before, "written twice, the later one is used")
+            self._set_aside(before, key, "written twice, the later one is used")
         if why:
-            self._set_aside(raw, why, breaks)
+            known = (self.section, key) in BY_NAME or key in RETIRED
+            self._set_aside(raw, key if known else raw, why, breaks)
         else:
             self.read[key] = (raw, value)
 
-    def _set_aside(self, raw: str, why: str, breaks: bool = False) -> None:
+    def _set_aside(self, raw: str, key: str, why: str, breaks: bool = False) -> None:
         self.first.append(Edit(self.place or self.section, raw))
         old = show(self._content(self.section)[raw])
-        self.changes.append(Change(f"{self.section}.{raw}", "lost", old, why=why, breaks=breaks))
+        self.changes.append(Change(f"{self.section}.{key}", "lost", old, why=why, breaks=breaks))
 
     def value(self, key: str) -> Any:
         """A key's value, or what Accelerate takes when it is absent."""
@@ -125,7 +128,15 @@ class Draft:
         return str(self.value(key)).lower() in TRUE_WORDS
 
     def row(
-        self, key: str, kind: ChangeKind, why: str = "", *, value: Any = None, new_key: str = "", breaks: bool = False
+        self,
+        key: str,
+        kind: ChangeKind,
+        why: str = "",
+        *,
+        value: Any = None,
+        new_key: str = "",
+        breaks: bool = False,
+        fix: str = "",
     ) -> None:
         """One key of the section: lost, or with another value, another name, or as it is."""
         raw, old = self.read.get(key, ("", None))
@@ -139,7 +150,7 @@ class Draft:
         elif value is not None:
             self.edits.append(Edit(self.place, raw or new_key or key, value))
         new = "" if kind == "lost" else show(old if value is None else value)
-        self.changes.append(Change(f"{self.section}.{key}", kind, show(old), new, new_key, why, breaks))
+        self.changes.append(Change(f"{self.section}.{key}", kind, show(old), new, new_key, why, breaks, fix))
 
     def add(self, key: str, value: Any, why: str, section: str = "", breaks: bool = False) -> None:
         """A key that had no counterpart in the old file."""
@@ -239,5 +250,5 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return f"{len(value)} keys"
+        return counted(len(value), "key")
     return "" if value is None else str(value)

@@ -25,7 +25,7 @@ def migrate(options: MigrateCommand) -> int:
     """
     path, target = options.file, options.to
     if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
-        raise UsageError("migrate -", why="stdin can't be rewritten", fix="migrate - with -o OUT, or with --dry-run")
+        raise UsageError("migrate -", why="stdin can't be rewritten", fix="accel-fsdp migrate - -o OUT, or --dry-run")
     migration, before, after = drawn_up(path, target, options.layer_class)
     _report(path, migration, after, options)
     if migration.broken and not options.force:
@@ -68,7 +68,7 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
         changes = [asdict(change) for change in migration.changes]
         console.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2))
         return
-    rows = [((one.kind + "!" * one.breaks), _becomes(one), one.why) for one in migration.changes]
+    rows = [((one.kind + "!" * one.breaks), _becomes(one), _because(one)) for one in migration.changes]
     if rows:
         styles = ["red" if one.breaks else STYLES[one.kind] for one in migration.changes]
         console.show_table(("", "key", "why"), rows, styles, to_stderr=options.dry_run)
@@ -82,12 +82,18 @@ def _becomes(one: Change) -> str:
     return f"{before} → {after}" if after and after != one.old else before
 
 
+def _because(one: Change) -> str:
+    return f"{one.why}: {one.fix}" if one.fix else one.why
+
+
 def _broken(path: Path, migration: Migration) -> UserError:
     named = ", ".join(one.key.rpartition(".")[2] for one in migration.broken)
+    given = " ".join(one.fix for one in migration.broken if one.fix)
+    instead = f"give the script {given}, and write the file" if given else "write the file without that meaning"
     return UserError(
         f"{path}: {migration.target} can't keep the meaning of {named}",
         why="; ".join(one.why for one in migration.broken),
-        fix="change those keys first, or write the file without that meaning: --force. Nothing was written",
+        fix=f"change those keys first, or {instead}: --force. Nothing was written",
     )
 
 

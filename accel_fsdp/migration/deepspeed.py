@@ -18,8 +18,9 @@ def fsdp_to_zero(draft: Draft, stage: int) -> None:
     draft.row("fsdp_version", "lost", "FSDP only")
     _strategy_to_stage(draft, stage)
     checkpoints = draft.on("fsdp_activation_checkpointing")
-    why = "type --gradient_checkpointing true" if checkpoints else "off"
-    draft.row("fsdp_activation_checkpointing", "lost", why, breaks=checkpoints)
+    why = "in ZeRO an argument of the script switches it on" if checkpoints else "off"
+    fix = "--gradient_checkpointing true" if checkpoints else ""
+    draft.row("fsdp_activation_checkpointing", "lost", why, breaks=checkpoints, fix=fix)
     offloads = draft.on("fsdp_activation_checkpointing_offload")
     draft.row("fsdp_activation_checkpointing_offload", "lost", "no such key", breaks=offloads)
     draft.row("fsdp_ignored_modules", "lost", "ZeRO shards all modules", breaks=True)

@@ -5,6 +5,7 @@ FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_S
 
 from accel_fsdp.config import RESHARDS, STATE_DICT_TYPES, Engine
 from accel_fsdp.migration.changes import SIZES, Change, Draft, as_int
+from accel_fsdp.units import counted
 
 STATE_DICT_DEFAULT = {Engine.FSDP1: "FULL_STATE_DICT", Engine.FSDP2: "SHARDED_STATE_DICT"}
 
@@ -88,7 +89,7 @@ def _mesh_is_hybrid(draft: Draft) -> tuple[bool, str]:
     if replicas == 1:
         return False, ""
     ours = replicas == machines
-    return ours, "" if ours else f"{replicas} replicas on {machines} machine{'s' * (machines > 1)}"
+    return ours, "" if ours else f"{replicas} replicas on {counted(machines, 'machine')}"
 
 
 def _ranks(draft: Draft) -> tuple[int | None, int | None]:

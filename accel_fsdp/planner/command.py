@@ -18,6 +18,7 @@ from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import PlanJob, from_yaml, search
 from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.units import counted
 
 DEFAULT_LENGTH = 2048
 
@@ -237,8 +238,8 @@ def _accumulation(options: PlanOptions, ranks: int) -> int:
     if total % (ranks * rows):
         each = max(total // (ranks * rows), 1) * ranks * rows
         raise UsageError(
-            f"--global-batch {total} can't be shared by {ranks} GPUs"
-            + (f" with {rows} sequences each" if options.rows else ""),
+            f"--global-batch {total} can't be shared by {counted(ranks, 'GPU')}"
+            + (f" with {counted(rows, 'sequence')} each" if options.rows else ""),
             why=f"each GPU takes the same number: it must be a multiple of {ranks * rows}",
             fix=f"--global-batch {each}, or {each + ranks * rows}",
         )
@@ -249,13 +250,14 @@ def _check_layout(options: PlanOptions, machine: MachineFacts, nodes: int, layou
     """Refuses GPUs that aren't those of the YAML."""
     if machine.count * nodes != layout.ranks:
         raise UsageError(
-            f"--gpus {options.gpus} is {machine.count * nodes} GPUs, the YAML has {layout.ranks} processes",
+            f"--gpus {options.gpus} is {counted(machine.count * nodes, 'GPU')}, the YAML has "
+            f"{counted(layout.ranks, 'process', 'processes')}",
             why="each process drives one GPU",
             fix=f"--gpus {layout.ranks}x{machine.accelerator}, or change num_processes",
         )
     if nodes != machines_there:
         raise UsageError(
-            f"--gpus {options.gpus} is {nodes} machines, the YAML has num_machines: {machines_there}",
+            f"--gpus {options.gpus} is {counted(nodes, 'machine')}, the YAML has num_machines: {machines_there}",
             why="the links between machines decide the speed",
             fix=f"--gpus {layout.ranks // machines_there}x{machine.accelerator} --nodes {machines_there}",
         )

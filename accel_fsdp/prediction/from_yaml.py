@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from accel_fsdp.config import PLANNED, STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
 from accel_fsdp.errors import UsageError
 from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.units import counted
 
 KINDS = {engine: kind for kind, engine in PLANNED.items() if engine is not Engine.NONE}
 """The engines that can be predicted for, as the planner names them."""
@@ -59,8 +60,9 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
     """
     ranks = job.number("num_processes")
     if job.engine not in KINDS or not ranks:
+        several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
         raise UsageError(
-            f"{job.engine.value} with {ranks or 'an unknown number of'} processes can't be predicted",
+            f"{job.engine.value} with {several} can't be predicted",
             why="a plan needs FSDP, DDP or DeepSpeed, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )

@@ -15,6 +15,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import causal, inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.arguments import ModelArguments
+from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,7 +131,7 @@ def _with_weights(options: ModelArguments) -> Any:
     )
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
-            f"{options.model_name_or_path} lacks {len(missing)} weights of its model, first {missing[0]}",
+            f"{options.model_name_or_path} lacks {counted(len(missing), 'weight')} of its model, first {missing[0]}",
             why="they would be trained from random values",
             fix="download or export the model again",
         )

@@ -244,7 +244,9 @@ HALVE = "a smaller --per_device_train_batch_size, a shorter --max_length, or mor
 class _Bar(ProgressCallback):  # type: ignore[misc]
     """Trainer's progress bar without its lines."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         """`ProgressReport` prints them."""
 
 

@@ -18,6 +18,7 @@ from accel_fsdp.checkpoints import (
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -172,7 +173,7 @@ def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "defa
     if stored != wanted:
         other = min(stored ^ wanted)
         raise UserError(
-            f"{path} holds {len(stored & wanted)} of the adapter's {len(wanted)} tensors; "
+            f"{path} holds {len(stored & wanted)} of the adapter's {counted(len(wanted), 'tensor')}; "
             f"{'it lacks' if other in wanted else 'it has'} {other}",
             why="training would go on from a partly new adapter",
             fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",
@@ -211,7 +212,7 @@ def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_de
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
         raise UserError(
-            f"{checkpoint} was written by {ranks} ranks, this run has {here.ranks}",
+            f"{checkpoint} was written by {counted(ranks, 'rank')}, this run has {here.ranks}",
             why="the order of the rows depends on it, with this --train_sampling_strategy"
             if order_depends_on_ranks
             else "in this format each rank reads the file that it wrote",

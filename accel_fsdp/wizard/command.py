@@ -130,11 +130,12 @@ def _rows(answers: Answers) -> list[tuple[str, str]]:
 def _show(text: str, original: Original | None, title: str) -> None:
     console.show_yaml(text, title)
     if original is not None:
-        _diff(original, text)
+        _diff(original, text, title)
 
 
-def _diff(original: Original, text: str) -> None:
-    console.show_diff(original.text, text, str(original.path))
+def _diff(original: Original, text: str, place: str) -> None:
+    """From the file that is re-edited to the one that is, or would be, written."""
+    console.show_diff(original.text, text, str(original.path), place)
 
 
 def _may_write(output: Path | None, options: WizardOptions, original: Original | None, text: str) -> bool:
@@ -142,7 +143,7 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
     if output is None or options.force or not atomic_files.is_taken(output):
         return True
     if original is not None:
-        _diff(original, text)
+        _diff(original, text, str(output))
     return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
 
 
@@ -152,7 +153,7 @@ def _write(answers: Answers, options: WizardOptions, original: Original | None) 
         console.put(text.rstrip())
         return 0
     if original is not None and not sys.stdin.isatty():
-        _diff(original, text)
+        _diff(original, text, str(output))
     atomic_files.write_text(output, text)
     console.say(f"written: {output}", style="green")
     if answers.own_script:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_config import answers
 
-from accel_fsdp import linter
+from accel_fsdp import cli, linter
 from accel_fsdp.config import BY_NAME, yaml_file
 from accel_fsdp.errors import UsageError
 from accel_fsdp.linter import parse_command_line, read_args
@@ -359,3 +359,10 @@ def test_a_key_without_its_prefix_is_named_as_the_file_writes_it(tmp_path: Path)
     assert [one.fix for one in found] == ["remove zzz", "rename it to fsdp_offload_params", "remove fsdp_yyy"]
     lines = path.read_text().splitlines()
     assert [lines[(one.line or 0) - 1].strip() for one in found] == ["zzz: 1", "ofload_params: true", "fsdp_yyy: 1"]
+
+
+@pytest.mark.parametrize("words", [["check", "--explain", "AF999"], ["check", "--fix", "-"], ["check"]])
+def test_a_command_that_is_the_fix_begins_as_one_types_it(words: list[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        cli.call(words)
+    assert refused.value.fix.startswith("accel-fsdp check")

@@ -83,7 +83,8 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
     path.write_text(text)
     refused = accel_fsdp("migrate", path, "--to", "zero3")
     assert refused.code == 1
-    assert "type --gradient_checkpointing true" in refused.output
+    assert "\n  why: in ZeRO an argument of the script switches it on\n" in refused.output
+    assert "or give the script --gradient_checkpointing true, and write the file: --force." in refused.output
     assert path.read_text() == text
     assert accel_fsdp("migrate", path, "--to", "zero3", "--dry-run").code == 1
     assert accel_fsdp("migrate", path, "--to", "zero3", "--force").code == 0

@@ -50,7 +50,7 @@ def run_of(folder: Path, *steps: int) -> list[Path]:
         (SHARDED[:2], HERE, HERE, "holds no optimizer state and no schedule"),
         ((*SHARDED, REST[0]), HERE, HERE, "holds no schedule (scheduler.pt)"),
         ((*SHARDED[2:], *REST), HERE, HERE, "holds no model weights"),
-        (("pytorch_model_fsdp_rank0.bin", "optimizer_0/.metadata", "scheduler.pt"), HERE, HERE, "by 1 ranks"),
+        (("pytorch_model_fsdp_rank0.bin", "optimizer_0/.metadata", "scheduler.pt"), HERE, HERE, "by 1 rank,"),
         ((*ZERO, "latest"), Origin("ZeRO-2", 2, 8), Origin("ZeRO-2", 4, 8), "holds no model weights"),
         (
             (*ZERO, "global_step4/mp_rank_00_model_states.pt"),

@@ -65,6 +65,20 @@ def test_what_is_left_out_counts_as_accelerate_takes_it(tmp_path: Path) -> None:
     assert "fsdp_backward_prefetch" not in changed["fsdp_config"]
 
 
+@pytest.mark.parametrize("new", ["", "new.yaml"])
+def test_the_diff_names_the_file_that_was_read_and_the_one_that_is_written(
+    new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "old.yaml", tmp_path / (new or "old.yaml")
+    path.write_text(V2)
+    options = wizard.WizardOptions(from_file=path, yes=True, output=output if new else None)
+    flags = {"model": "meta-llama/Llama-3.1-8B", "mixed_precision": "fp16"}
+    assert wizard.configure(options, flags) == 0
+    said = "".join(capsys.readouterr().err.split())
+    assert f"---{path}+++{output}@@" in said
+    assert (path.read_text() == V2) == bool(new)
+
+
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
 def test_another_engine_leaves_nothing_of_the_old_one(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"

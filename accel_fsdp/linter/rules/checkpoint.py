@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.units import counted
 
 
 @rule("AF801", pains=("P21",))
@@ -95,7 +96,7 @@ def checkpoint_of_other_ranks(subject: Subject) -> Iterator[Finding]:
     if found and found.trainer_state and found.rng_states and processes and found.rng_states != processes:
         yield Finding(
             "num_processes",
-            f"{found.name} is of {found.rng_states} processes, the file starts {processes}",
+            f"{found.name} is of {counted(found.rng_states, 'process', 'processes')}, the file starts {processes}",
             "random states are lost, and steps mean other rows unless the global batch stays the same",
             f"num_processes: {found.rng_states}, or keep the global batch",
         )

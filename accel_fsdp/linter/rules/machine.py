@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import about_gib
+from accel_fsdp.units import about_gib, counted
 
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
 
@@ -87,7 +87,7 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
     if chosen < ranks or single:
         yield Finding(
             "gpu_ids",
-            f"gpu_ids: {subject.top('gpu_ids')} and {max(ranks, 1)} processes on each machine",
+            f"gpu_ids: {subject.top('gpu_ids')} and {counted(max(ranks, 1), 'process', 'processes')} on each machine",
             "the launcher stops: less than two GPU ids" if single else "NCCL stops: Duplicate GPU detected",
             "gpu_ids: all, or as many ids as processes",
         )

@@ -104,9 +104,9 @@ class FourBitLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False, device=like.weight.device)
         self.bias = like.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """As `Linear4bit.forward`: casts to the compute dtype and back."""
-        given = x.dtype
+        given = input.dtype
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        out: Tensor = _FourBit.apply(x.to(torch.bfloat16), (self.out_features, self.in_features), bias)  # type: ignore[no-untyped-call]
+        out: Tensor = _FourBit.apply(input.to(torch.bfloat16), (self.out_features, self.in_features), bias)  # type: ignore[no-untyped-call]
         return out.to(given)
