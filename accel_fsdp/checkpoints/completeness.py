@@ -215,6 +215,11 @@ def flaw(checkpoint: Path) -> str:
         return error.what.removeprefix(f"{checkpoint}/")
 
 
+def is_whole_dcp(folder: Path) -> bool:
+    """Whether all ranks have written their parts of one of torch's distributed checkpoints: `.metadata` comes last."""
+    return (folder / file_names.DCP_METADATA).is_file()
+
+
 def has_trainer_state(checkpoint: Path) -> bool:
     """Whether the file that Trainer writes last is there and holds something: ended early, it is cut or empty."""
     try:
@@ -238,7 +243,7 @@ def _flaw(checkpoint: Path) -> str:
         for name in (file_names.SHARDED_MODEL, file_names.SHARDED_OPTIMIZER)
         if (checkpoint / name).is_dir()
     )
-    cut = [path.name for path in sharded if not (path / file_names.DCP_METADATA).is_file()]
+    cut = [path.name for path in sharded if not is_whole_dcp(path)]
     return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
 
 

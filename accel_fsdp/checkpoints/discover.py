@@ -69,14 +69,14 @@ def _sharded(folder: Path) -> CheckpointLocation | None:
         return None
     place = named[0]
     optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
-    lacking = [] if (place / file_names.DCP_METADATA).is_file() else [f"{place.name}/{file_names.DCP_METADATA}"]
+    lacking = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
     lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
     return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
-    return (folder / file_names.DCP_METADATA).is_file() or any(folder.glob(file_names.DCP_PARTS))
+    return completeness.is_whole_dcp(folder) or any(folder.glob(file_names.DCP_PARTS))
 
 
 def _unfinished(folder: Path) -> tuple[str, ...]:
