@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import atomic_files, console, cpu
-from accel_fsdp.checkpoints import file_names
+from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
@@ -245,8 +245,8 @@ class State(dcp.stateful.Stateful):
 
 
 def checkpoint_of(job: Job) -> Path | None:
-    """The newest complete checkpoint if one is to be resumed; DCP writes .metadata last."""
-    complete = [path for path in atomic_files.checkpoints(job.output_dir) if (path / file_names.DCP_METADATA).is_file()]
+    """The newest complete checkpoint if one is to be resumed."""
+    complete = [path for path in atomic_files.checkpoints(job.output_dir) if completeness.is_whole_dcp(path)]
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
         raise UserError(what, why="a run resumes one, or begins where none is", fix="add or drop --resume")

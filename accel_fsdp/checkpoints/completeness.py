@@ -7,7 +7,6 @@ written by plain Trainer and is judged by what Trainer and torch write last.
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,6 @@ from accel_fsdp.errors import UserError
 
 MOST_LOGGED = 20_000_000
 """Numbers in `trainer_state.json`, which logs all steps."""
-OF_RANK = re.compile(r"(?:__|rng_state_|zero_pp_rank_|fsdp_rank)(\d+)")
-"""The number of the rank that wrote a file, in its name."""
 HASHED_TOGETHER = 4
 HASHED_BYTES = 1 << 22
 
@@ -117,8 +114,13 @@ def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
     """Hashes of the files that this rank wrote, which the system still has in memory: those with its number in their
     names, and on the first rank all others.
     """
-    numbered = {name: int(match[1]) % ranks for name in _sizes(checkpoint) if (match := OF_RANK.search(name))}
+    numbered = {name: int(writer) % ranks for name in _sizes(checkpoint) if (writer := _rank_in(name))}
     return hashes_of(checkpoint, [name for name in _sizes(checkpoint) if numbered.get(name, 0) == rank])
+
+
+def _rank_in(name: str) -> str:
+    found = file_names.OF_RANK.search(name)
+    return found[1] if found else ""
 
 
 def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
@@ -213,6 +215,11 @@ def flaw(checkpoint: Path) -> str:
         return error.what.removeprefix(f"{checkpoint}/")
 
 
+def is_whole_dcp(folder: Path) -> bool:
+    """Whether all ranks have written their parts of one of torch's distributed checkpoints: `.metadata` comes last."""
+    return (folder / file_names.DCP_METADATA).is_file()
+
+
 def has_trainer_state(checkpoint: Path) -> bool:
     """Whether the file that Trainer writes last is there and holds something: ended early, it is cut or empty."""
     try:
@@ -236,7 +243,7 @@ def _flaw(checkpoint: Path) -> str:
         for name in (file_names.SHARDED_MODEL, file_names.SHARDED_OPTIMIZER)
         if (checkpoint / name).is_dir()
     )
-    cut = [path.name for path in sharded if not (path / file_names.DCP_METADATA).is_file()]
+    cut = [path.name for path in sharded if not is_whole_dcp(path)]
     return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
 
 
@@ -267,9 +274,9 @@ def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
     Those of a rank of which it has no file at all, where it has some of ranks, lay on another machine's disk.
     """
     listed = marker.sizes.keys() | marker.hashes.keys()
-    ranks = {found[1] for name in listed if (found := OF_RANK.search(name))}
+    ranks = {rank for name in listed if (rank := _rank_in(name))}
     extra = [name for name in _sizes(checkpoint) if name.startswith(file_names.OF_CHECKPOINTS) and name not in listed]
-    return [name for name in extra if not (ranks and (found := OF_RANK.search(name)) and found[1] not in ranks)]
+    return [name for name in extra if not (ranks and (rank := _rank_in(name)) and rank not in ranks)]
 
 
 def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -> list[str]:

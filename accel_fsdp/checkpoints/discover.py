@@ -13,9 +13,6 @@ from accel_fsdp.errors import UsageError, UserError
 
 CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
 OPTIMIZERS = ("optim", file_names.OPTIMIZER)
-NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
-PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
-"""How a file ends that is one of several of a model."""
 DEPTH = 2
 EXPORTED = ("safetensors", "adapter")
 
@@ -33,7 +30,7 @@ class CheckpointLocation:
     @property
     def number(self) -> int:
         """The step in the folder's name, where it is one of a checkpoint; else -1."""
-        named = NUMBERED.fullmatch(self.folder.name)
+        named = file_names.NUMBERED.fullmatch(self.folder.name)
         return int(named[1]) if named else -1
 
     @property
@@ -72,14 +69,14 @@ def _sharded(folder: Path) -> CheckpointLocation | None:
         return None
     place = named[0]
     optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
-    lacking = [] if (place / file_names.DCP_METADATA).is_file() else [f"{place.name}/{file_names.DCP_METADATA}"]
+    lacking = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
     lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
     return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
-    return (folder / file_names.DCP_METADATA).is_file() or any(folder.glob(file_names.DCP_PARTS))
+    return completeness.is_whole_dcp(folder) or any(folder.glob(file_names.DCP_PARTS))
 
 
 def _unfinished(folder: Path) -> tuple[str, ...]:
@@ -210,7 +207,7 @@ def _is_trained(folder: Path) -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    return any(NUMBERED.fullmatch(path.name) and look(path) for path in _folders(folder))
+    return any(file_names.NUMBERED.fullmatch(path.name) and look(path) for path in _folders(folder))
 
 
 def _all_below(folder: Path, depth: int) -> Iterator[Path]:
@@ -309,7 +306,7 @@ def _of_safetensors(path: Path) -> CheckpointLocation | None:
         return _adapter(folder)
     if path.name in _names(folder):
         return _safetensors(folder)
-    if PART.search(path.name):
+    if file_names.PART.search(path.name):
         other = (folder / file_names.MODEL).is_file()
         raise UserError(
             f"{path} is a part of a model, "

@@ -3,6 +3,8 @@
 What a folder with some of them is, `discover` decides.
 """
 
+import re
+
 SAFETENSORS = ".safetensors"
 """How files of the safetensors library end."""
 TORCH_SAVED = (".pth", ".bin", ".pt")
@@ -18,6 +20,8 @@ MODELS = "model*.safetensors"
 """Transformers: the same, in one file or several."""
 INDEX = "model.safetensors.index.json"
 """Transformers: which of several files holds which tensor."""
+PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
+"""Transformers: how a file ends that is one of several of a model."""
 RANKS_MODEL = "shard-*.safetensors"
 """torch's HuggingFaceStorageWriter: each rank's part of every tensor."""
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -76,6 +80,10 @@ DESCRIBED, FINAL = "model", "final"
 """Folders of this project's runs: the model that is trained, described before the first step and never what was
 trained; and the result."""
 
+OF_RANK = re.compile(rf"(?:__|{RNG_STATE}_|zero_pp_rank_|fsdp_rank)(\d+)")
+"""The number of the rank that wrote a file, in its name, whoever wrote it."""
+NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
+"""A checkpoint's folder by its step, whoever wrote it."""
 STATE = (FSDP_MODEL, OPTIMIZER, "scheduler", "training_args", RNG_STATE, "scaler")
 """How files begin that end like weights and are none that `from_pretrained` could load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")

@@ -153,7 +153,7 @@ def _facts(folder: Path) -> CheckpointFacts:
         unfinished=completeness.flaw(folder) if (folder / file_names.MARKER).exists() else "",
         trainer_state=completeness.has_trainer_state(folder),
         rng_states=sum(name.startswith(file_names.RNG_STATE) for name in names),
-        without_metadata=tuple(path.name for path in sharded if not (path / file_names.DCP_METADATA).is_file()),
+        without_metadata=tuple(path.name for path in sharded if not completeness.is_whole_dcp(path)),
         broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),
         adapter_tensors=None if adapter is None else len(adapter),
         empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),

@@ -34,6 +34,8 @@ from .schema import Kind as Kind
 from .schema import full_name as full_name
 from .schema import known_fields as known_fields
 from .schema import short_name as short_name
+from .vocabulary import ANY_FSDP as ANY_FSDP
+from .vocabulary import ANY_ZERO as ANY_ZERO
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES

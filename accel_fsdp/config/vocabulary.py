@@ -67,9 +67,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 LOW_DTYPES = ("bfloat16", "float16")
 
 
+ANY_FSDP, ANY_ZERO = "FSDP", "ZeRO"
+"""What FSDP's versions, and DeepSpeed's stages, are called together."""
+
+
 def zero_name(stage: object) -> str:
     """How people call a stage of DeepSpeed's."""
-    return f"ZeRO-{stage}"
+    return f"{ANY_ZERO}-{stage}"
 
 
 def deepspeed_name(stage: object) -> str:

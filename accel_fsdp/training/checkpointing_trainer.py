@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
-from accel_fsdp.config import Engine, zero_name
+from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import inspect_model, state_bytes
@@ -71,7 +71,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         args = self.args
         zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
         engine = zero_name(zero.zero_stage) if zero is not None else Engine.DDP.value
-        engine = "FSDP" if self.is_fsdp_enabled else engine
+        engine = ANY_FSDP if self.is_fsdp_enabled else engine
         rows = self.get_total_train_batch_size(args)
         return Origin(engine, args.world_size, rows, self.history.settings, self.history.before)
 

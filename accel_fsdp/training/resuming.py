@@ -15,7 +15,7 @@ from accel_fsdp.checkpoints import (
     summary,
     torch_zip,
 )
-from accel_fsdp.config import Engine
+from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import counted
@@ -186,8 +186,10 @@ def _without_adapter(name: str, adapter: str) -> str:
 
 def _engine(checkpoint: Path, found: CheckpointFacts) -> str:
     if (checkpoint / file_names.LATEST).is_file():
-        return "ZeRO"
-    return "FSDP" if found.sharded or found.full or any(checkpoint.glob(file_names.LOCAL_MODELS)) else Engine.DDP.value
+        return ANY_ZERO
+    return (
+        ANY_FSDP if found.sharded or found.full or any(checkpoint.glob(file_names.LOCAL_MODELS)) else Engine.DDP.value
+    )
 
 
 def _lacking(checkpoint: Path, found: CheckpointFacts) -> list[str]:
