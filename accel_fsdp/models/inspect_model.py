@@ -284,7 +284,7 @@ def _require_reading(name: str) -> None:
         raise UserError(
             f"{name} is none of the bundled models.{catalogue.did_you_mean(name)}",
             why=NotInstalled.of(lacking, "reading another model").what,
-            fix=f"--model {near}; or, if {name} is another model: {NotInstalled.of(lacking).fix}",
+            fix=f"give {near}; or, if {name} is another model: {NotInstalled.of(lacking).fix}",
         )
     require(purpose, *libraries)
 

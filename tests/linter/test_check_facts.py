@@ -227,6 +227,37 @@ def test_a_gather_is_judged_as_a_run_judges_it() -> None:
         assert (state_bytes.gathering_bytes(weights) > memory) == short
 
 
+@pytest.mark.parametrize(
+    ("text", "args", "each"),
+    [
+        (V2, "--lr 1", 4),
+        (V2, "--dtype auto", 4),
+        (V2, "--dtype bfloat16", 2),
+        (V2, "--torch_dtype torch.float16", 2),
+        (V2, "--dtype float32", 4),
+        (BF16, "--dtype bfloat16", 4),
+        (V2, "--dtype bfloat16 --bf16", 4),
+        (V2.replace("'no'", "fp8"), "--dtype bfloat16", 4),
+    ],
+)
+def test_the_dtype_that_is_trained_in_decides_what_there_is_room_for(text: str, args: str, each: int) -> None:
+    """A little less than the weights in that dtype take is too little, a little more is enough."""
+    weights = BIG.parameters * each
+    tight = {
+        "AF427": (text + OFFLOAD, {"memory": 4 * weights}),
+        "AF428": (text + FULL, {"memory": round(1.1 * weights)}),
+        "AF429": (text + SHARDED, {"free_disk": 3 * weights * 2}),
+    }
+    for code, (yaml, facts) in tight.items():
+        for more, short in ((-0.01, True), (0.01, False)):
+            host = replace(EIGHT, memory=10**15, free_disk=10**15)
+            host = replace(host, **{name: round(size * (1 + more)) for name, size in facts.items()})
+            assert (code in codes_of(on(yaml, BIG, args, here=host))) == short, (code, more)
+    seconds = 4 * weights // 500_000_000
+    for limit, short in ((seconds - 1, True), (seconds + 1, False)):
+        assert ("AF624" in codes_of(on(text + FULL, BIG, f"{args} --ddp_timeout {limit}"))) == short
+
+
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.text(max_size=6), st.sampled_from(["true", "{", '{"a": 1}', "[1]"])
 )

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import Edit, JobConfig, Setup, apply, clashes, short_name
+from accel_fsdp.config import Edit, Engine, JobConfig, Setup, apply, clashes, short_name
 from accel_fsdp.hardware import HereFacts
-from accel_fsdp.models import ModelFacts
+from accel_fsdp.models import ModelFacts, state_bytes
 
 SWITCHES = ("use_dora", "load_in_8bit", "predict_with_generate")
 """The script's arguments that the table of combinations knows as flags."""
@@ -96,11 +96,27 @@ class Subject(JobConfig):
         return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
 
     @property
+    def asked_dtype(self) -> str:
+        """The dtype that the arguments load the weights in; auto where they name none."""
+        asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
+        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(asked, asked)
+
+    @property
     def load_dtype(self) -> str:
         """The dtype of the loaded weights: that of the arguments, or the checkpoint's own; empty if unknown."""
-        asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
-        short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-        return short.get(asked, asked) if asked != "auto" else self.model.dtype if self.model else ""
+        asked = self.asked_dtype
+        return asked if asked != "auto" else self.model.dtype if self.model else ""
+
+    @property
+    def held_bytes(self) -> int:
+        """All weights of the model as they are trained in full: in float32, unless the arguments load 16 bits.
+
+        Mixed precision keeps float32 masters of those too. Under auto, train/sft.py loads float32; others may not.
+        """
+        loaded = state_bytes.DTYPE_BYTES.get(self.asked_dtype, state_bytes.MASTER)
+        mixed, zero = self.mixed or self.top("mixed_precision") == "fp8", self.engine is Engine.DEEPSPEED
+        each = state_bytes.weight_bytes(loaded, mixed, self.is_fsdp, zero)
+        return each * self.model.parameters if self.model else 0
 
     @cached_property
     def setup(self) -> Setup:

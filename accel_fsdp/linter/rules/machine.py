@@ -247,16 +247,14 @@ def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
 def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
     """CPU offload of 16 bytes per trained parameter, pinned, is more than the host's memory.
 
-    Needs `--model`, `--args` and `--here`.
+    It is half of that where `--dtype` asks for 16 bits and nothing is mixed. Needs `--model`, `--args` and `--here`.
     """
     memory = subject.here.memory if subject.here else None
     if not subject.is_fsdp or not subject.on("fsdp_offload_params") or not subject.trains_everything:
         return
     if subject.model is None or memory is None:
         return
-    needed = state_bytes.training_bytes(subject.model.parameters * state_bytes.MASTER) // (
-        subject.number("num_machines") or 1
-    )
+    needed = state_bytes.training_bytes(subject.held_bytes) // (subject.number("num_machines") or 1)
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_offload_params",
@@ -268,16 +266,16 @@ def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF428", "warning", pains=("P56",))
 def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
-    """FULL_STATE_DICT gathers the model in float32 on rank 0, which is more than the host's memory.
+    """FULL_STATE_DICT gathers the model on rank 0, which is more than the host's memory.
 
-    Needs `--model`, `--args` and `--here`.
+    It is gathered in float32, or as `--dtype` asks where nothing is mixed. Needs `--model`, `--args` and `--here`.
     """
     memory = subject.here.memory if subject.here else None
     if not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
         return
     if subject.model is None or memory is None:
         return
-    needed = state_bytes.gathering_bytes(subject.model.parameters * state_bytes.MASTER)
+    needed = state_bytes.gathering_bytes(subject.held_bytes)
     if needed > memory:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -291,16 +289,16 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
 def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     """The checkpoints won't fit on the disk of `--output_dir`.
 
-    A checkpoint of full training takes 12 bytes per parameter sharded and 16 gathered; `--save_total_limit` and one
-    more are kept while the newest is written. Needs `--model`, `--args` and `--here`.
+    A checkpoint of full training takes 12 bytes per parameter sharded and 16 gathered, half of that where `--dtype`
+    asks for 16 bits and nothing is mixed; `--save_total_limit` and one more are kept while the newest is written. Needs
+    `--model`, `--args` and `--here`.
     """
     free = subject.here.free_disk if subject.here else None
     kept = str(subject.arg("save_total_limit") or "1")
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
-    masters = subject.model.parameters * state_bytes.MASTER
-    each = state_bytes.checkpoint_bytes(masters, masters, twice=subject.full_state_dict)
+    each = state_bytes.checkpoint_bytes(subject.held_bytes, subject.held_bytes, twice=subject.full_state_dict)
     needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(
