@@ -166,7 +166,7 @@ def saving_outlasts_the_timeout(subject: Subject) -> Iterator[Finding]:
         return
     limit = str(subject.arg("ddp_timeout") or DEFAULT_TIMEOUT)
     masters = subject.model.parameters * state_bytes.MASTER
-    seconds = state_bytes.checkpoint_bytes(masters, masters, twice=True) // WRITE_BYTES_PER_SECOND
+    seconds = state_bytes.checkpoint_bytes(masters, masters, copies=masters) // WRITE_BYTES_PER_SECOND
     if limit.isdecimal() and seconds > int(limit):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",

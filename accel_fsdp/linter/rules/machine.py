@@ -300,7 +300,7 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
     masters = subject.model.parameters * state_bytes.MASTER
-    each = state_bytes.checkpoint_bytes(masters, masters, twice=subject.full_state_dict)
+    each = state_bytes.checkpoint_bytes(masters, masters, copies=masters if subject.full_state_dict else 0)
     needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(
