@@ -160,15 +160,17 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp import console, linter
-    from accel_fsdp.config import yaml_file
+    from accel_fsdp.config import read_config
     from accel_fsdp.launch import launcher
 
-    if linter.stops(options.file, options.script, script_args, options.no_check):
+    read = read_config(options.file)
+    if linter.stops(options.file, read, options.script, script_args, options.no_check):
         return 1
     parses = is_installed("accelerate") or not options.dry_run
-    read = launcher.launcher_args if parses else launcher.unparsed_args
-    args = read(options.file, options.script, script_args)
-    launcher.take_machine_rank(args, yaml_file.load(options.file), options.machine_rank)
+    values = read[0].values
+    make = launcher.launcher_args if parses else launcher.unparsed_args
+    args = make(options.file, options.script, script_args, values)
+    launcher.take_machine_rank(args, values, options.machine_rank)
     if not options.dry_run:
         return launcher.launch(args)
     for name, value in sorted(launcher.environment(args).items()) if parses else ():

@@ -15,6 +15,7 @@ from .job_config import FALSE_WORDS as FALSE_WORDS
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT
 from .job_config import TRUE_WORDS as TRUE_WORDS
 from .job_config import JobConfig as JobConfig
+from .read import ReadConfig as ReadConfig
 from .read import read_config as read_config
 from .read import unreadable as unreadable
 from .schema import BY_NAME as BY_NAME

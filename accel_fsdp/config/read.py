@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -15,7 +15,11 @@ MOST_VALUES = 10_000
 """In one YAML, all aliases written out: Accelerate turns values into text, and so do messages."""
 
 
-def read_config(path: Path) -> tuple[JobConfig, Any]:
+ReadConfig: TypeAlias = tuple[JobConfig, Any]
+"""What a file says, and the ruamel.yaml document for lines and edits."""
+
+
+def read_config(path: Path) -> ReadConfig:
     """Returns what the file says and the ruamel.yaml document for lines and edits.
 
     Raises:

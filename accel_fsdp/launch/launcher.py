@@ -29,13 +29,18 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
 
 
-def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
+def launcher_args(
+    config_file: Path, script: Path, script_args: tuple[str, ...], values: Mapping[str, Any] | None = None
+) -> Any:
     """Accelerate's own parsed launch arguments for this YAML and script.
+
+    `values` are those of the YAML where it has been read already; else it is read, for errors that say where they are.
 
     Raises:
         UserError: the YAML can't be read, or Accelerate's parser refuses it; there is no such script, or no Accelerate.
     """
-    yaml_file.load(config_file)
+    if values is None:
+        yaml_file.load(config_file)
     words = _words(config_file, script, script_args)
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -52,13 +57,15 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
     return args
 
 
-def unparsed_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
+def unparsed_args(
+    config_file: Path, script: Path, script_args: tuple[str, ...], values: Mapping[str, Any]
+) -> SimpleNamespace:
     """What `take_machine_rank` and `command` ask of `launcher_args`, where Accelerate isn't there to parse.
 
     Raises:
-        UserError: the YAML can't be read, or there is no such script.
+        UserError: there is no such script.
     """
-    machines = yaml_file.load(config_file).get("num_machines") or 1
+    machines = values.get("num_machines") or 1
     words = _words(config_file, script, script_args)
     return SimpleNamespace(config_file=config_file, num_machines=machines, launcher_words=words)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import yaml_file
+from accel_fsdp.config import ReadConfig, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.linter.flags import LintOptions
 from accel_fsdp.linter.inputs import RuleInputs, read_given, read_launch, read_subject
@@ -71,22 +71,27 @@ def _unreadable(error: UserError) -> Finding:
     return Finding("", error.what, error.why, error.fix, code="unreadable")
 
 
-def lint(path: Path, options: LintOptions, given: RuleInputs | None = None) -> list[Finding]:
-    """The findings of one file, in the order of its lines; with `options.fix` those left after the repair."""
+def lint(
+    path: Path, options: LintOptions, given: RuleInputs | None = None, read: ReadConfig | None = None
+) -> list[Finding]:
+    """The findings of one file, in the order of its lines; with `options.fix` those left after the repair.
+
+    `given` and `read` are what the options name, and the file, where they have been read already.
+    """
     given = given or read_given(options)
     if options.fix:
         _repair(path, options, given)
-    subject, document = read_subject(path, options, given)
+    subject, document = read_subject(path, options, given, read)
     return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
 
 
-def stops(path: Path, script: Path, words: tuple[str, ...], unchecked: bool = False) -> bool:
+def stops(path: Path, read: ReadConfig, script: Path, words: tuple[str, ...], unchecked: bool = False) -> bool:
     """Shows the errors of a job that is about to be launched; true when there are any and nobody wants it all the same.
 
     Errors are what ends the job or trains something else than the file says. The script and its arguments are looked at
     too, and what the rules warn of in the script is shown: the job would run, and may leave no model.
     """
-    found = lint(path, LintOptions(), read_launch(script, words))
+    found = lint(path, LintOptions(), read_launch(script, words), read)
     errors = [one for one in found if one.severity == "error"]
     warned = [one for one in found if one.severity == "warning" and one.code.startswith(OF_SCRIPTS)]
     if errors or warned:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import read_config, yaml_file
+from accel_fsdp.config import ReadConfig, read_config, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.flags import Sources
@@ -123,17 +123,19 @@ def _read_model(name: str) -> ModelFacts:
         raise UsageError(error.what, why=error.why, fix=error.fix) from error
 
 
-def read_subject(path: Path, sources: Sources | None = None, given: RuleInputs | None = None) -> tuple[Subject, Any]:
+def read_subject(
+    path: Path, sources: Sources | None = None, given: RuleInputs | None = None, read: ReadConfig | None = None
+) -> tuple[Subject, Any]:
     """Returns what the rules see and the ruamel.yaml document for lines and repairs.
 
-    `given` is what `sources` name, if it has been read already.
+    `given` is what `sources` name, and `read` the file, if they have been read already.
 
     Raises:
         UsageError: a file can't be read, or the model can't.
     """
     sources = sources or Sources()
     given = given or read_given(sources)
-    job, document = read_config(path)
+    job, document = read or read_config(path)
     subject = Subject(
         job.values,
         job.source,

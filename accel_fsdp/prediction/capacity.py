@@ -108,7 +108,7 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     Loading: the whole model on rank 0 where loading is RAM-efficient, on each of the machine's ranks where not.
     Offload: pinned parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict.
     A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
-    also the weights in the dtype of forward and backward. An adapter is exported as it was trained.
+    also copies of the weights. An adapter is exported as it was trained.
     """
     copies = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
     units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
@@ -129,12 +129,13 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     alone = replace(layout, ranks=1, ranks_per_node=1)
     held, optimizer, trained = total(alone)
     weights = trained if recipe.method != "full" else held
-    weights += trained * shards.compute_bytes(recipe) // master if layout.engine == "zero" else 0
+    low = trained * shards.compute_bytes(recipe) // master
+    copies = state_bytes.zero_copies(low, layout.strategy) if layout.engine == "zero" else 0
     return Host(
         loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * copies,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
         gathering=held if layout.is_fsdp else 0,
-        checkpoint=weights + optimizer,
+        checkpoint=weights + copies + optimizer,
         export=trained if recipe.method != "full" else model_numel(shape) * shards.compute_bytes(recipe),
     )
 

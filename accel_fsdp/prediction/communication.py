@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accel_fsdp.models import state_bytes
+from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.memory import (
     Block,
     Layout,
@@ -26,23 +27,12 @@ from accel_fsdp.prediction.memory import (
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Traffic(Amounts):
     """Bytes one rank sends: to GPUs of its machine, to other machines, and between GPU and host, both ways."""
 
     intra_bytes: float = 0
     inter_bytes: float = 0
     pcie_bytes: float = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            self.intra_bytes + other.intra_bytes,
-            self.inter_bytes + other.inter_bytes,
-            self.pcie_bytes + other.pcie_bytes,
-        )
-
-    def times(self, count: float) -> "Traffic":
-        """The same, `count` times over."""
-        return Traffic(self.intra_bytes * count, self.inter_bytes * count, self.pcie_bytes * count)
 
 
 @dataclass(frozen=True)

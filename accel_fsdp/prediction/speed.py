@@ -13,6 +13,7 @@ from typing import Literal
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import communication
+from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.communication import GatheredUnit, Traffic
 from accel_fsdp.prediction.memory import (
     Block,
@@ -73,23 +74,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Amounts):
     """What one GPU computes: FLOPs of matrix products and of attention, bytes that elementwise kernels move."""
 
     matmul_flops: float = 0
     attention_flops: float = 0
     elementwise_bytes: float = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.matmul_flops + other.matmul_flops,
-            self.attention_flops + other.attention_flops,
-            self.elementwise_bytes + other.elementwise_bytes,
-        )
-
-    def times(self, count: float) -> "Work":
-        """The same, `count` times over."""
-        return Work(self.matmul_flops * count, self.attention_flops * count, self.elementwise_bytes * count)
 
     @property
     def flops(self) -> float:

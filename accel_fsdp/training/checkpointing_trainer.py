@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -281,7 +281,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         """Of a checkpoint and of the export, from the model before it is sharded.
 
         Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights
-        a second time for Hugging Face, ZeRO also in 16 bits. An adapter goes without its base.
+        a second time for Hugging Face. An adapter goes without its base.
         """
         mixed, fsdp, zero = self.accelerator.mixed_precision != "no", self.is_fsdp_enabled, self.is_deepspeed_enabled
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -293,7 +293,13 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         full = plugin is not None and "FULL" in str(plugin.state_dict_type)
         weights = masters + frozen
-        return state_bytes.checkpoint_bytes(weights, masters, full or zero, moments), weights
+        copies = self._zero_copies(trained if adapter else self.model.parameters()) if zero else weights * full
+        return state_bytes.checkpoint_bytes(masters if zero else weights, masters, copies, moments), weights
+
+    def _zero_copies(self, stored: Iterable[torch.nn.Parameter]) -> int:
+        mixed, plugin = self.accelerator.mixed_precision != "no", self.accelerator.state.deepspeed_plugin
+        low = sum(numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
+        return state_bytes.zero_copies(low, int(plugin.zero_stage))
 
     # Resuming
 

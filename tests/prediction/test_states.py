@@ -65,5 +65,5 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     weights = capacity.model_numel(shape) * state_bytes.MASTER
     host = capacity.host(shape, recipe, layout)
     assert host.offload == state_bytes.training_bytes(weights)
-    assert host.checkpoint == state_bytes.checkpoint_bytes(weights, weights, twice=False)
+    assert host.checkpoint == state_bytes.checkpoint_bytes(weights, weights)
     assert host.gathering == weights

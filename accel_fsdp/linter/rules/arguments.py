@@ -166,7 +166,8 @@ def saving_outlasts_the_timeout(subject: Subject) -> Iterator[Finding]:
     if subject.model is None or not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
         return
     limit = str(subject.arg("ddp_timeout") or DEFAULT_TIMEOUT)
-    seconds = state_bytes.checkpoint_bytes(subject.held_bytes, subject.held_bytes, twice=True) // WRITE_BYTES_PER_SECOND
+    held = subject.held_bytes
+    seconds = state_bytes.checkpoint_bytes(held, held, copies=held) // WRITE_BYTES_PER_SECOND
     if limit.isdecimal() and seconds > int(limit):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",

@@ -1,6 +1,6 @@
 """Rules about how the job is started (`--args` with a command line) and about this machine (`--here`)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
@@ -221,6 +221,18 @@ def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> tuple[str, str] | None:
+    """What full training needs of this machine's memory, by the bytes of its weights, and what there is.
+
+    None where that is enough, or one of them isn't known.
+    """
+    memory = subject.here.memory if subject.here else None
+    if subject.model is None or memory is None or not subject.trains_everything:
+        return None
+    needed = needed_by(subject.held_bytes)
+    return (about_gib(needed), about_gib(memory)) if needed > memory else None
+
+
 @rule("AF426", "warning", pains=("P12",))
 def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
     """Full training under FSDP2 with mixed precision needs a float32 copy of the model per rank in host memory.
@@ -228,16 +240,11 @@ def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
     Each rank casts all it has loaded before it shards, whatever `fsdp_cpu_ram_efficient_loading` says. Needs `--model`,
     `--args` and `--here`.
     """
-    memory = subject.here.memory if subject.here else None
-    if subject.engine is not Engine.FSDP2 or not subject.mixed or not subject.trains_everything:
-        return
-    if subject.model is None or memory is None:
-        return
-    needed = subject.model.parameters * state_bytes.MASTER * subject.ranks_here
-    if needed > memory:
+    short = _short_of_memory(subject, lambda weights: weights * subject.ranks_here)
+    if subject.engine is Engine.FSDP2 and subject.mixed and short:
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
-            f"{subject.ranks_here} ranks cast {about_gib(needed)} of weights in {about_gib(memory)} of memory",
+            f"{subject.ranks_here} ranks cast {short[0]} of weights in {short[1]} of memory",
             "each rank casts the whole model to float32 before it is sharded, and the system ends the job",
             "fewer processes on each machine, LoRA, or a machine with more memory",
         )
@@ -249,16 +256,12 @@ def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
 
     It is half of that where `--dtype` asks for 16 bits and nothing is mixed. Needs `--model`, `--args` and `--here`.
     """
-    memory = subject.here.memory if subject.here else None
-    if not subject.is_fsdp or not subject.on("fsdp_offload_params") or not subject.trains_everything:
-        return
-    if subject.model is None or memory is None:
-        return
-    needed = state_bytes.training_bytes(subject.held_bytes) // (subject.number("num_machines") or 1)
-    if needed > memory:
+    machines = subject.number("num_machines") or 1
+    short = _short_of_memory(subject, lambda weights: state_bytes.training_bytes(weights) // machines)
+    if subject.is_fsdp and subject.on("fsdp_offload_params") and short:
         yield Finding(
             "fsdp_config.fsdp_offload_params",
-            f"offload needs {about_gib(needed)} on each machine, this one has {about_gib(memory)}",
+            f"offload needs {short[0]} on each machine, this one has {short[1]}",
             "the system ends the job",
             "more machines, LoRA, or fsdp_offload_params: false",
         )
@@ -270,16 +273,11 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
 
     It is gathered in float32, or as `--dtype` asks where nothing is mixed. Needs `--model`, `--args` and `--here`.
     """
-    memory = subject.here.memory if subject.here else None
-    if not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
-        return
-    if subject.model is None or memory is None:
-        return
-    needed = state_bytes.gathering_bytes(subject.held_bytes)
-    if needed > memory:
+    short = _short_of_memory(subject, state_bytes.gathering_bytes)
+    if subject.is_fsdp and subject.full_state_dict and short:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"a gathered state dict needs {about_gib(needed)}, this machine has {about_gib(memory)}",
+            f"a gathered state dict needs {short[0]}, this machine has {short[1]}",
             "rank 0 is ended when it saves",
             "fsdp_state_dict_type: SHARDED_STATE_DICT, and merge on another machine",
         )
@@ -298,7 +296,8 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
-    each = state_bytes.checkpoint_bytes(subject.held_bytes, subject.held_bytes, twice=subject.full_state_dict)
+    held = subject.held_bytes
+    each = state_bytes.checkpoint_bytes(held, held, copies=held if subject.full_state_dict else 0)
     needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(

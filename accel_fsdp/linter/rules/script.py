@@ -329,12 +329,17 @@ def merging_sharded_weights(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _silent_config(subject: Subject, *names: str) -> ast.Call | None:
+    """The TRL config that leaves these to TRL, where the command line does so too."""
+    told = any(subject.arg(name) is not None for name in names)
+    return None if told else _has_config(subject, TRL, *names)
+
+
 @rule("AF912", "warning", pains=("P25",))
 def trl_checkpoints_by_default(subject: Subject) -> Iterator[Finding]:
     """A TRL config without `gradient_checkpointing`, which TRL turns on, beside FSDP's own: Trainer stops."""
-    told = any(subject.arg(name) is not None for name in ("gradient_checkpointing", "activation_checkpointing"))
-    config = _has_config(subject, TRL, "gradient_checkpointing", "activation_checkpointing")
-    if subject.on("fsdp_activation_checkpointing") and config is not None and not told:
+    config = _silent_config(subject, "gradient_checkpointing", "activation_checkpointing")
+    if subject.on("fsdp_activation_checkpointing") and config is not None:
         yield at(
             subject,
             config,
@@ -347,9 +352,8 @@ def trl_checkpoints_by_default(subject: Subject) -> Iterator[Finding]:
 @rule("AF913", "warning", pains=("P81",))
 def trl_bf16_by_default(subject: Subject) -> Iterator[Finding]:
     """A TRL config without `bf16`, which TRL then turns on, beside `mixed_precision: 'no'`: the file is overridden."""
-    told = any(subject.arg(name) is not None for name in ("bf16", "fp16"))
-    config = _has_config(subject, TRL, "bf16", "fp16")
-    if str(subject.values.get("mixed_precision")).lower() == "no" and config is not None and not told:
+    config = _silent_config(subject, "bf16", "fp16")
+    if str(subject.values.get("mixed_precision")).lower() == "no" and config is not None:
         yield at(
             subject,
             config,
