@@ -148,7 +148,7 @@ def made_yaml(**flags: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 4-layer untied Llama with random fp32 weights, odd sizes, and a BPE tokenizer trained on the shipped chats."""
+    """A 2-layer untied Llama with random fp32 weights, odd sizes, and a BPE tokenizer trained on the shipped chats."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -169,7 +169,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=509,
         hidden_size=36,
         intermediate_size=70,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=3,
         max_position_embeddings=256,
