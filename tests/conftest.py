@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +24,8 @@ SFT = ROOT / "train" / "sft.py"
 PROBE = ROOT / "tests" / "probe.py"
 CHAT_DATA = ROOT / "train" / "data" / "fsdp_chat"
 LAUNCH_SECONDS = 150
+OUTPUT_LETTERS = 3000
+"""How much of the end of a launch's output is shown again where it failed: the account of its ranks."""
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -40,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take longest come first, so that no worker is left alone with one at the end."""
     seconds = json.loads((ROOT / "tests" / "durations.json").read_text())
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """Why a fixture failed, once and last: the summary has one line for each of its tests, too short for a launch."""
+    yield
+    crashes = (getattr(report.longrepr, "reprcrash", None) for report in terminalreporter.getreports("error"))
+    for said in dict.fromkeys(crash.message for crash in crashes if crash is not None):
+        terminalreporter.section("a fixture failed")
+        terminalreporter.write_line(said[-OUTPUT_LETTERS:])
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
         for one in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
             one.kill()
         output, _ = process.communicate()
-        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-3000:]}")
+        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-OUTPUT_LETTERS:]}")
     return Finished(process.returncode, output.replace("\r", "\n"))
 
 
@@ -150,7 +162,7 @@ def made_yaml(**flags: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 4-layer untied Llama with random fp32 weights, odd sizes, and a BPE tokenizer trained on the shipped chats."""
+    """A 2-layer untied Llama with random fp32 weights, odd sizes, and a BPE tokenizer trained on the shipped chats."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -171,7 +183,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=509,
         hidden_size=36,
         intermediate_size=70,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=3,
         max_position_embeddings=256,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 LEARNING_RATE = 1e-3
 LORA_LEARNING_RATE = 1e-2
-SGD_LEARNING_RATE = 0.5
+SGD_LEARNING_RATE = 2.0
 GRADIENT_NORM = 1.0
 SEED = 42
 """Trainer's default."""

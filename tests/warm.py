@@ -58,7 +58,10 @@ if taken != b"y":
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 for number in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE}}:
     signal.signal(number, lambda got, _: server.sendall(bytes([got])))
-status = int.from_bytes(server.recv(4), "big")
+answer = server.recv(4)
+if not answer:
+    sys.exit("the server of warm processes is gone")
+status = int.from_bytes(answer, "big")
 if os.WIFSIGNALED(status):
     signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
@@ -100,7 +103,9 @@ class Server:
             head, files, _, _ = socket.recv_fds(client, LENGTH, 3)
             size, asked = int.from_bytes(head, "big"), b""
             while len(asked) < size:
-                asked += client.recv(size - len(asked))
+                if not (part := client.recv(size - len(asked))):
+                    raise OSError("the stub was killed")
+                asked += part
             words, environment, folder = json.loads(asked)
         except (OSError, ValueError):
             client.close()
@@ -128,9 +133,14 @@ class Server:
         ended = os.pidfd_open(child)
 
         def hand_on() -> None:
+            if client.fileno() < 0:  # the program ended at the same time
+                return
             numbers = client.recv(64)
             for number in numbers or [signal.SIGKILL]:
-                os.killpg(child, number)
+                try:
+                    os.killpg(child, number)
+                except ProcessLookupError:  # it has been forked, and leads no group yet
+                    os.kill(child, number)
             if not numbers:
                 self.selector.unregister(client)
 

@@ -74,11 +74,18 @@ def without_copies(full: dict[str, torch.Tensor], tied: bool) -> dict[str, torch
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of 1 to 4 ranks, all from one launch."""
+    """Checkpoints of 1 to 4 ranks, all from one launch; from a second where a thread of gloo crashes (torch 2.13).
+
+    That was seen once in dozens of launches, in processes that run none of the code that is tested here.
+    """
     folder = tmp_path_factory.mktemp("written")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     finished = run([*words, WRITER, folder])
-    assert finished.code == 0, finished.output[-3000:]
+    if "(SIGSEGV)" in finished.output:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        finished = run([*words, WRITER, folder])
+    assert finished.code == 0, finished.output
     assert sorted(json.loads((folder / "names.json").read_text())) == sorted(FULL + LORA)
     return folder
 

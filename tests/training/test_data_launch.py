@@ -8,14 +8,13 @@ import pytest
 import torch
 from conftest import CHAT_DATA, SFT, accelerate_launch
 from datasets import Dataset
-from test_training import logged_losses, make_config, sft_args
+from test_training import STEPS, logged_losses, make_config, sft_args
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.training.data import DataArguments, packing, tokenizing
 
 LEARNING_RATE = 0.5
-STEPS = 6
 TOLERANCE = 1e-5
 LIMIT = 128
 
@@ -88,7 +87,8 @@ def test_a_stream_trains_and_is_evaluated(chats: Path, tiny_model: Path, tmp_pat
     folder.mkdir()
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text(chats.read_text())
-    flags = ("--streaming", "--packing", "--max_length", str(LIMIT), "--eval_strategy", "steps", "--eval_steps", "6")
+    flags = ("--streaming", "--packing", "--max_length", str(LIMIT))
+    flags += ("--eval_strategy", "steps", "--eval_steps", str(STEPS))
     finished = accelerate_launch(
         make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, folder, tmp_path / "run", *flags)
     )

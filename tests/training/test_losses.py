@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from conftest import ROOT, Finished, accelerate_launch, free_port
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
-from test_training import logged_losses, make_config, sft_args
+from test_training import STEPS, logged_losses, make_config, sft_args
 from torch.nn import functional
 from transformers import (
     AutoTokenizer,
@@ -35,7 +35,6 @@ from accel_fsdp.errors import guard
 from accel_fsdp.training import losses, run_record
 from accel_fsdp.training.data import IGNORED
 
-STEPS = 6
 PER_RANK, ACCUMULATED = 2, 2
 
 
@@ -157,7 +156,7 @@ def test_a_run_that_diverges_ends_there(
     assert finished.code == 1, finished.output
     said = finished.output
     assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in said
-    assert [said.count(f"step {step}/6  loss") for step in (1, 2)] == [1, 1]
+    assert [said.count(f"step {step}/{STEPS}  loss") for step in (1, 2)] == [1, 1]
     assert f"the last finite weights are in {out / 'checkpoint-1'}" in said
     assert "a lower --learning_rate than 1e+30" in said
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]

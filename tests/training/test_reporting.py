@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,8 @@ from huggingface_hub import ModelCard
 from reference import LEARNING_RATE, train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_training import PER_RANK, RANKS, TOLERANCE, make_config, sft_args
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from test_training import PER_RANK, RANKS, STEPS, TOLERANCE, make_config, sft_args
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from accel_fsdp import svg
 from accel_fsdp.errors import UserError
@@ -164,9 +165,12 @@ def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention:
 
 def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """From one rank only, with the strategy and the batch of this run, and no traceback."""
-    config = make_config(tmp_path, tiny_model, strategy="2")
+    deeper = Path(shutil.copytree(tiny_model, tmp_path / "deeper"))  # whose activations are what half a batch frees
+    settings = AutoConfig.from_pretrained(tiny_model, num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(deeper)
+    config = make_config(tmp_path, deeper, strategy="2")
     finished = accelerate_launch(
-        config, SCARCE, *sft_args(tiny_model, text_data, tmp_path / "run"), SCARCE="gpu", XDG_CACHE_HOME=str(tmp_path)
+        config, SCARCE, *sft_args(deeper, text_data, tmp_path / "run"), SCARCE="gpu", XDG_CACHE_HOME=str(tmp_path)
     )
     assert finished.code == 1
     said = finished.output[finished.output.index("error: out of memory") :]
@@ -207,7 +211,7 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     finished = accelerate_launch(config, ROOT / "train" / "sft.py", *sft_args(low, text_data, out, *every_step, *stop))
     assert finished.code == 0, finished.output
     assert not (out / "checkpoint-3").exists()
-    assert "stopped early: after step 2 of 6\nthe best model is exported: checkpoint-1, " in finished.output
+    assert f"stopped early: after step 2 of {STEPS}\nthe best model is exported: checkpoint-1, " in finished.output
     best = train(low, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
     exported = load_file(out / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}  # the base model's
@@ -270,7 +274,8 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
     assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
     assert account["versions"]["torch"] == torch.__version__
-    assert len(re.findall(r"step \d/6  loss [\d.]+ .* tokens/s  [\d.]+ [GM]iB of host", finished.output)) == steps
+    said = re.findall(rf"step \d/{STEPS}  loss [\d.]+ .* tokens/s  [\d.]+ [GM]iB of host", finished.output)
+    assert len(said) == steps
     assert "peak memory after step 2: " in finished.output
     assert (out / "loss.svg").read_text().count("<polyline") == 2
     card = ModelCard.load(out / "final" / "README.md")

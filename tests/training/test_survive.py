@@ -247,7 +247,7 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     left = completeness.choose(tmp_path / "copy")
     assert left.newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
     (tmp_path / "run").rmdir()
-    small = in_small_disk("size=2m", config, SFT, *flags)
+    small = in_small_disk("size=1m", config, SFT, *flags)
     assert small.code != 0
     assert "2 checkpoints of about" in small.output
     assert "  loss " not in small.output

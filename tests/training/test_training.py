@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from conftest import PROBE, SFT, accel_fsdp, accelerate_launch, made_yaml
 from offline import assert_exports_offline
 from peft import PeftModel
-from reference import LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
+from reference import LEARNING_RATE, LORA_LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
-STEPS = 6
+STEPS, STOPPED = 4, 2
+"""Of a whole run, and after how many of them one is stopped that is resumed."""
 PER_RANK = 2
 RANKS = 2
 TOLERANCE = 1e-4
@@ -41,7 +43,7 @@ def sft_args(model: Path, data: Path, output: Path, *more: str) -> list[str]:
         "--lr_scheduler_type": "constant",
         "--train_sampling_strategy": "sequential",
         "--logging_steps": 1,
-        "--save_steps": 3,
+        "--save_steps": STEPS,
         "--disable_tqdm": "true",
     }
     return [str(word) for pair in fixed.items() for word in pair] + list(more)
@@ -77,13 +79,13 @@ OPTIONS: dict[str, tuple[dict[str, str], str]] = {
         {"fsdp_version": "2", "wrap_policy": "NO_WRAP", "cpu_offload": "true"},
         "CPU offload has no meaning here",
     ),
-    "size-ac": ({"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", **CHECKPOINTS}, "FSDP1 FULL_SHARD: 7 units"),
+    "size-ac": ({"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", **CHECKPOINTS}, "FSDP1 FULL_SHARD: 5 units"),
     "nowrap-offload1": (
         {"fsdp_version": "1", "wrap_policy": "NO_WRAP", "cpu_offload": "true"},
         "FSDP1 FULL_SHARD: 1 units",
     ),
     "bf16-ac": ({"fsdp_version": "2", "mixed_precision": "bf16", **CHECKPOINTS}, "FSDP2: "),
-    "bf16-fsdp1": ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 5 units"),
+    "bf16-fsdp1": ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 3 units"),
     "bf16-ddp": ({"fsdp_version": "2", "strategy": "3", "mixed_precision": "bf16"}, "MULTI_CPU: no FSDP was asked for"),
 }
 SGD_JOBS, BASE16_JOBS = ("sgd-1", "sgd-2"), ("base16-1", "base16-2")
@@ -113,9 +115,13 @@ def flags_of(name: str) -> dict[str, str]:
 
 def words_of(name: str, folder: Path, model: Path, data: Path) -> list[str]:
     """The arguments of a job."""
-    more = SGD if name.startswith("sgd") else ("--use_peft",) if name.startswith("base16") else ()
+    more = SGD if name.startswith("sgd") else ()
+    if name in RESUMED:
+        more = ("--save_steps", str(STOPPED), *(LORA if name.startswith("lora") else ()))
+    if name.startswith("base16"):
+        data, more = folder / "again.jsonl", ("--use_peft", "--learning_rate", str(LORA_LEARNING_RATE))
     base = folder / name.partition("-")[0] if name.startswith(("base16", "deepseek")) else model
-    return sft_args(base, data, folder / name, *(LORA if name.startswith("lora") else more))
+    return sft_args(base, data, folder / name, *more)
 
 
 def launched(names: Sequence[str], folder: Path, model: Path, data: Path, *more: str) -> dict[str, str]:
@@ -151,6 +157,7 @@ def straight(
     folder = tmp_path_factory.mktemp("jobs")
     shutil.copytree(tiny_model, folder / "base16")
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(folder / "base16")
+    (folder / "again.jsonl").write_text("".join(text_data.read_text().splitlines(True)[: PER_RANK * RANKS]))
     tiny_deepseek(folder / "deepseek", tiny_model)
     names = wanted([*OPTIONS, *RESUMED, *SGD_JOBS, *BASE16_JOBS, "deepseek-2"], pytestconfig)
     for name in names:
@@ -161,7 +168,7 @@ def straight(
 
 @pytest.fixture(scope="module")
 def resumed(straight: Jobs, tiny_model: Path, text_data: Path, pytestconfig: pytest.Config) -> Jobs:
-    """The runs that are stopped after step 3 and go on; what they were without a stop lies under `whole`."""
+    """The runs that are stopped after step 2 and go on; what they were without a stop lies under `whole`."""
     folder, names = straight.folder, wanted(RESUMED, pytestconfig)
     for name in names:
         (folder / "whole" / name).mkdir(parents=True)
@@ -201,18 +208,22 @@ def test_every_offered_option_trains_and_exports(name: str, straight: Jobs, refe
 @pytest.mark.oldest
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_lora_on_a_16_bit_base(version: str, straight: Jobs) -> None:
-    """The usual LoRA recipe: frozen base as the checkpoint stores it, adapter and its export in float32."""
+    """The usual LoRA recipe: frozen base as the checkpoint stores it, adapter and its export in float32.
+
+    Each step has the same rows, so that the loss of each must be less than that of the one before.
+    """
     out = straight.folder / f"base16-{version}"
     adapter = load_file(out / "final" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
-    assert logged_losses(out)[-1] < logged_losses(out)[0]
+    losses = logged_losses(out)
+    assert all(later < earlier for earlier, later in pairwise(losses)), losses
 
 
 @pytest.mark.parametrize("name", oldest(*RESUMED))
 def test_resume_continues_exactly(name: str, resumed: Jobs) -> None:
-    """A run stopped after step 3 and resumed has the losses and the weights of one that was never stopped."""
+    """A run stopped after step 2 and resumed has the losses and the weights of one that was never stopped."""
     out, whole = resumed.folder / name, resumed.folder / "whole" / name
-    assert "peak memory after step 5: " in resumed.printed[name]
+    assert f"peak memory after step {STOPPED + 2}: " in resumed.printed[name]
     assert logged_losses(out) == pytest.approx(logged_losses(whole), abs=1e-6)
     again, weights = (load_file(next((one / "final").glob("*model.safetensors"))) for one in (out, whole))
     assert again.keys() == weights.keys()
@@ -237,13 +248,13 @@ def test_lora_exports(name: str, resumed: Jobs, tiny_model: Path) -> None:
 def test_an_adapter_that_is_not_in_the_checkpoint(resumed: Jobs, tiny_model: Path, text_data: Path) -> None:
     """As PEFT alone writes it under FSDP1."""
     name, out = "lora-fsdp2-full", resumed.folder / "lora-fsdp2-full"
-    torch.save({}, out / "checkpoint-3" / "pytorch_model_fsdp.bin")
-    (out / "checkpoint-3" / "complete.json").unlink()
+    torch.save({}, out / f"checkpoint-{STOPPED}" / "pytorch_model_fsdp.bin")
+    (out / f"checkpoint-{STOPPED}" / "complete.json").unlink()
     shutil.rmtree(out / f"checkpoint-{STEPS}")
     args = words_of(name, resumed.folder, tiny_model, text_data)
     refused = accelerate_launch(resumed.folder / f"{name}.yaml", SFT, *args, *RESUME)
     assert refused.code != 0
-    assert "holds 0 of the adapter's 56 tensors; it lacks base_model.model.model.layers.0." in refused.output
+    assert "holds 0 of the adapter's 28 tensors; it lacks base_model.model.model.layers.0." in refused.output
 
 
 def tiny_deepseek(folder: Path, tokenizer_of: Path) -> None:
@@ -294,9 +305,9 @@ def test_what_cannot_be_resumed_is_said(straight: Jobs, tiny_model: Path, text_d
     other = accel_fsdp("launch", config, SFT, *args, *resume, "--use_peft", "--resume_with_changes", "true")
     assert other.code == 1
     assert "cannot resume from" in other.output
-    assert "checkpoint-3" in other.output
+    assert f"checkpoint-{STOPPED}" in other.output
     assert "Traceback" not in other.output
-    (out / "checkpoint-3" / "pytorch_model_fsdp_0" / ".metadata").unlink()
+    (out / f"checkpoint-{STOPPED}" / "pytorch_model_fsdp_0" / ".metadata").unlink()
     none = accel_fsdp("launch", config, SFT, *args, "--resume_from_checkpoint", "true")
     assert none.code == 1
     assert "no complete checkpoint-N folder" in none.output
