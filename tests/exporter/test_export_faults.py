@@ -359,18 +359,21 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
         export(run_folder, tmp_path / "out")
 
 
+@pytest.fixture(scope="module")
+def whole_export(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, bytes]:
+    """The seconds of an export that nothing ends, and the weights that it writes."""
+    out, started = tmp_path_factory.mktemp("whole") / "out", time.monotonic()
+    command(made, out).communicate()
+    return time.monotonic() - started, (out / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_ended_at_any_moment(number: int, made: Path, tmp_path: Path) -> None:
+def test_ended_at_any_moment(number: int, made: Path, whole_export: tuple[float, bytes], tmp_path: Path) -> None:
     """Over an older export: it stays, or the new one is there; the next run cleans up."""
     out, moments = tmp_path / "out", random.Random(1)
     export(made, out, dtype="bfloat16")
     old = (out / "model.safetensors").read_bytes()
-    started = time.monotonic()
-    export_process = command(made, tmp_path / "other")
-    export_process.communicate()
-    seconds = time.monotonic() - started
-    new = (tmp_path / "other" / "model.safetensors").read_bytes()
-    shutil.rmtree(tmp_path / "other")
+    seconds, new = whole_export
     tries = ["bytes"] * 4 if number == signal.SIGKILL else ["bytes", "load"]
     for verify in tries:
         process = command(made, out, "--force", verify=verify)
