@@ -69,11 +69,13 @@ def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str
     """The full state dict that the engine will hand out, on the meta device."""
     import torch
 
-    trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad}
     shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
+    # DeepSpeed casts no model that ZeRO-3 has built in parts, not even adapters that were added to it whole
+    casts = trained_as is not None and not any(shapes.values())
+    trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad} if casts else ()
     blueprint = {}
     for name, tensor in model.state_dict().items():
-        cast = trained_as is not None and name in trainable and tensor.is_floating_point()
+        cast = name in trainable and tensor.is_floating_point()
         shape = shapes.get(name) or tensor.shape  # under ZeRO-3 the parameter itself is empty
         blueprint[name] = torch.empty(shape, device="meta", dtype=trained_as if cast else tensor.dtype)
     return blueprint

@@ -189,7 +189,8 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
     smooth = {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
     held_out = HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
-    env = probed(tmp_path, {"lora": LORA, **smooth, **held_out})
+    low = {"lora16": [*LORA, "--bf16", "true", "--dtype", "bfloat16"]} if name == "zero3" else {}
+    env = probed(tmp_path, {"lora": LORA, **smooth, **held_out, **low})
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
     assert finished.code == 0, finished.output
 
@@ -203,6 +204,10 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
         assert f" on {ranks} ranks, cpu" in card
         adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
         assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
+    for kind in low:  # an adapter that is added to a model in parts stays in float32
+        adapter = load_file(tmp_path / kind / "final" / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+        assert noted(tmp_path, kind)["losses"] == pytest.approx(lora_reference.losses, abs=5e-2)
     for kind in held_out:
         untrained = train(tiny_model, text_data, steps=0, global_batch=1)
         assert noted(tmp_path, kind)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
