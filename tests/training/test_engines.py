@@ -189,7 +189,8 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
     smooth = {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
     held_out = HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
-    low = {"lora16": [*LORA, "--bf16", "true", "--dtype", "bfloat16"]} if name == "zero3" else {}
+    low = {"lora16": ["--config_file", str(FOLDER / f"{name}.yaml"), *LORA, "--dtype", "bfloat16"]}
+    low = low if name == "zero3" else {}
     env = probed(tmp_path, {"lora": LORA, **smooth, **held_out, **low})
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
     assert finished.code == 0, finished.output
