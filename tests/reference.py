@@ -108,3 +108,27 @@ def _loss_and_right(model: torch.nn.Module, row: list[int], smoothing: float = 0
     own = logs.gather(1, ids[0, 1:, None])[:, 0]
     loss = -(1 - smoothing) * own.sum() - smoothing * logs.mean(dim=1).sum()
     return loss, int((logs.argmax(dim=1) == ids[0, 1:]).sum())
+
+
+def job_words(model: Path, data: Path, output: Path, steps: int, per_rank: int, save_steps: int = 0) -> list[str]:
+    """What makes `train/sft.py` do as `train` does; it saves every so many steps, or not at all."""
+    fixed = {
+        "--model_name_or_path": model,
+        "--dataset_name": data,
+        "--output_dir": output,
+        "--max_steps": steps,
+        "--per_device_train_batch_size": per_rank,
+        "--learning_rate": LEARNING_RATE,
+        "--lr_scheduler_type": "constant",
+        "--train_sampling_strategy": "sequential",
+        "--logging_steps": 1,
+        **({"--save_steps": save_steps} if save_steps else {"--save_strategy": "no"}),
+        "--disable_tqdm": "true",
+    }
+    return [str(word) for pair in fixed.items() for word in pair]
+
+
+def losses_of(run: Path, steps: int) -> list[float]:
+    """Losses at full precision, from the last checkpoint of a run."""
+    state = json.loads((run / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]

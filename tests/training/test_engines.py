@@ -14,7 +14,7 @@ import torch
 from conftest import PROBE, ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
 from offline import assert_exports_offline
 from peft import PeftModel
-from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, train
+from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, job_words, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -68,20 +68,7 @@ SMOOTHED = ("fsdp1_full_shard", "fsdp2", "zero3")
 
 
 def sft_args(model: Path, data: Path, output: Path, per_rank: int = GLOBAL_BATCH // RANKS) -> list[str]:
-    fixed = {
-        "--model_name_or_path": model,
-        "--dataset_name": data,
-        "--output_dir": output,
-        "--max_steps": STEPS,
-        "--per_device_train_batch_size": per_rank,
-        "--learning_rate": LEARNING_RATE,
-        "--lr_scheduler_type": "constant",
-        "--train_sampling_strategy": "sequential",
-        "--logging_steps": 1,
-        "--save_strategy": "no",
-        "--disable_tqdm": "true",
-    }
-    return [str(word) for pair in fixed.items() for word in pair]
+    return job_words(model, data, output, STEPS, per_rank)
 
 
 def probed(folder: Path, more: dict[str, list[str]]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, SFT, Finished, accelerate_launch, made_yaml, run, warm_python
-from reference import LEARNING_RATE, train
+from reference import job_words, losses_of, train
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from accel_fsdp.checkpoints import completeness
@@ -34,25 +34,11 @@ def config_of(folder: Path, model: Path, version: str, **flags: str) -> Path:
 
 
 def words(model: Path, data: Path, output: Path, ranks: int, *more: str) -> list[str]:
-    fixed = {
-        "--model_name_or_path": model,
-        "--dataset_name": data,
-        "--output_dir": output,
-        "--max_steps": STEPS,
-        "--per_device_train_batch_size": GLOBAL_BATCH // ranks,
-        "--learning_rate": LEARNING_RATE,
-        "--lr_scheduler_type": "constant",
-        "--train_sampling_strategy": "sequential",
-        "--logging_steps": 1,
-        "--save_steps": SAVED,
-        "--disable_tqdm": "true",
-    }
-    return [str(word) for pair in fixed.items() for word in pair] + list(more)
+    return [*job_words(model, data, output, STEPS, GLOBAL_BATCH // ranks, save_steps=SAVED), *more]
 
 
 def losses(run: Path) -> list[float]:
-    state = json.loads((run / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    return losses_of(run, STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from conftest import PROBE, SFT, accel_fsdp, accelerate_launch, made_yaml
 from offline import assert_exports_offline
 from peft import PeftModel
-from reference import LEARNING_RATE, LORA_LEARNING_RATE, SGD_LEARNING_RATE, Reference, train
+from reference import LORA_LEARNING_RATE, SGD_LEARNING_RATE, Reference, job_words, losses_of, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -33,26 +33,11 @@ def make_config(folder: Path, model: Path, **flags: str) -> Path:
 
 
 def sft_args(model: Path, data: Path, output: Path, *more: str) -> list[str]:
-    fixed = {
-        "--model_name_or_path": model,
-        "--dataset_name": data,
-        "--output_dir": output,
-        "--max_steps": STEPS,
-        "--per_device_train_batch_size": PER_RANK,
-        "--learning_rate": LEARNING_RATE,
-        "--lr_scheduler_type": "constant",
-        "--train_sampling_strategy": "sequential",
-        "--logging_steps": 1,
-        "--save_steps": STEPS,
-        "--disable_tqdm": "true",
-    }
-    return [str(word) for pair in fixed.items() for word in pair] + list(more)
+    return [*job_words(model, data, output, STEPS, PER_RANK, save_steps=STEPS), *more]
 
 
-def logged_losses(run_folder: Path) -> list[float]:
-    """Losses at full precision, from the newest checkpoint's trainer_state.json."""
-    state = json.loads((run_folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+def logged_losses(run: Path) -> list[float]:
+    return losses_of(run, STEPS)
 
 
 @pytest.fixture(scope="module")
