@@ -65,6 +65,17 @@ def test_what_is_wrong_is_one_error(call: object, said: str) -> None:
         call()  # type: ignore[operator]
 
 
+def test_a_script_exports_and_runs_once(tiny_model: Path, tmp_path: Path) -> None:
+    """Transformers is asked in a process of its own, which must not run the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import accel_fsdp\nprint('once')\naccel_fsdp.export({str(tiny_model)!r}, 'out')\n")
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "once\n"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_importing_the_package_loads_nothing() -> None:
     code = "import sys, accel_fsdp; print([m for m in sys.modules if m.startswith(('accel_fsdp.', 'rich', 'torch'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
