@@ -5,14 +5,17 @@ What is wrong is raised as `accel_fsdp.errors.UserError`, with `what`, `why` and
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from accel_fsdp.config import MigrationTarget
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from accel_fsdp.planner import PlanReport
     from accel_fsdp.wizard import Answers
 
+P = ParamSpec("P")
+T = TypeVar("T")
 File = str | os.PathLike[str]
 WRITING = frozenset({"output", "html", "json", "force"})
 """Flags of `plan` about what the command writes or prints; the function returns it instead."""
@@ -36,6 +41,19 @@ class Migrated:
     lost: tuple[Change, ...]
 
 
+def _refusing(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, whose unknown keywords are a UserError as those of `plan` are, not a TypeError."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> T:
+        _refuse_unknown(f"{function.__name__} has no", kwargs, known)
+        return function(*args, **kwargs)
+
+    return refusing
+
+
+@_refusing
 def check(
     path: File,
     *,
@@ -69,12 +87,13 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     from accel_fsdp import planner
 
     known = get_type_hints(planner.PlanCommand)
-    _refuse_unknown("plan has no", flags, known.keys() - WRITING)
+    _refuse_unknown("plan has no", flags, [name for name in known if name not in WRITING])
     for name, value in {"model": model, "gpus": gpus, **flags}.items():
         _refuse_value(name, value, known[name])
     return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
 
 
+@_refusing
 def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrated:
     """What `accel-fsdp migrate --dry-run` writes, with the fate of each key; the file stays as it is.
 
@@ -89,6 +108,7 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
     return Migrated(text, drawn.changes, drawn.broken)
 
 
+@_refusing
 def export(
     src: File,
     out: File,
@@ -124,15 +144,30 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
         UserError: an answer can't be used, or there is no such question.
     """
     from accel_fsdp import wizard
-    from accel_fsdp.wizard import interview
 
-    if not isinstance(answers, Mapping):
+    if isinstance(answers, wizard.Answers):
         return wizard.to_text(answers)
+    if not isinstance(answers, Mapping):
+        raise UsageError(
+            f"{answers!r} is no mapping of answers",
+            why="each answer needs the name of its question",
+            fix='to_yaml({"model": "gpt2", "gpus": "8xH100-80GB"})',
+        )
     names = {question.field: question.field for question in wizard.QUESTIONS}
     names |= {_word(alias): question.field for question in wizard.QUESTIONS for alias in question.aliases}
     _refuse_unknown("there is no question", answers, names)
     flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
-    return wizard.to_text(interview.answers(interview.interview(flags, {}, defaults=True)))
+    try:
+        return wizard.to_text(wizard.interview.answers(wizard.interview.interview(flags, {}, defaults=True)))
+    except UserError as error:
+        told = [_flags_as_keys(text, names.values()) for text in (error.what, error.why, error.fix)]
+        raise type(error)(told[0], why=told[1], fix=told[2]) from error.__cause__
+
+
+def _flags_as_keys(text: str, keys: Iterable[str]) -> str:
+    for key in keys:
+        text = re.sub(rf"--{key.replace('_', '-')}(?![\w-])", key, text)
+    return text
 
 
 def _word(flag: str) -> str:
@@ -157,7 +192,7 @@ def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> No
     for name in given:
         if name not in known:
             raise UsageError(
-                f"{what} {name}.{did_you_mean(name, known)}",
+                f"{what} {name}.{did_you_mean(str(name), known)}",
                 why="what nothing reads would be ignored",
                 fix="one of: " + ", ".join(known),
             )

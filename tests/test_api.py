@@ -56,6 +56,13 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
         (lambda: api.plan("gpt2", 8), "gpus=8"),  # type: ignore[arg-type]
         (lambda: api.migrate("nowhere.yaml", "fsdp9"), "to='fsdp9'. Did you mean fsdp2?"),  # type: ignore[arg-type]
         (lambda: api.export("nowhere", "out", verify="bites"), "verify='bites'. Did you mean bytes?"),  # type: ignore[arg-type]
+        (lambda: api.check("nowhere.yaml", modle="gpt2"), "check has no modle. Did you mean model?"),  # type: ignore[call-arg]
+        (lambda: api.migrate("nowhere.yaml", "fsdp2", force=True), "migrate has no force."),  # type: ignore[call-arg]
+        (lambda: api.export("nowhere", "out", dtyp="bfloat16"), "export has no dtyp. Did you mean dtype?"),  # type: ignore[call-arg]
+        (lambda: api.to_yaml("gpt2"), "'gpt2' is no mapping"),  # type: ignore[arg-type]
+        (lambda: api.to_yaml({1: "gpt2"}), "there is no question 1."),  # type: ignore[dict-item]
+        (lambda: api.to_yaml({**MODEL, "strategy": 9}), "error: strategy 9 can't be used."),
+        (lambda: api.to_yaml({**MODEL, "zero_stage": 3}), "fix: leave out zero_stage"),
         (lambda: api.check("nowhere.yaml"), "nowhere.yaml"),
         (lambda: api.export("nowhere", "out"), "nowhere"),
     ],
@@ -63,6 +70,23 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_error(call: object, said: str) -> None:
     with pytest.raises(api.UserError, match=re.escape(said)):
         call()  # type: ignore[operator]
+
+
+def test_known_names_are_listed_in_the_order_of_the_help() -> None:
+    with pytest.raises(api.UserError) as raised:
+        api.plan("gpt2", "8xH100", sequence_length=1)
+    assert raised.value.fix.startswith("one of: model, gpus, nodes, seq_len, batch, ")
+
+
+def test_a_script_exports_and_runs_once(tiny_model: Path, tmp_path: Path) -> None:
+    """Transformers is asked in a process of its own, which must not run the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import accel_fsdp\nprint('once')\naccel_fsdp.export({str(tiny_model)!r}, 'out')\n")
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "once\n"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_importing_the_package_loads_nothing() -> None:

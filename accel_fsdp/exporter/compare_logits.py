@@ -1,7 +1,7 @@
 """An export against its checkpoint, as the library that wrote it puts it together: the same logits for the same tokens.
 
 This route shares the export's readers of files, and nothing of what the export does with what they read. It holds two
-models in memory, and runs in the process of `describing`.
+models in memory, and runs in the second process.
 """
 
 from dataclasses import dataclass

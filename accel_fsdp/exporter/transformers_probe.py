@@ -3,16 +3,10 @@
 Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
 """
 
-import atexit
-import gc
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +16,7 @@ from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
 from accel_fsdp.errors import NotInstalled, UserError, is_installed
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
+from accel_fsdp.exporter.second_process import SecondProcess
 from accel_fsdp.models import catalogue, first_line, model_class, read_config, read_tokenizer, remote_code
 
 if TYPE_CHECKING:
@@ -101,46 +96,8 @@ def aside() -> Iterator[Executor]:
     if "transformers" in sys.modules:
         yield Here()
         return
-    context = multiprocessing.get_context("spawn")
-    with _undisturbed():  # half of its semaphores would stay, and a warning about them would come
-        made = ProcessPoolExecutor(1, mp_context=context, initializer=_begin)
-    with made as pool:
-        try:
-            with _undisturbed():
-                pool.submit(os.getpid)
-            yield pool
-        except BaseException:
-            for process in multiprocessing.active_children():
-                process.terminate()  # its answer would take seconds and is wanted no longer
-            raise
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """With Ctrl-C blocked, which a process that is started inherits: it is for this one to say that it was heard."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    atexit.register(os._exit, 0)  # taking torch apart would take a second
-    gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
-    silent = os.open(os.devnull, os.O_WRONLY)  # libraries talk while they load; what matters comes back as a value
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+    with SecondProcess() as pool:
+        yield pool
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""A second Python process that runs functions for this one, and ends with it, however that ends.
+
+multiprocessing would run the caller's `__main__` there once more: a script without `if __name__ == "__main__":`, whole.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any
+
+import accel_fsdp
+from accel_fsdp.errors import UserError
+
+SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.exporter import second_process; second_process.serve()"
+
+
+class SecondProcess(Executor):
+    """Runs functions of this package one after the other; what they print is lost, what they return comes back.
+
+    The standard input of the process brings the requests, its standard output the answers, both pickled.
+    """
+
+    def __init__(self) -> None:
+        path = [*sys.path, str(Path(accel_fsdp.__file__).parents[1])]  # a relative one leads elsewhere after os.chdir
+        with _undisturbed():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVING.format(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        self._asking = ThreadPoolExecutor(1)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """The answer, or the error that the function raised, once the earlier requests are answered."""
+        return self._asking.submit(self._ask, pickle.dumps((fn, args, kwargs)))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the process at once: answers that nobody has waited for are not wanted, and may take seconds."""
+        self._process.kill()
+        self._asking.shutdown(cancel_futures=True)
+        self._process.communicate()
+
+    def _ask(self, request: bytes) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            answer, error, told = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as gone:
+            raise _ended(self._process.wait()) from gone
+        if error is not None:
+            raise error from _RaisedThere(told)
+        return answer
+
+
+class _RaisedThere(Exception):
+    """The traceback of the second process, for that of an error that is a bug."""
+
+
+def _ended(code: int) -> UserError:
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return UserError(
+        f"the process in which transformers loads the model ended {how}",
+        why="whether the files are those of the model is unknown; where memory runs out, the system ends processes so",
+        fix="free some memory and try again",
+    )
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """With Ctrl-C blocked, which a process that is started inherits: it is for this one to say that it was heard."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve() -> None:
+    """What the second process does: answers until the first one is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    silent = os.open(os.devnull, os.O_RDWR)  # libraries talk while they load; what matters comes back as a value
+    for number in range(3):
+        os.dup2(silent, number)
+    waiting: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_take, args=(requests, waiting), daemon=True).start()
+    while True:
+        answers.write(_answer(waiting.get()))
+        answers.flush()
+
+
+def _take(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
+    """Beside the work, so that the process ends with the first one in the midst of it."""
+    try:
+        while True:
+            waiting.put(pickle.load(requests))
+    finally:
+        os._exit(0)
+
+
+def _answer(request: bytes) -> bytes:
+    """The pickled answer, error and traceback."""
+    try:
+        fn, args, kwargs = pickle.loads(request)
+        return pickle.dumps((fn(*args, **kwargs), None, ""))
+    except Exception as error:
+        told = traceback.format_exc()
+        try:
+            answer = pickle.dumps((None, error, told))
+            pickle.loads(answer)  # some can be pickled, and not be made again
+        except Exception:
+            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), told))
+        return answer
