@@ -137,8 +137,7 @@ def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
     Accelerate then trains every rank on its own, unsharded, and ends with exit code 0. train/sft.py runs FSDP on CPU
     processes instead.
     """
-    none = subject.here is not None and subject.here.usable_gpus == 0
-    if subject.is_fsdp and none and not subject.ours:
+    if subject.is_fsdp and subject.here is not None and subject.here.usable_gpus == 0:
         yield Finding(
             "distributed_type",
             "this machine has no usable GPU",
