@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union
 import tyro
 
 from accel_fsdp import __version__, flag_words
-from accel_fsdp.errors import NotInstalled, UsageError, guard, is_installed, to_stdout
+from accel_fsdp.errors import NotInstalled, UsageError, did_you_mean, guard, is_installed, to_stdout
 
 if TYPE_CHECKING:
     from accel_fsdp.exporter import ExportCommand
@@ -76,7 +76,22 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
 
 
 def _refuse_command(words: list[str]) -> NoReturn:
-    """Shows the commands, or says that there is none of that name."""
+    """Shows the commands, or says that there is none of that name.
+
+    Raises:
+        UsageError: there is none. SystemExit: none was named, or help was asked for.
+    """
+    first = words[0] if words else ""
+    if not first or first in flag_words.HELP or first.startswith("--tyro-"):
+        _show_commands(words)
+    raise UsageError(
+        f"{first} is no command of accel-fsdp.{did_you_mean(first, COMMANDS)}",
+        why="nothing was done",
+        fix=f"one of {', '.join(COMMANDS)}; accel-fsdp --help says what each does",
+    )
+
+
+def _show_commands(words: list[str]) -> None:
     commands = tuple(
         Annotated[Any, tyro.conf.subcommand(name, constructor=_without_flags(name, command.summary))]
         for name, command in COMMANDS.items()
@@ -90,7 +105,6 @@ def _refuse_command(words: list[str]) -> NoReturn:
         args=words,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    raise UsageError(f"{shlex.join(words)} is no command", why="nothing was done", fix="accel-fsdp --help")
 
 
 def _without_flags(name: str, summary: str) -> type:

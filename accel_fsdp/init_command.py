@@ -8,12 +8,15 @@ from typing import Annotated
 import tyro
 
 from accel_fsdp import atomic_files, console
+from accel_fsdp.config import THIS_FILE, launch_words
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 PACKAGE = Path(__file__).parent
 SHIPPED = PACKAGE / "project"
 """Where the wheel has `train/` and `accelerate_configs/`; in a clone they are beside the package."""
 CONFIG = "fsdp2"
+CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir")
+"""The flags of a YAML's launch command whose values are the user's to choose."""
 SCRIPT, NATIVE, README = "train/sft.py", "train/native.py", "train/README.md"
 
 
@@ -56,8 +59,25 @@ def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
     for name, text in contents.items():
         atomic_files.write_text(target / name, text)
         console.say(f"written: {target / name}")
-    console.put(f"cd {target} && accelerate launch --config_file {_yaml(config)} {SCRIPT} --help")
+    needed = _needed(contents[_yaml(config)], _yaml(config))
+    console.put(f"cd {target} && accelerate launch --config_file {_yaml(config)} {SCRIPT} {needed}--help")
     return 0
+
+
+def _needed(text: str, path: str) -> str:
+    """What the script must be told besides model and data for this YAML at `path`, as its own comment has it.
+
+    Such as `--use_peft ` for an adapter: without it every weight would be trained.
+    """
+    words = launch_words(text)
+    rest = iter(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
+    needed = []
+    for word in rest:
+        if word in CHOSEN:
+            next(rest)
+        else:
+            needed.append(path if word == THIS_FILE else word)
+    return "".join(f"{word} " for word in needed)
 
 
 def _refuse_file(target: Path) -> None:
@@ -90,10 +110,10 @@ def _contents(config: str, native: bool) -> dict[str, str]:
     scripts = [SCRIPT, *([NATIVE] if native else [])]
     found = {name: (_source() / name).read_text(encoding="utf-8") for name in scripts}
     found[_yaml(config)] = known[config].read_text(encoding="utf-8")
-    return {**found, README: _readme(config, native)}
+    return {**found, README: _readme(config, _needed(found[_yaml(config)], "fsdp.yaml"), native)}
 
 
-def _readme(config: str, native: bool) -> str:
+def _readme(config: str, needed: str, native: bool) -> str:
     also = f"\n`{NATIVE}` is the same job in plain PyTorch, without Accelerate and Trainer.\n" if native else ""
     return f"""# Fine-tuning with FSDP
 
@@ -103,7 +123,7 @@ def _readme(config: str, native: bool) -> str:
 accel-fsdp config -o fsdp.yaml          # a YAML for your model and machine, or edit {_yaml(config)}
 accel-fsdp check fsdp.yaml              # what Accelerate would drop or misread
 accelerate launch --config_file fsdp.yaml {SCRIPT} \\
-    --model_name_or_path MODEL --dataset_name DATA --output_dir runs/first
+    {needed}--model_name_or_path MODEL --dataset_name DATA --output_dir runs/first
 ```
 
 `runs/first/final` then holds the model, verified; `runs/first/run.json` and `loss.svg` say how the run went.

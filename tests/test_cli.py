@@ -317,11 +317,26 @@ def test_version_and_a_closed_pipe() -> None:
         (["check", "--model", "None", "FILE"], "--model takes a name, not None"),
         (["plan", "--precision", "bf17"], "--precision takes one of bf16, fp16, no, not bf17. Did you mean bf16?"),
         (["migrate", "FILE", "--to", "fsdp3"], "--to takes one of fsdp1, fsdp2, zero1, zero2, zero3, not fsdp3. Did"),
+        (["chekc", "x.yaml"], "chekc is no command of accel-fsdp. Did you mean check?"),
+        (["--chek"], "--chek is no command of accel-fsdp. Did you mean check?"),
     ],
 )  # fmt: skip
 def test_a_word_that_no_flag_takes_is_named(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         cli.call(words)
+
+
+def test_the_default_config_file_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every bare `accelerate launch` of this machine reads it."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert cli.call(["config", "--yes", *CATALOGUED, "-o", str(tmp_path / "mine.yaml")]) == 0
+    assert f"written: {tmp_path / 'mine.yaml'}\n" in capsys.readouterr().err
+    assert cli.call(["config", "--yes", *CATALOGUED]) == 0
+    place = tmp_path / "accelerate" / "default_config.yaml"
+    said = f"written: {place}, which accelerate launch reads where no --config_file is given\n"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

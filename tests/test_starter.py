@@ -27,6 +27,26 @@ def test_a_project_is_written_once(tmp_path: Path) -> None:
     assert not yaml.exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "needed"),
+    [
+        ("fsdp2", ""),
+        ("fsdp2_lora", "--use_peft "),
+        ("fsdp2_qlora", "--use_peft --load_in_4bit --bnb_4bit_quant_storage bfloat16 "),
+        ("tpu", "--accelerate_config {path} "),
+    ],
+)
+def test_the_script_is_told_what_the_yaml_needs(
+    config: str, needed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `--use_peft` the files for LoRA would train every weight."""
+    assert cli.call(["init", str(tmp_path), "--config", config]) == 0
+    path = f"accelerate_configs/{config}.yaml"
+    assert f"--config_file {path} train/sft.py {needed.format(path=path)}--help\n" in capsys.readouterr().out
+    readme = (tmp_path / "train" / "README.md").read_text()
+    assert f"\n    {needed.format(path='fsdp.yaml')}--model_name_or_path MODEL --dataset_name DATA" in readme
+
+
 def test_an_unknown_yaml_is_refused(tmp_path: Path) -> None:
     refused = accel_fsdp("init", tmp_path / "project", "--config", "fsdp2_lroa")
     assert refused.code == 2

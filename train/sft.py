@@ -15,7 +15,6 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
 from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
-from accel_fsdp.units import counted
 
 
 def main() -> None:
@@ -65,7 +64,9 @@ def main() -> None:
     record.trained(history.segments(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
-    tensors = trainer.export(output / file_names.FINAL, model_card.text(record.content, trainer.state.log_history))
+    rounding = trainer.expected.rounding
+    card = model_card.text(record.content, trainer.state.log_history, rounding)
+    tensors = trainer.export(output / file_names.FINAL, card)
     record.lap("export")
     record.finish(trainer.state.log_history, trainer.report.totals())
 
@@ -73,7 +74,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         for line in training.summary(trainer.state, training_args.load_best_model_at_end):
             console.say(line)
-        console.say(f"exported and verified: {output / 'final'} ({counted(tensors, 'tensor')})", style="green")
+        console.say(training.exported(output / file_names.FINAL, tensors, rounding), style="green")
 
 
 def tokenize(

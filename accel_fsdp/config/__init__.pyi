@@ -9,7 +9,10 @@ from .combinations import clashes as clashes
 from .combinations import recompute_by as recompute_by
 from .header import COMMAND as COMMAND
 from .header import HEADER as HEADER
+from .header import LAUNCH as LAUNCH
 from .header import MADE_HERE as MADE_HERE
+from .header import THIS_FILE as THIS_FILE
+from .header import launch_words as launch_words
 from .header import with_header as with_header
 from .job_config import FALSE_WORDS as FALSE_WORDS
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT

@@ -28,6 +28,8 @@ ADAPTABLE = frozenset(
 """Quantised weights that Trainer takes below an adapter (transformers, `HfQuantizer.is_trainable`)."""
 ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
+UNLESS_OURS = ", unless the script is train/sft.py"
+"""How a reason ends that train/sft.py mends."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ TABLE: tuple[Clash, ...] = (
     Clash(
         "adapter-recompute", ("recompute", "method"), "saves nothing",
         "PEFT loses the adapter under FSDP's activation checkpointing",
-        "the exported adapter has no tensors, unless the script is train/sft.py",
+        f"the exported adapter has no tensors{UNLESS_OURS}",
         "fsdp_activation_checkpointing: false and --gradient_checkpointing true",
         lambda setup: setup.engine in FSDP and setup.adapter and setup.recompute == "engine",
         mended=True,
@@ -225,7 +227,7 @@ TABLE: tuple[Clash, ...] = (
     Clash(
         "adapter-fsdp1", ("method",), "saves nothing",
         "PEFT loses the adapter under FSDP1",
-        "the exported adapter has no tensors, unless the script is train/sft.py",
+        f"the exported adapter has no tensors{UNLESS_OURS}",
         "fsdp_version: 2",
         lambda setup: setup.engine is Engine.FSDP1 and setup.adapter,
         mended=True,

@@ -28,10 +28,22 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Weights that are saved in a dtype that can't hold all of their values; dtypes as torch names them."""
+
+    trained: str
+    saved: str
+
+    def __str__(self) -> str:
+        return f"{self.trained} weights rounded to {self.saved}"
+
+
+@dataclass(frozen=True)
 class Expected:
     """The tensors an export must hold. Each group of `ties` is one tensor under several names: the first is saved.
 
     `casts` are the parameters that are gathered in another dtype than they are saved in, by their names in the model.
+    `rounding` says whether they lose digits by it.
     `gathered_bytes` is what the whole model takes as the engine gathers it, frozen parts of an adapter's model too.
     """
 
@@ -39,6 +51,7 @@ class Expected:
     ties: tuple[tuple[str, ...], ...]
     casts: "Mapping[str, torch.dtype]" = field(default_factory=dict)
     gathered_bytes: int = 0
+    rounding: Rounding | None = None
 
 
 def expected_tensors(
@@ -55,14 +68,26 @@ def expected_tensors(
     blueprint = _gathered(model, trained_as)
     gathered_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blueprint.values())
     casts = {} if saved_as is None else dict.fromkeys(_castable(model, blueprint, saved_as), saved_as)
+    rounding = _rounding({blueprint[name].dtype for name in casts}, saved_as)
     for name, dtype in casts.items():
         blueprint[name] = torch.empty_like(blueprint[name], dtype=dtype)
     if isinstance(model, PeftModel):
         saved = get_peft_model_state_dict(model, state_dict=blueprint)
-        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, (), casts, gathered_bytes)
+        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, (), casts, gathered_bytes, rounding)
     ties = ties_of(model)
     saved = as_saved(model, without_tied_copies(blueprint, ties))
-    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties, casts, gathered_bytes)
+    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties, casts, gathered_bytes, rounding)
+
+
+def _rounding(trained: "set[torch.dtype]", saved: "torch.dtype | None") -> Rounding | None:
+    """Whether a cast to `saved` loses digits or range of one of these dtypes."""
+    import torch
+
+    lossy = [dtype for dtype in trained if saved is not None and torch.promote_types(dtype, saved) != saved]
+    if not lossy:
+        return None
+    widest = max(lossy, key=lambda dtype: dtype.itemsize)
+    return Rounding(str(widest).removeprefix("torch."), str(saved).removeprefix("torch."))
 
 
 def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str, torch.Tensor]":

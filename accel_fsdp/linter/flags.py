@@ -17,7 +17,8 @@ class Sources:
     args: Annotated[
         Optional[Path],
         tyro.conf.arg(
-            metavar="FILE", help="The training script's arguments: a YAML or JSON mapping, or a command line."
+            metavar="FILE",
+            help="A file with the training script's arguments: a YAML or JSON mapping, or a command line.",
         ),
     ] = None
     checkpoint: Annotated[

@@ -25,7 +25,10 @@ PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors",
 
 
 NO_ARGUMENTS = "there are no arguments to compare the YAML with"
-GIVE_ARGUMENTS = "--args with a YAML or JSON mapping, or a command line such as train/sft.py --bf16"
+GIVE_ARGUMENTS = (
+    "--args FILE, which holds a YAML or JSON mapping, or a command line; "
+    "in bash also --args <(echo train/sft.py --bf16)"
+)
 LARGEST_PORT = 65535
 PORT = 29500
 """Where the launcher meets unless the file says otherwise."""

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_fsdp import __version__, linter
-from accel_fsdp.config import ENGINE_NAMES, HEADER, PLANNED, TORCH_DTYPES, as_scalar, combinations, yaml_file
+from accel_fsdp.config import (
+    ENGINE_NAMES,
+    HEADER,
+    LAUNCH,
+    PLANNED,
+    THIS_FILE,
+    TORCH_DTYPES,
+    as_scalar,
+    combinations,
+    yaml_file,
+)
 from accel_fsdp.errors import UserError
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
@@ -113,8 +123,8 @@ class Proposer:
             [
                 f"# {self.model}, {recipe.method} training with one process, which has nothing to shard.",
                 f"{HEADER} {__version__}: accel-fsdp plan",
-                "# Launch:",
-                f"#   accelerate launch --config_file THIS_FILE train/sft.py {words}",
+                LAUNCH,
+                f"#   accelerate launch --config_file {THIS_FILE} train/sft.py {words}",
                 yaml_file.dump(values),
             ]
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import console
+from accel_fsdp.config import combinations
 from accel_fsdp.planner import proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
@@ -120,7 +121,9 @@ class PlanReport:
             if one.refused:
                 reasons.setdefault(one.refused, []).append(name_of(one.layout))
         for why, names in () if self.config else reasons.items():
-            yield f"fails: {', '.join(names)}. {why}."
+            mended = why.endswith(combinations.UNLESS_OURS)
+            fails = f"fails{combinations.UNLESS_OURS if mended else ''}"
+            yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_OURS)}."
 
     def advice(self) -> Iterator[str]:
         """What to take and why, or what would make it fit; a sentence or two a line."""

@@ -23,5 +23,6 @@ from .progress import beginning as beginning
 from .progress import line as line
 from .trainer import SftTrainer as SftTrainer
 from .trainer import begin as begin
+from .trainer import exported as exported
 from .trainer import finish as finish
 from .trainer import summary as summary

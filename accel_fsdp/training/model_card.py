@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from accel_fsdp.exporter import exported_folder
 from accel_fsdp.training import lineage
 from accel_fsdp.training.run_record import results
 
@@ -19,8 +20,12 @@ ROWS = ("max_length", "packing", "assistant_only_loss", "completion_only_loss")
 """What of the rows is trained."""
 
 
-def text(run: Mapping[str, Any], log_history: list[dict[str, float]]) -> str:
+def text(
+    run: Mapping[str, Any], log_history: list[dict[str, float]], rounding: exported_folder.Rounding | None = None
+) -> str:
     """The card as Markdown with the hub's front matter. `run` is the content of `run.json`.
+
+    `rounding` is what the export does to the weights, None where it keeps them.
 
     The front matter names a base model or data set only by its hub id: for a local one the hub would refuse the card.
     """
@@ -33,7 +38,7 @@ def text(run: Mapping[str, Any], log_history: list[dict[str, float]]) -> str:
         datasets=[dataset] if _on_hub(dataset) else None,
         tags=["sft", "fsdp", "accel-fsdp", *(["lora"] if peft else [])],
     )
-    body = "\n".join(_body(run, results(log_history), base, dataset, METHODS[peft]))
+    body = "\n".join(_body(run, results(log_history), rounding, base, dataset, METHODS[peft]))
     return str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n{body}\n"))
 
 
@@ -47,11 +52,17 @@ def _name(name: str) -> str:
 
 
 def _body(
-    run: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], base: str, dataset: str, method: str
+    run: Mapping[str, Any],
+    found: Mapping[str, Mapping[str, float]],
+    rounding: exported_folder.Rounding | None,
+    base: str,
+    dataset: str,
+    method: str,
 ) -> Iterator[str]:
     arguments, training = run["arguments"], run["arguments"]["training"]
     yield f"# {_name(base)}, fine-tuned on {_name(dataset)}\n"
-    yield f"- base model: {_name(base)}, revision {arguments['model']['model_revision']}"
+    revision = f", revision {arguments['model']['model_revision']}" if _on_hub(base) else ""  # a folder has none
+    yield f"- base model: {_name(base)}{revision}"
     yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
     yield f"- method: supervised fine-tuning of {method}"
     if run["plan"]:
@@ -65,6 +76,11 @@ def _body(
         yield f"| {name} | {values['first']:.4f} | {values['best']:.4f} | {values['last']:.4f} |"
     if smoothing := training.get("label_smoothing_factor"):
         yield f"\nThe training loss is smoothed (label_smoothing_factor {smoothing:g}); the held-out loss is not."
+    if rounding:
+        yield (
+            f"\nThe weights were trained in {rounding.trained}; train/sft.py exports them rounded to {rounding.saved}, "
+            "so the losses of the export can differ a little."
+        )
     yield "\n## Arguments\n"
     yield "| argument | value |\n|---|---|"
     yield from _arguments(arguments, method == METHODS[True])

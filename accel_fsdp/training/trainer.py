@@ -36,6 +36,7 @@ from accel_fsdp.training import (
 )
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.losses import LossTrainer
+from accel_fsdp.units import counted
 
 RELIES_ON = (
     Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
@@ -244,6 +245,12 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
             raise sharding_check.unsharded("its shards are shared by one rank only")
         if state.is_world_process_zero:
             console.say(f"sharding: {report}", style="cyan")
+
+
+def exported(target: Path, tensors: int, rounding: exported_folder.Rounding | None) -> str:
+    """The line that says where the export is, and that its weights are not all of what was trained."""
+    rounded = f", {rounding}; --export_dtype {rounding.trained} keeps them" if rounding else ""
+    return f"exported and verified: {target} ({counted(tensors, 'tensor')}{rounded})"
 
 
 def finish(exit_code: int) -> None:

@@ -155,7 +155,8 @@ def _write(answers: Answers, options: WizardOptions, original: Original | None) 
     if original is not None and not sys.stdin.isatty():
         _diff(original, text, str(output))
     atomic_files.write_text(output, text)
-    console.say(f"written: {output}", style="green")
+    everywhere = ", which accelerate launch reads where no --config_file is given"
+    console.say(f"written: {output}{everywhere if output == atomic_files.default_config() else ''}", style="green")
     if answers.own_script:
         what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
         console.say(f"note: {what}; launch a script of your own:", style="yellow", wrap=True)

@@ -11,9 +11,11 @@ from accel_fsdp.config import (
     DISTRIBUTED_TYPES,
     FSDP_VERSIONS,
     HEADER,
+    LAUNCH,
     OTHER_ENGINES,
     RESHARDS,
     STRATEGIES,
+    THIS_FILE,
     TORCH_DTYPES,
     Engine,
     as_scalar,
@@ -120,8 +122,8 @@ def header(answers: Answers) -> list[str]:
         f"# {answers.model}, {answers.method} training, {_engine_in_words(answers)}.",
         f"{HEADER} {__version__}:",
         f"#   {command_line(answers)}",
-        "# Launch:",
-        f"#   {launch_line(answers, 'THIS_FILE')}",
+        LAUNCH,
+        f"#   {launch_line(answers, THIS_FILE)}",
     ]
 
 

@@ -80,7 +80,10 @@ def _unless(allowed: Callable[[Context], bool], why: str) -> Callable[[Context],
 
 
 _OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
-    ("engine", "deepspeed"): _unless(lambda c: c["method"] != "qlora", "ZeRO-3 can't partition 4-bit weights"),
+    ("engine", "deepspeed"): _unless(
+        lambda c: c["method"] != "qlora",
+        "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried",
+    ),
     ("engine", "tpu"): _unless(
         lambda c: c["num_machines"] == 1, "a TPU pod is started by gcloud, not by main_process_ip"
     ),

@@ -1,6 +1,7 @@
 """The check after saving: a short, empty or distorted export is an error, and the target folder is all or nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,22 @@ def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None
     low = model.to(torch.bfloat16)
     assert {spec.dtype for spec in exported_folder.expected_tensors(low, torch.float32).tensors.values()} == {"F32"}
     assert {spec.dtype for spec in exported_folder.expected_tensors(low, None).tensors.values()} == {"BF16"}
+
+
+@pytest.mark.parametrize(
+    ("held", "saved_as", "said"),
+    [
+        ("float32", "bfloat16", "float32 weights rounded to bfloat16"),
+        ("bfloat16", "float16", "bfloat16 weights rounded to float16"),
+        ("bfloat16", "float32", "None"),
+        ("float32", "float32", "None"),
+        ("float32", None, "None"),
+    ],
+)
+def test_an_export_that_loses_digits_says_so(held: str, saved_as: str | None, said: str, model: Any) -> None:
+    wanted = getattr(torch, saved_as) if saved_as else None
+    expected = exported_folder.expected_tensors(model.to(getattr(torch, held)), None, wanted)
+    assert str(expected.rounding) == said
 
 
 def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_path: Path) -> None:

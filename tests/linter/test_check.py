@@ -322,7 +322,7 @@ def test_what_holds_no_arguments(content: bytes | None, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_args(path)
     assert "Accelerate YAML" not in str(caught.value)
-    assert "--args" in caught.value.fix
+    assert "--args FILE, which holds" in caught.value.fix
 
 
 def test_checking_imports_no_heavy_library(tmp_path: Path) -> None:

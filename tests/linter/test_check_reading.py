@@ -17,7 +17,7 @@ import test_check_script
 import yaml
 from accelerate.commands.config.config_args import default_yaml_config_file
 from checking import V1, V2, codes_of, subject
-from conftest import accel_fsdp, run
+from conftest import ROOT, accel_fsdp, run
 
 from accel_fsdp import reference_docs
 from accel_fsdp.checkpoints import completeness, discover, summary
@@ -74,6 +74,8 @@ def test_checkpoint_command(tmp_path: Path, fsdp2: Path) -> None:
     fsdp2.write_text(V2.replace("num_processes: 2", "num_processes: 4") + "  fsdp_state_dict_type: FULL_STATE_DICT\n")
     (good / "scheduler.pt").unlink()
     assert set(found(fsdp2, "--checkpoint", good)) == {"AF801", "AF802", "AF804"}
+    ours = ("--script", ROOT / "train" / "sft.py")
+    assert set(found(fsdp2, "--checkpoint", good, *ours)) == {"AF802", "AF804"}
     newer = sharded_checkpoint(tmp_path / "run" / "checkpoint-10")
     (newer / "trainer_state.json").unlink()
     shutil.rmtree(newer / "optimizer_0")

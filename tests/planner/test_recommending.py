@@ -180,6 +180,13 @@ def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
     assert told_more["choice"]["strategy"] == "FSDP2 FULL_SHARD offload"
 
 
+def test_each_way_that_fails_has_its_own_reason() -> None:
+    said = shown("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "qlora")
+    assert "fails, unless the script is train/sft.py: FSDP1 FULL_SHARD, " in said
+    assert ". PEFT loses the adapter under FSDP1: the exported adapter has no tensors. " in said
+    assert "ZeRO-3. --engine deepspeed can't be used: ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in said
+
+
 def test_where_another_optimizer_fits_it_is_proposed() -> None:
     crashing = ("--method", "qlora", "--optimizer", "adamw_8bit")
     content = planned("--model", "openai/gpt-oss-20b", "--gpus", "2x4090", *crashing)

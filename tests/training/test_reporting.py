@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import psutil
@@ -24,12 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traini
 
 from accel_fsdp import svg
 from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import gpus, host
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import from_yaml, smaller, trace_store
 from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.svg import Curve, Words
-from accel_fsdp.training import Tally, arguments, beginning, gather, line, run_plan, run_record
+from accel_fsdp.training import Tally, arguments, beginning, gather, line, model_card, run_plan, run_record
 
 SCARCE = ROOT / "tests" / "scarce.py"
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -213,6 +215,8 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     assert not (out / "checkpoint-3").exists()
     assert f"stopped early: after step 2 of {STEPS}\nthe best model is exported: checkpoint-1, " in finished.output
     best = train(low, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
+    assert "tensors, float32 weights rounded to bfloat16; --export_dtype float32 keeps them)" in finished.output
+    assert "exports them rounded to bfloat16" in (out / "final" / "README.md").read_text()
     exported = load_file(out / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}  # the base model's
     settings = json.loads((out / "final" / "config.json").read_text())
@@ -285,6 +289,21 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     readable = 0o666 & ~current_umask()
     assert {stat.S_IMODE(path.stat().st_mode) for path in (out / "final").iterdir()} == {readable}
     assert not list((out / "final").glob("*.bin"))
+
+
+def test_a_card_says_what_is_rounded_and_which_revision(tmp_path: Path) -> None:
+    given: dict[str, dict[str, Any]] = {
+        "model": {"model_name_or_path": "me/model", "model_revision": "main", "use_peft": False},
+        "data": {"dataset_name": "me/data", "dataset_train_split": "train"},
+        "training": {"max_steps": 2},
+    }
+    run: dict[str, Any] = {"arguments": given, "plan": None, "versions": {}}
+    assert "- base model: me/model, revision main\n" in model_card.text(run, [])
+    given["model"]["model_name_or_path"] = str(tmp_path)
+    local = model_card.text(run, [], exported_folder.Rounding("float32", "bfloat16"))
+    assert f"- base model: {tmp_path.name}\n" in local
+    assert "\nThe weights were trained in float32; train/sft.py exports them rounded to bfloat16, " in local
+    assert "rounded" not in model_card.text(run, [])
 
 
 def current_umask() -> int:

@@ -10,9 +10,12 @@ from accel_fsdp.units import counted
 
 @rule("AF801", pains=("P21",))
 def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
-    """A sharded checkpoint and FULL_STATE_DICT in the file, or the other way round: resuming finds no weights."""
+    """A sharded checkpoint and FULL_STATE_DICT in the file, or the other way round: resuming finds no weights.
+
+    train/sft.py resumes either kind; Trainer alone doesn't.
+    """
     found = subject.checkpoint
-    if found is None or not subject.is_fsdp:
+    if found is None or not subject.is_fsdp or subject.ours:
         return
     for stored, wanted, kind in (
         (found.sharded, subject.sharded_state_dict, "SHARDED_STATE_DICT"),
@@ -22,7 +25,7 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "fsdp_config.fsdp_state_dict_type",
                 f"{found.name} was written with {kind}",
-                "resuming stops: FileNotFoundError",
+                "resuming stops: FileNotFoundError, unless the script is train/sft.py",
                 f"fsdp_state_dict_type: {kind}",
             )
 
@@ -186,7 +189,8 @@ def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
     word. train/sft.py makes the state first; most scripts don't.
     """
     found = subject.checkpoint
-    if found is not None and subject.engine is Engine.FSDP1 and found.sharded and subject.sharded_state_dict:
+    fsdp1 = subject.engine is Engine.FSDP1 and not subject.ours
+    if found is not None and fsdp1 and found.sharded and subject.sharded_state_dict:
         yield Finding(
             "fsdp_config.fsdp_version",
             f"FSDP1 won't load the optimizer state of {found.name}",

@@ -150,7 +150,7 @@ def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
 def syncing_without_accelerator(subject: Subject) -> Iterator[Finding]:
     """FSDP1 with synced module states, its default, on a machine without accelerator: Accelerate stops."""
     none = subject.here is not None and subject.here.usable_gpus == 0
-    if subject.engine is Engine.FSDP1 and none and subject.on("fsdp_sync_module_states"):
+    if subject.engine is Engine.FSDP1 and none and subject.on("fsdp_sync_module_states") and not subject.ours:
         yield Finding(
             "fsdp_config.fsdp_sync_module_states",
             "FSDP1 looks for a GPU to sync module states on",
