@@ -110,7 +110,7 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
     also copies of the weights. An adapter is exported as it was trained.
     """
-    copies = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
+    loaders = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
     units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
     master = shards.master_bytes(recipe, layout)
 
@@ -132,7 +132,7 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     low = trained * shards.compute_bytes(recipe) // master
     copies = state_bytes.zero_copies(low, layout.strategy) if layout.engine == "zero" else 0
     return Host(
-        loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * copies,
+        loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
         gathering=held if layout.is_fsdp else 0,
         checkpoint=weights + copies + optimizer,

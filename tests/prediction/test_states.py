@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, accelerate_launch
 from held import ODD
 
-from accel_fsdp.config import Precision
+from accel_fsdp.config import EngineKind, Precision
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe, shards, step
@@ -67,3 +67,14 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     assert host.offload == state_bytes.training_bytes(weights)
     assert host.checkpoint == state_bytes.checkpoint_bytes(weights, weights)
     assert host.gathering == weights
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 1), ("fsdp1", 1), ("ddp", 4), ("zero", 4)])
+def test_who_loads_the_model(engine: EngineKind, ranks: int) -> None:
+    """Rank 0 of a machine where loading is RAM-efficient, which is FSDP's alone; else each of its ranks."""
+    shape, layout = odd_llama(), Layout(engine, 2 if engine == "zero" else 1, 8, 4)
+    numel = capacity.model_numel(shape)
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        recipe = Recipe("full", precision="bf16", dtype=dtype)
+        assert capacity.host(shape, recipe, layout).loading == numel * size * ranks
+        assert capacity.host(shape, recipe, layout, ram_efficient=False).loading == numel * size * 4
