@@ -5,7 +5,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 def counted(count: int, one: str, several: str = "") -> str:
     """A number of things as `1 tensor`, `2 tensors`."""
-    return f"{count} {one if count == 1 else several or one + 's'}"
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def gib_or_mib(count: float, gib_from: float = GIB) -> str:

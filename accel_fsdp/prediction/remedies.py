@@ -86,7 +86,7 @@ def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator
             size = evaluate(job, recipe, layout).device.allocated
             least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if other else ''}"))
     if least:
-        yield f"a smaller model, or GPUs with more memory: over {least[1]}, each still holds {gib_or_mib(least[0])}"
+        yield f"a smaller model, or GPUs with more memory: each of {least[1]} would still hold {gib_or_mib(least[0])}"
 
 
 def _offload(job: PlanJob, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:

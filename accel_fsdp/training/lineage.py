@@ -14,6 +14,7 @@ from accel_fsdp import console
 from accel_fsdp.checkpoints import completeness, file_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -72,7 +73,7 @@ class History:
         """For the user: where the run goes on from, and what it changes from there on."""
         if checkpoint is None:
             return []
-        lines = [f"resumed: {checkpoint}, {step_of(Path(checkpoint)):,} steps behind it"]
+        lines = [f"resumed: {checkpoint}, after {counted(step_of(Path(checkpoint)), 'step')}"]
         if self.unknown:
             lines.append("that checkpoint doesn't say what it was trained with: data and schedule aren't compared")
         return [*lines, *(f"changed from here on: {change}" for change in self.changes)]
@@ -219,7 +220,7 @@ def _check_length(checkpoint: Path, here: Settings, step: int) -> None:
     wanted = here["length"].get("max_steps")
     if wanted is not None and wanted < step:
         raise UserError(
-            f"--max_steps {wanted}, but {checkpoint} has {step} steps behind it",
+            f"--max_steps {wanted}, but {checkpoint} was written after {counted(step, 'step')}",
             why="nothing would be trained, and the model would be of more steps than were asked for",
             fix=f"--max_steps {step} or more; accel-fsdp export {checkpoint} OUT makes a model of it as it is",
         )

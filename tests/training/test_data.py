@@ -153,7 +153,7 @@ def test_columns_that_nobody_can_find_are_refused(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"text": "a"}', '{"text": "b"'], r"two\.jsonl, line 2: .* at column"),
+        (['{"text": "a"}', '{"text": "b"'], r"two\.jsonl, line 2, column \d+: "),
         ([SAID, SAID.replace('"a"', "null")], r"two\.jsonl, row 2: messages is not a list of turns"),
         ([SAID, *[SAID.replace('"a"', "null")] * 2], r"two\.jsonl, row 2: messages is .* \(2 such rows\)"),
     ],

@@ -68,7 +68,7 @@ def test_other_settings_are_refused_and_named(
         assert "Traceback" not in refused.output
     same = sft(*words(tiny_model, moved, stopped, resume_from_checkpoint="true"))
     assert same.code == 0, same.output
-    assert f"resumed: {stopped / 'checkpoint-2'}, 2 steps behind it" in same.output
+    assert f"resumed: {stopped / 'checkpoint-2'}, after 2 steps" in same.output
     assert "changed from here on" not in same.output
     assert len(json.loads((stopped / "run.json").read_text())["segments"]) == 1
 
@@ -119,7 +119,7 @@ def test_spoilt_bytes_are_passed_over_and_named(stopped: Path, sft: Sft, tiny_mo
     assert resumed.code == 0, resumed.output
     assert "checkpoint-4: model.safetensors holds other bytes than were written" in resumed.output
     assert "resumed:" in resumed.output
-    assert "checkpoint-2, 2 steps behind it" in resumed.output
+    assert "checkpoint-2, after 2 steps" in resumed.output
 
 
 def test_a_step_that_cannot_be_saved_again_is_still_there(

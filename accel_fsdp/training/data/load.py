@@ -188,7 +188,7 @@ def _broken_line(file: Path) -> str | None:
             try:
                 json.loads(line.strip() or b"{}")
             except json.JSONDecodeError as error:
-                return f"line {number}: {error.msg} at column {error.colno}"
+                return f"line {number}, column {error.colno}: {error.msg.removesuffix(' at')}"
             except UnicodeDecodeError:
                 return f"line {number}: not UTF-8"
     return None
