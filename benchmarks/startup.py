@@ -1,6 +1,6 @@
 """How long a user waits for the first sign of life: `python benchmarks/startup.py --write`.
 
-Medians of 5, as multiples of an empty Python process, beside Accelerate's own command line. One start of each comes
+Medians of 9, as multiples of an empty Python process, beside Accelerate's own command line. One start of each comes
 first, which leaves bytecode behind and files in memory.
 """
 
@@ -17,9 +17,9 @@ import pexpect
 import results
 
 ROOT = Path(__file__).parent.parent
-REPEATS = 5
+REPEATS = 9
 FILE = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
-TOOL = [sys.executable, "-m", "accel_fsdp"]
+TOOL = [str(Path(sys.executable).with_name("accel-fsdp"))]
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096"]
 
 
