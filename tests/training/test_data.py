@@ -264,7 +264,7 @@ def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' * 40_000 + '{"text" "b"}\n')  # beyond the first block that is parsed
     rows = load.split(load.load(str(path), streaming=True), "train")
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 40001: "), load.reading(str(path)):
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 40001, column 9: "), load.reading(str(path)):
         list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0))
     with pytest.raises(ValueError, match="another"), load.reading(str(write(tmp_path / "fine.jsonl", {"text": "a"}))):
         raise ValueError("another")
