@@ -101,6 +101,12 @@ def _check(command: str, flag: Flag, value: str) -> None:
     Raises:
         UsageError: it isn't.
     """
+    if flag.is_switch:
+        raise UsageError(
+            f"{flag.name} takes no value, and {value} is one",
+            why=f"{flag.name} alone says yes",
+            fix=f"{flag.name}, or nothing",
+        )
     if value == "None" and type(None) in flag.types:
         raise UsageError(
             f"{flag.name} takes {_expected(flag)}, not None",

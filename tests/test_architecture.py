@@ -82,13 +82,26 @@ def test_imports_are_written_out(path: Path) -> None:
     """As `from accel_fsdp.room import name`, which the other tests read; a face imports nothing but its loader."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        assert not [name for name in names if name.startswith("accel_fsdp.")]
+        assert not [name for name in names if name.partition(".")[0] == "accel_fsdp"]
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            assert path.name != "__init__.py" or path.parent.name == "rules" or node.module == "lazy_loader"
+            own = path.parent.name == "rules" and str(node.module).startswith("accel_fsdp.linter.rules")
+            assert path.name != "__init__.py" or own or node.module == "lazy_loader"
+            if node.module == "accel_fsdp":  # of the commands, which the package itself offers, a room knows nothing
+                tops = {name for name in MODULES if "." not in name} | {"__version__"}
+                assert all(alias.name in tops or is_room(f"accel_fsdp.{alias.name}") for alias in node.names)
             names = [f"{node.module}.{alias.name}".removeprefix("accel_fsdp.") for alias in node.names]
             here = (".".join(path.relative_to(PACKAGE).parent.parts), "helpers", "commands")
             assert all(room_of(name) in here or offered(name) for name in names if name in MODULES)
+
+
+@pytest.mark.parametrize("room", [room for room in FACES if room != "linter.rules"])
+def test_a_face_offers_its_own_room(room: str) -> None:
+    tree = ast.parse(FACES[room].with_suffix(".pyi").read_text())
+    for node in tree.body:
+        assert isinstance(node, ast.ImportFrom)
+        assert node.level == 1
+        assert {f"{room}.{node.module or alias.name}" for alias in node.names} <= MODULES.keys()
 
 
 def offered(module: str) -> bool:

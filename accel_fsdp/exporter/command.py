@@ -131,6 +131,7 @@ def _one_adapter(found: CheckpointLocation, name: str | None) -> CheckpointLocat
 
 def _check_flags(options: ExportCommand) -> None:
     """What can be refused before anything is looked at."""
+    _check_dtype(options.dtype)
     _require_transformers(options.verify)
     size = options.max_shard_size.strip()
     if not SIZE.fullmatch(size) or not float(size[:-2]):

@@ -18,7 +18,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
-import accel_fsdp
 from accel_fsdp.errors import UserError
 
 SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.exporter import second_process; second_process.serve()"
@@ -31,7 +30,8 @@ class SecondProcess(Executor):
     """
 
     def __init__(self) -> None:
-        path = [*sys.path, str(Path(accel_fsdp.__file__).parents[1])]  # a relative one leads elsewhere after os.chdir
+        ours = str(Path(__file__).parents[2])  # beside a relative one, which leads elsewhere after os.chdir
+        path = [*(place for place in sys.path if isinstance(place, str)), ours]  # as Python, which skips others
         with _undisturbed():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVING.format(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -70,8 +70,10 @@ def _ended(code: int) -> UserError:
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return UserError(
         f"the process in which transformers loads the model ended {how}",
-        why="whether the files are those of the model is unknown; where memory runs out, the system ends processes so",
-        fix="free some memory and try again",
+        why="whether the files are those of the model is unknown",
+        fix="free some memory and try again: where it runs out, the system ends processes"
+        if code == -signal.SIGKILL
+        else "--verify bytes checks the files without that process",
     )
 
 

@@ -34,7 +34,8 @@ def canonical(name: str) -> str | None:
 def near(name: str) -> str:
     """The hub id that `name`, whole or its last part alone, was probably meant to be, else the empty string."""
     by_part = {known if "/" in name else known.rpartition("/")[2]: known for known in entries()}
-    return by_part.get(nearest(name, by_part), "")
+    found = by_part.get(nearest(name, by_part), "")
+    return "" if found == name else found
 
 
 def did_you_mean(name: str) -> str:

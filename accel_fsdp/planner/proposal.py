@@ -111,7 +111,7 @@ class Proposer:
 
     def _of_one_process(self, recipe: Recipe, layout: Layout) -> str:
         """What is predicted for one GPU: no engine, where the wizard would write FSDP with nobody to share with."""
-        words = f"--model_name_or_path {shlex.quote(self.model)} {argument_line(recipe, layout)}"
+        words = f"{shlex.join(['--model_name_or_path', self.model, *to_yaml.EXAMPLE])} {argument_line(recipe, layout)}"
         values = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": as_scalar("NO"),

@@ -151,6 +151,10 @@ def flag_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
+EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first")
+"""What a launch line trains on, and where it writes, until somebody changes it."""
+
+
 def launch_line(answers: Answers, path: str) -> str:
     """The command that trains with the YAML at `path`."""
     words = ["accelerate", "launch", "--config_file", path]
@@ -159,7 +163,7 @@ def launch_line(answers: Answers, path: str) -> str:
     if answers.own_script:
         return shlex.join([*words, "YOUR_SCRIPT.py"])
     words += ["train/sft.py", "--model_name_or_path", answers.model]
-    words += ["--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first"]
+    words += EXAMPLE
     if answers.method != "full":
         words.append("--use_peft")
     if answers.method == "qlora":

@@ -86,7 +86,9 @@ def test_of_one_gpu_a_yaml_without_an_engine_is_written(method: str, tmp_path: P
     path = tmp_path / "own.yaml"
     planned("--model", "gpt2", "--gpus", "1xH100", "--method", method, "-o", path)
     assert "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n" in path.read_text()
-    assert "--model_name_or_path openai-community/gpt2 --per_device_train_batch_size" in path.read_text()
+    assert (
+        "--dataset_name train/data/fsdp_chat --output_dir runs/first --per_device_train_batch_size" in path.read_text()
+    )
     assert cli.call(["check", "--strict", "--model", "gpt2", str(path)]) == 0
     assert "ACCELERATE_MIXED_PRECISION=bf16" in here("launch", "--dry-run", path, SFT)
 
