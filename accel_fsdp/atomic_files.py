@@ -134,12 +134,6 @@ def existing_part(path: Path) -> Path:
     return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoint-N folders of a run as Trainer names them, complete or not, in the order of their numbers."""
-    numbered = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
 def check_writable(folder: Path) -> None:
     """Proves that `folder` can be made and written to, before hours of work depend on it. Leaves nothing behind.
 

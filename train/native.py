@@ -246,7 +246,7 @@ class State(dcp.stateful.Stateful):
 
 def checkpoint_of(job: Job) -> Path | None:
     """The newest complete checkpoint if one is to be resumed."""
-    complete = [path for path in atomic_files.checkpoints(job.output_dir) if completeness.is_whole_dcp(path)]
+    complete = [path for path in file_names.checkpoints(job.output_dir) if completeness.is_whole_dcp(path)]
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
         raise UserError(what, why="a run resumes one, or begins where none is", fix="add or drop --resume")
@@ -296,7 +296,7 @@ def main() -> None:
         scheduler.step()
         state.place["step"] = step
         if step % job.save_steps == 0 or step == steps:
-            dcp.save({"job": state}, checkpoint_id=job.output_dir / f"checkpoint-{step}")
+            dcp.save({"job": state}, checkpoint_id=job.output_dir / f"{file_names.CHECKPOINT}{step}")
     save_full(model, job, tokenizer, expected)
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host.peak_memory()

@@ -302,7 +302,7 @@ def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path
     `among`: those of the run, oldest first. `wrong` says why one can't be taken; empty: it can.
     """
     skipped: dict[Path, str] = {}
-    for checkpoint in reversed(atomic_files.checkpoints(run) if among is None else among):
+    for checkpoint in reversed(file_names.checkpoints(run) if among is None else among):
         if not (why := wrong(checkpoint)):
             return Choice(checkpoint, skipped)
         skipped[checkpoint] = why
@@ -325,10 +325,10 @@ def retire(run: Path, keep: int | None, best: str | None) -> None:
 
     The `best` one stays, and counts. Nothing is deleted where none is complete, or without `keep`.
     """
-    for old in run.glob(".checkpoint-*.old"):
+    for old in run.glob(f".{file_names.CHECKPOINT}*.old"):
         if not (run / old.stem[1:]).exists():  # of a run that was killed while it deleted
             _remove(old)
-    found = atomic_files.checkpoints(run)
+    found = file_names.checkpoints(run)
     complete = [path for path in found if not flaw(path)]
     if not keep or keep < 1 or not complete:
         return

@@ -92,7 +92,7 @@ def _unfinished(folder: Path) -> tuple[str, ...]:
         return tuple(
             f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
         )
-    trainers = re.fullmatch(r"checkpoint-\d+", folder.name) and (
+    trainers = re.fullmatch(rf"{file_names.CHECKPOINT}\d+", folder.name) and (
         (folder / file_names.SCHEDULER).exists()
         or any(folder.glob(f"{file_names.RNG_STATE}*"))
         or any(folder.glob(f"{file_names.OPTIMIZER}*"))

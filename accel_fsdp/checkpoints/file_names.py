@@ -4,6 +4,7 @@ What a folder with some of them is, `discover` decides.
 """
 
 import re
+from pathlib import Path
 
 SAFETENSORS = ".safetensors"
 """How files of the safetensors library end."""
@@ -82,6 +83,8 @@ trained; and the result."""
 
 OF_RANK = re.compile(rf"(?:__|{RNG_STATE}_|zero_pp_rank_|fsdp_rank)(\d+)")
 """The number of the rank that wrote a file, in its name, whoever wrote it."""
+CHECKPOINT = "checkpoint-"
+"""How a checkpoint's folder begins; the step follows. Trainer's, and train/native.py's."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 """A checkpoint's folder by its step, whoever wrote it."""
 STATE = (FSDP_MODEL, OPTIMIZER, "scheduler", "training_args", RNG_STATE, "scaler")
@@ -95,3 +98,9 @@ OF_CHECKPOINTS = (
     *("scheduler", RNG_STATE, RANDOM_STATES, "scaler", "trainer_state"),
 )
 """How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoint-N folders of a run as Trainer names them, complete or not, in the order of their numbers."""
+    numbered = [path for path in run.glob(f"{CHECKPOINT}*") if path.name.removeprefix(CHECKPOINT).isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix(CHECKPOINT)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, untrusted_files
+from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import completeness, file_names, safetensors_header
 from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
@@ -127,7 +127,7 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
             why="there is nothing to look at",
             fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
         )
-    numbered = atomic_files.checkpoints(folder)
+    numbered = file_names.checkpoints(folder)
     holds_model = any(folder.glob(f"*{file_names.SAFETENSORS}")) or any(folder.glob("pytorch_model*"))
     return _facts(numbered[-1] if numbered and not holds_model else folder)
 

@@ -126,7 +126,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
     # Saving
 
     def _folder(self, trial: Any = None) -> Path:
-        return Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        return Path(self._get_output_dir(trial)) / f"{file_names.CHECKPOINT}{self.state.global_step}"
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that counts only once every file of every rank is on disk."""
@@ -274,7 +274,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         )
         saves = math.ceil(left / max(every, 1)) if every else 0
         limit = self.args.save_total_limit
-        there = sum(not completeness.flaw(path) for path in atomic_files.checkpoints(Path(self.args.output_dir)))
+        there = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(self.args.output_dir)))
         return min(saves, max(limit + 1 - there, 1)) if limit and limit > 0 else saves
 
     def _predicted_bytes(self) -> tuple[int, int]:

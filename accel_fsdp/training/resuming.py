@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from accel_fsdp import atomic_files, console
+from accel_fsdp import console
 from accel_fsdp.checkpoints import (
     CheckpointFacts,
     FileReader,
@@ -45,7 +45,7 @@ def chosen(training: "TrainingArguments") -> str | None:
 def _wanted(training: "TrainingArguments") -> Path | None:
     output, wanted = Path(training.output_dir), training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
-        if any(output.glob("checkpoint-*")) or (output / file_names.FINAL).exists():
+        if any(output.glob(f"{file_names.CHECKPOINT}*")) or (output / file_names.FINAL).exists():
             raise UserError(
                 f"{output} already holds a run",
                 why="its checkpoints and this run's would be mixed up",
@@ -55,7 +55,7 @@ def _wanted(training: "TrainingArguments") -> Path | None:
     if str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted), training)
     choice = completeness.choose(
-        output, _agreed([atomic_files.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
+        output, _agreed([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
     for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
         console.say(f"skipped: {folder}: {flaw}", style="yellow")

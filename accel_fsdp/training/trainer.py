@@ -212,7 +212,7 @@ class SftTrainer(LossTrainer):
         """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             return Path(self.state.best_model_checkpoint)
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = Path(self.args.output_dir) / f"{file_names.CHECKPOINT}{self.state.global_step}"
         there = folder.is_dir()
         self.accelerator.wait_for_everyone()  # a rank that begins to save makes it
         if not there:

@@ -369,7 +369,7 @@ def merging_the_wrong_folder(subject: Subject) -> Iterator[Finding]:
     for call in calls(subject, "merge_fsdp_weights"):
         given = constant(call.args[0] if call.args else keyword(call, "checkpoint_dir"))
         last = given.rstrip("/").rpartition("/")[2] if isinstance(given, str) else ""
-        if last.startswith(("checkpoint-", "optimizer")):
+        if last.startswith((file_names.CHECKPOINT, file_names.OPTIMIZER)):
             yield at(
                 subject,
                 call,
