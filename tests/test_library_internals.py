@@ -129,7 +129,7 @@ def imports(tree: ast.AST) -> dict[str, str]:
             found |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                is_module = find_spec(node.module) and _is_module(f"{node.module}.{alias.name}")
+                is_module = _is_module(node.module) and _is_module(f"{node.module}.{alias.name}")
                 place = f"{node.module}.{alias.name}" if is_module else f"{node.module}:{alias.name}"
                 found[alias.asname or alias.name] = place
     return found
