@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -160,14 +159,8 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     try:
         return wizard.to_text(wizard.interview.answers(wizard.interview.interview(flags, {}, defaults=True)))
     except UserError as error:
-        told = [_flags_as_keys(text, names.values()) for text in (error.what, error.why, error.fix)]
+        told = [wizard.interview.in_words(text, between="_") for text in (error.what, error.why, error.fix)]
         raise type(error)(told[0], why=told[1], fix=told[2]) from error.__cause__
-
-
-def _flags_as_keys(text: str, keys: Iterable[str]) -> str:
-    for key in keys:
-        text = re.sub(rf"--{key.replace('_', '-')}(?![\w-])", key, text)
-    return text
 
 
 def _word(flag: str) -> str:

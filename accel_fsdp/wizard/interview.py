@@ -119,10 +119,10 @@ def warnings(talk: Interview) -> tuple[str, ...]:
     return notes.warnings(talk.settled())
 
 
-def in_words(text: str) -> str:
-    """Flags as the review calls the questions."""
+def in_words(text: str, between: str = " ") -> str:
+    """Flags as the review calls the questions; with "_" `between` the words, by the questions' names."""
     for question in QUESTIONS:
-        text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", " "), text)
+        text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", between), text)
     return text
 
 
