@@ -29,7 +29,7 @@ ADAPTABLE = frozenset(
 ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
 UNLESS_OURS = ", unless the script is train/sft.py"
-"""How a reason ends that train/sft.py mends."""
+"""How a text ends about what train/sft.py mends."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ TABLE: tuple[Clash, ...] = (
         "label-smoothing-fsdp2", ("flags", "method"), "trains something else",
         "under FSDP2 Trainer doesn't shift the labels that --label_smoothing_factor compares with",
         "each token learns to say itself, and the logged loss looks better",
-        "no --label_smoothing_factor, or fsdp_version: 1, unless the script is train/sft.py",
+        f"no --label_smoothing_factor, or fsdp_version: 1{UNLESS_OURS}",
         lambda setup: setup.engine is Engine.FSDP2 and not setup.adapter and "label_smoothing_factor" in setup.flags,
         mended=True,
     ),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_fsdp.config import LOW_DTYPES, Engine
+from accel_fsdp.config import LOW_DTYPES, UNLESS_OURS, Engine
 from accel_fsdp.errors import near_key
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
@@ -51,7 +51,7 @@ def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_version",
             "FSDP1 does not load a sharded optimizer state",
-            "moments start at zero without a word, unless the script is train/sft.py",
+            f"moments start at zero without a word{UNLESS_OURS}",
             "fsdp_version: 2",
         )
 
@@ -263,7 +263,7 @@ def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "num_processes",
             f"the held-out loss of {subject.number('num_processes')} processes is off in its last batch",
-            "of few rows that is too low or too high by tenths, unless the script is train/sft.py",
+            f"of few rows that is too low or too high by tenths{UNLESS_OURS}",
             "as many held-out rows as fill whole batches of all processes; or compute_metrics of your own",
         )
 
@@ -320,6 +320,6 @@ def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
             "--load_best_model_at_end overlooks the newest checkpoint",
-            "an older model is taken for the best, or ranks that disagree hang, unless the script is train/sft.py",
+            f"an older model is taken for the best, or ranks that disagree hang{UNLESS_OURS}",
             "fsdp_state_dict_type: FULL_STATE_DICT, or train/sft.py",
         )

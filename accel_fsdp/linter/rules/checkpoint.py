@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.config import Engine
+from accel_fsdp.config import UNLESS_OURS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.units import counted
 
@@ -25,7 +25,7 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "fsdp_config.fsdp_state_dict_type",
                 f"{found.name} was written with {kind}",
-                "resuming stops: FileNotFoundError, unless the script is train/sft.py",
+                f"resuming stops: FileNotFoundError{UNLESS_OURS}",
                 f"fsdp_state_dict_type: {kind}",
             )
 
@@ -194,7 +194,7 @@ def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_version",
             f"FSDP1 won't load the optimizer state of {found.name}",
-            "moments start at zero without a word, unless the script is train/sft.py",
+            f"moments start at zero without a word{UNLESS_OURS}",
             "fsdp_version: 2, which can load it",
         )
 

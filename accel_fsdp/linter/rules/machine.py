@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, Engine
+from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, UNLESS_OURS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib, counted
@@ -141,7 +141,7 @@ def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "distributed_type",
             "this machine has no usable GPU",
-            "every rank trains the whole model alone, unless the script is train/sft.py",
+            f"every rank trains the whole model alone{UNLESS_OURS}",
             "run it on a machine with GPUs; look at CUDA_VISIBLE_DEVICES",
         )
 
@@ -154,7 +154,7 @@ def syncing_without_accelerator(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_sync_module_states",
             "FSDP1 looks for a GPU to sync module states on",
-            "There are currently no available devices found, unless the script is train/sft.py",
+            f"There are currently no available devices found{UNLESS_OURS}",
             "fsdp_sync_module_states: false and fsdp_cpu_ram_efficient_loading: false",
         )
 
@@ -347,7 +347,7 @@ def exports_will_be_private(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "",
             "safetensors 0.8.0 makes its files private",
-            "others can't read an export, unless the script is train/sft.py",
+            f"others can't read an export{UNLESS_OURS}",
             "chmod a+r on the export",
         )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine, clashes
+from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, UNLESS_OURS, Engine, clashes
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 MANY_RANKS = 32
@@ -205,7 +205,7 @@ def sixteen_bits_throughout(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "mixed_precision",
             f"the checkpoint is {dtype} and there is no mixed precision",
-            "small updates are lost to rounding, unless the script is train/sft.py",
+            f"small updates are lost to rounding{UNLESS_OURS}",
             "mixed_precision: bf16, or --dtype float32",
         )
 
