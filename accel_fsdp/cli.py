@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel_fsdp.linter import CheckCommand
     from accel_fsdp.migration import MigrateCommand
     from accel_fsdp.planner import PlanCommand
+    from accel_fsdp.rehearsal import RehearseCommand
 
 NO_SOURCE = {"__module__": "builtins"}
 """Of a class that has no comments: else tyro parses whole modules for them, which is a quarter of `--help`'s time."""
@@ -156,7 +157,9 @@ def _terminate(number: int, _: object) -> None:
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Everything after the script of `launch` belongs to the script, as with `accelerate launch`."""
+    """What belongs to a script: all after SCRIPT of `launch`, as with `accelerate launch`; after -- of `rehearse`."""
+    if words[:1] == ["rehearse"] and "--" in words:
+        return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
     if words[:1] != ["launch"]:
         return words, ()
     values = {i + 1 for i, word in enumerate(words) if word.replace("-", "_") == "__machine_rank"}
@@ -195,6 +198,14 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         also = "the environment of the ranks isn't known either"
         console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
     return 0
+
+
+def _rehearse(options: "RehearseCommand", script_args: tuple[str, ...]) -> int:
+    from accel_fsdp import rehearsal
+
+    for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
+        signal.signal(signal.Signals[name], _terminate)
+    return rehearsal.rehearse(options, script_args)
 
 
 def _init(options: "InitCommand", _: tuple[str, ...]) -> int:
@@ -243,6 +254,11 @@ COMMANDS = {
         "Lint the YAML, then run the script with it: accel-fsdp launch [flags] FILE SCRIPT [script arguments].",
         "accel_fsdp.launch:LaunchCommand",
         _launch,
+    ),
+    "rehearse": Command(
+        "Run the job in small on this machine, on CPU: train, save, kill, resume, export, reload; compare each.",
+        "accel_fsdp.rehearsal:RehearseCommand",
+        _rehearse,
     ),
     "export": Command(
         "Write a checkpoint as a verified Hugging Face folder, in bounded memory: accel-fsdp export SRC OUT.",

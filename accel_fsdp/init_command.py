@@ -33,10 +33,11 @@ class InitCommand:
 
 def configs() -> dict[str, Path]:
     """The ready-made YAMLs by name."""
-    return {path.stem: path for path in sorted((_source() / "accelerate_configs").glob("*.yaml"))}
+    return {path.stem: path for path in sorted((source() / "accelerate_configs").glob("*.yaml"))}
 
 
-def _source() -> Path:
+def source() -> Path:
+    """Where `train/` and `accelerate_configs/` lie."""
     return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
 
 
@@ -108,7 +109,7 @@ def _contents(config: str, native: bool) -> dict[str, str]:
             fix=f"one of {', '.join(known)}; or make your own: accel-fsdp config -o FILE.yaml",
         )
     scripts = [SCRIPT, *([NATIVE] if native else [])]
-    found = {name: (_source() / name).read_text(encoding="utf-8") for name in scripts}
+    found = {name: (source() / name).read_text(encoding="utf-8") for name in scripts}
     found[_yaml(config)] = known[config].read_text(encoding="utf-8")
     return {**found, README: _readme(config, _needed(found[_yaml(config)], "fsdp.yaml"), native)}
 

@@ -66,7 +66,7 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
             why="a plan needs FSDP, DDP or DeepSpeed, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )
-    sharding = _sharding(job, ranks)
+    sharding = sharding_of(job, ranks)
     precision = str(job.top("mixed_precision"))
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     changed = replace(
@@ -90,8 +90,12 @@ def setup_of(layout: Layout, recipe: Recipe) -> Setup:
     )
 
 
-def _sharding(job: JobConfig, ranks: int) -> Sharding:
-    """All but the offload."""
+def sharding_of(job: JobConfig, ranks: int) -> Sharding:
+    """How a YAML shares out its model on so many ranks; all but the offload.
+
+    Raises:
+        UsageError: its stage or its mesh can't be predicted.
+    """
     sharding = Sharding(job.engine, ranks, job.ranks_here)
     if job.engine is Engine.FSDP1:
         return replace(sharding, strategy=job.strategy)

@@ -26,8 +26,8 @@ from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import inspect_model, state_bytes
+from accel_fsdp.models.counting import numel
 from accel_fsdp.training import resuming
-from accel_fsdp.training.counting import numel
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.units import gib_or_mib

@@ -23,7 +23,7 @@ from accel_fsdp import console
 from accel_fsdp.checkpoints import clean_name, completeness
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
-from accel_fsdp.training import counting
+from accel_fsdp.models import counting
 from accel_fsdp.training.checkpointing_trainer import SurvivingTrainer
 from accel_fsdp.training.data import IGNORED, Collator
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.training import counting
+from accel_fsdp.models import counting
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,10 +21,9 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
-from accel_fsdp.models import inspect_model
+from accel_fsdp.models import counting, inspect_model
 from accel_fsdp.training import (
     checkpointing_trainer,
-    counting,
     gather,
     load_model,
     losses,

@@ -1,0 +1,5 @@
+"""What happens inside a rank: FSDP on gloo for any script, and a record of what the rank holds and does."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

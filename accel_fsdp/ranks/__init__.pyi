@@ -1,0 +1,5 @@
+from .events import EVENTS as EVENTS
+from .events import Event as Event
+from .events import read as read
+from .holding import Holding as Holding
+from .holding import Unit as Unit

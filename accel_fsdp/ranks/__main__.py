@@ -1,0 +1,74 @@
+"""Runs a script as one rank, with gloo as its FSDP device where there is no GPU: `python -m accel_fsdp.ranks SCRIPT`.
+
+The script is not edited. `sys.argv`, `__main__` and `sys.path` are as if Python had been started with it.
+"""
+
+import os
+import runpy
+import sys
+import traceback
+
+from accel_fsdp import cpu
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import events, hang, watch
+
+NODES = "ACCEL_FSDP_NODES"
+"""How many machines the ranks of this one stand for."""
+
+
+def main() -> int:
+    """Runs the script whose name and arguments follow; returns its exit code."""
+    del sys.argv[0]
+    script = sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    _stand_for_nodes()
+    cpu.enable()
+    watch.begin()
+    hang.begin()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        code = _exit_code(ended)
+        events.tell("ended", code=code)
+        return code
+    except UserError as error:
+        watch.tell_failure(error)
+        print(error, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        watch.tell_failure(error)
+        _print_without_runner(error)
+        return 1
+    events.tell("ended", code=0)
+    return 0
+
+
+def _stand_for_nodes() -> None:
+    """Lets the ranks of this machine stand for several: how they are numbered is all that a rank knows of machines."""
+    nodes = int(os.environ.get(NODES, "1"))
+    launch = LaunchEnvironment.now()
+    if nodes > 1 and launch.is_rank:
+        each = launch.world_size // nodes
+        os.environ |= {"LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": str(launch.rank % each)}
+
+
+def _exit_code(ended: SystemExit) -> int:
+    if isinstance(ended.code, int) or ended.code is None:
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
+
+
+def _print_without_runner(error: BaseException) -> None:
+    """The traceback as Python would print it, without the frames of this file and of runpy."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+
+
+if __name__ == "__main__":
+    code = main()
+    cpu.finish(code)
+    sys.exit(code)

@@ -1,0 +1,71 @@
+"""Sees when a rank waits for others: which collective, since when, and where in the script."""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+import psutil
+
+from accel_fsdp.ranks import events
+
+EVERY_SECONDS = 1.0
+STILL_SECONDS = 20.0
+"""A rank that stood on the same lines, without computing, for as long as this is told of."""
+BUSY = 0.2
+"""The part of a core above which a process counts as computing."""
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+
+
+def begin() -> None:
+    """Starts a thread that watches the main one."""
+    if os.environ.get(events.EVENTS):
+        events.tell("began")
+        threading.Thread(target=_watch, args=(threading.get_ident(),), daemon=True).start()
+
+
+def _watch(main: int) -> None:
+    place, since, busy, told = "", time.monotonic(), _computed_seconds(), False
+    while True:
+        time.sleep(EVERY_SECONDS)
+        frame = sys._current_frames().get(main)
+        if frame is None:
+            return
+        now, computed = time.monotonic(), _computed_seconds()
+        here = "".join(traceback.format_stack(frame))
+        if here != place or computed - busy > BUSY * (now - since):
+            if told:
+                events.tell("moved")
+            place, since, busy, told = here, now, computed, False
+        elif not told and now - since > STILL_SECONDS:
+            events.tell("still", stack=here, collective=_collective(frame), line=_line(frame))
+            told = True
+
+
+def _computed_seconds() -> float:
+    """What this process and its children have computed: one that tokenizes in others doesn't stand still."""
+    times = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
+    return time.process_time() + float(sum(one.user + one.system for one in times))
+
+
+def _collective(frame: FrameType | None) -> str:
+    """The outermost function of torch's collectives on the stack; empty where it waits for something else."""
+    found = ""
+    while frame:
+        if os.path.basename(frame.f_code.co_filename) in COLLECTIVES:
+            name = frame.f_code.co_name
+            found = found if name in ("wrapper", "wait") else name
+        frame = frame.f_back
+    return found
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line in the script's own folder, as file:line."""
+    home = os.path.dirname(os.path.abspath(sys.argv[0]))
+    while frame:
+        if os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == home:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,194 @@
+"""What one rank holds of a prepared model, unit by unit: read off the model itself, whoever wrapped it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.config import Engine, deepspeed_name
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.models import counting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FLAT = "torch.distributed.fsdp._flat_param:FlatParameter"
+GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+RELIES_ON = (
+    Internal(f"{FLAT}._unpadded_unsharded_size"),
+    Internal(f"{FLAT}._param_infos"),
+    Internal(f"{FLAT}._numels"),
+    Internal("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"),
+)
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
+"""The names under which wrappers hold what they wrap; `module` is DDP's and DeepSpeed's."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together. `weights` counts all of it, `held` this rank's part with its padding.
+
+    `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
+    `reshards`: its weights are parted again between forward and backward.
+    """
+
+    name: str
+    kind: str
+    weights: int
+    held: int
+    ranks: int
+    reshards: bool = True
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds of one model. `whole`: weights that no unit shards, each of them complete on this rank.
+
+    `kinds` counts the model's modules by class, for those that have weights.
+    """
+
+    model: str
+    engine: str
+    units: tuple[Unit, ...]
+    whole: int
+    kinds: dict[str, int]
+
+    @property
+    def weights(self) -> int:
+        """Of the whole model."""
+        return self.whole + sum(unit.weights for unit in self.units)
+
+    @property
+    def held(self) -> int:
+        """On this rank."""
+        return self.whole + sum(unit.held for unit in self.units)
+
+
+def measure(model: "nn.Module") -> Holding:
+    """Reads it off a model as it is trained with, wrapped or not."""
+    units, counted = [], set()
+    for unit, parameters in _units(model):
+        units.append(unit)
+        counted |= parameters
+    whole = sum(count for one, count in counting.weights(model).items() if id(one) not in counted)
+    inner = unwrapped(model)
+    kinds = Counter(
+        class_name(module)
+        for module in inner.modules()
+        if unwrapped(module) is module and any(True for _ in module.parameters())
+    )
+    return Holding(class_name(inner), _engine(model), tuple(units), whole, dict(kinds))
+
+
+def unwrapped(model: Any) -> "nn.Module":
+    """The user's own module, inside of all wrappers."""
+    while inner := next((getattr(model, name) for name in WRAPPERS if _wraps(model, name)), None):
+        model = inner
+    return model  # type: ignore[no-any-return]
+
+
+def class_name(module: "nn.Module") -> str:
+    """The user's own class of a module; `fully_shard` makes another one of it, FSDPLinear of Linear."""
+    from torch.distributed.fsdp import FSDPModule
+
+    kinds = type(unwrapped(module)).__mro__
+    return next(kind.__name__ for kind in kinds[FSDPModule in kinds :] if kind is not FSDPModule)
+
+
+def _wraps(model: Any, name: str) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    if name == "module":
+        return isinstance(model, DistributedDataParallel) or _deepspeed(model)
+    return name in getattr(model, "_modules", ())
+
+
+def _deepspeed(model: Any) -> bool:
+    return type(model).__name__ == "DeepSpeedEngine"
+
+
+def _engine(model: Any) -> str:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if _deepspeed(model):
+        return deepspeed_name(model.zero_optimization_stage())
+    if isinstance(model, DistributedDataParallel):
+        return Engine.DDP.value
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return Engine.FSDP1.value
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return Engine.FSDP2.value
+    return Engine.NONE.value
+
+
+def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
+    """Each unit, with the identities of the parameters that it shards."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if _deepspeed(model):
+        yield from _of_deepspeed(model)
+        return
+    for path, module in model.named_modules():
+        name = ".".join(part for part in path.split(".") if part not in WRAPPERS)
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            yield _of_fsdp1(name, module)
+        elif isinstance(module, FSDPModule):
+            yield from _of_fsdp2(name, module)
+
+
+def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    flat, several = module._handle.flat_param, module._handle.world_size
+    elements = flat._unpadded_unsharded_size.numel()
+    infos = zip(flat._param_infos, flat._numels, strict=True)
+    weights = sum(numel * counting.per_element(info.module, info.param_name, flat) for info, numel in infos)
+    alone = module.sharding_strategy == ShardingStrategy.NO_SHARD
+    reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    unit = Unit(
+        name,
+        class_name(module),
+        weights,
+        flat.numel() * weights // elements,
+        1 if alone else several,
+        reshards,
+    )
+    views = {id(one) for one in module.parameters(recurse=True)} if module._use_orig_params else set()
+    return unit, {id(flat), *views}
+
+
+def _of_fsdp2(name: str, module: Any) -> Iterator[tuple[Unit, set[int]]]:
+    """A module may have several groups, one for each mesh; a unit without parameters of its own has none."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        parameters = [one.sharded_param for one in group.fsdp_params]
+        owned = {id(one.sharded_param): one._module_info for one in group.fsdp_params}
+        several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
+        mesh = group.mesh_info
+        yield (
+            Unit(
+                name,
+                class_name(module),
+                sum(p.numel() * count for p, count in zip(parameters, several, strict=True)),
+                sum(p.to_local().numel() * count for p, count in zip(parameters, several, strict=True)),
+                getattr(mesh, "shard_mesh_size", 1),
+                group.post_forward_mesh_info is not None,
+            ),
+            set(owned),
+        )
+
+
+def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
+    """DeepSpeed has no units: each module with weights of its own in stage 3; below it the optimizer's states alone."""
+    import torch.distributed as dist
+
+    ranks, stage = dist.get_world_size(), model.zero_optimization_stage()
+    if stage in (1, 2):
+        held = sum(one.numel() for one in model.optimizer.single_partition_of_fp32_groups)
+        trained = sum(one.numel() for one in model.module.parameters() if one.requires_grad)
+        yield Unit("", "optimizer states", trained, held, ranks), set()
+    for path, module in model.module.named_modules() if stage > 2 else ():
+        own = list(module.parameters(recurse=False))
+        if own:
+            total, held = sum(one.ds_numel for one in own), sum(one.ds_tensor.ds_numel for one in own)
+            yield Unit(path, type(module).__name__, total, held, ranks), {id(one) for one in own}

@@ -1,0 +1,100 @@
+"""What is behind a failure: the line of the script, and the key or argument that is known to cause it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_fsdp.rehearsal.job import Hang, Outcome
+
+
+class Failure(Exception):
+    """A step that failed. `key` is the YAML's key or the script's argument behind it, `line` that of the script."""
+
+    def __init__(self, what: str, key: str = "", fix: str = "", line: str = "", output: str = "") -> None:
+        super().__init__(what)
+        self.what, self.key, self.fix, self.line, self.output = what, key, fix, line, output
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A message of the libraries, and what makes them say it."""
+
+    said: str
+    key: str
+    fix: str
+
+
+KNOWN = (
+    Cause(
+        "Could not find the transformer layer class",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "name a layer class that the model has: accel-fsdp check FILE --model MODEL",
+    ),
+    Cause(
+        "Must flatten tensors with uniform requires_grad",
+        "fsdp_use_orig_params",
+        "fsdp_use_orig_params: true, or fsdp_version: 2",
+    ),
+    Cause(
+        r"Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype",
+        "mixed_precision",
+        "load the model in one dtype: --dtype float32",
+    ),
+    Cause(
+        "fully_shard does not support containers",
+        "fsdp_auto_wrap_policy",
+        "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+    ),
+    Cause(
+        "activation_checkpointing.* can't be set to True|both be set to True",
+        "fsdp_activation_checkpointing",
+        "one of fsdp_activation_checkpointing and --gradient_checkpointing",
+    ),
+    Cause(
+        r"Mesh should not be bigger than default world size|does not match num_processes",
+        "parallelism_config",
+        "sizes that multiply to num_processes",
+    ),
+    Cause(
+        "different number of metadata|Recomputed values for the following tensors have different metadata",
+        "--gradient_checkpointing",
+        "layers that do the same when they run again: no dropout of their own, no state",
+    ),
+    Cause("got mixed torch.Tensor and DTensor", "fsdp_version", "an optimizer that knows DTensor, such as AdamW"),
+)
+"""From the list of known pains: what is said where only a run shows it."""
+NO_GPU = re.compile(
+    r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
+    r"|Cannot access accelerator device when none is available|nccl"
+)
+HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
+
+
+def of_outcome(outcome: Outcome, script: Path) -> Failure:
+    """Why a launch failed."""
+    if outcome.hang is not None:
+        return _of_hang(outcome.hang, outcome)
+    said = outcome.failures[0].content if outcome.failures else {}
+    return of_message(str(said.get("error", "")), str(said.get("line", "")), outcome)
+
+
+def of_message(error: str, line: str, outcome: Outcome) -> Failure:
+    """By the first rank's error; the first line of it says what is wrong."""
+    text = error or outcome.tail
+    what = error.splitlines()[0] if error else f"a rank ended with exit code {outcome.code}"
+    if NO_GPU.search(error):
+        fix = 'accelerator.device, or model.to(torch.device("cpu")) where torch.cuda.is_available() is false'
+        return Failure(what, key="the script", fix=fix, line=line, output=outcome.tail)
+    for cause in KNOWN:
+        if re.search(cause.said, text):
+            return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
+    return Failure(what, line=line, output=outcome.tail)
+
+
+def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
+    stacks = "\n".join(f"rank {rank}:\n{stack}" for rank, (_, _, stack) in sorted(hang.waits.items()))
+    lines: Mapping[str, str] = {collective: line for line, collective, _ in hang.waits.values() if line}
+    line = next((one for collective, one in lines.items() if collective), "")
+    what = f"the ranks wait for each other: {hang}" if hang.waits else "the launch took too long and was ended"
+    return Failure(what, key="the script", fix=HANGING, line=line, output=stacks or outcome.tail)

@@ -1,0 +1,32 @@
+"""Loads two exported folders in a fresh process and prints how far their logits are apart, and the largest one."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from accel_fsdp.errors import guard
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENS = 32
+
+
+def main() -> None:
+    """`python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
+    one, other = (_logits(folder) for folder in sys.argv[1:3])
+    sys.stdout.write(f"{float((one - other).abs().max())} {float(other.abs().max())}\n")
+
+
+def _logits(folder: str) -> "torch.Tensor":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.arange(1, TOKENS + 1).remainder(model.config.get_text_config().vocab_size)[None]
+    with torch.inference_mode():
+        logits: torch.Tensor = model(tokens).logits
+    return logits.float()
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

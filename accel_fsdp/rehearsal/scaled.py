@@ -1,0 +1,98 @@
+"""The user's YAML for a rehearsal: fewer processes on one machine, with the shape of its mesh. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.errors import UsageError, UserError
+
+PROCESSES = 2
+"""How many the two cores of a laptop carry, and enough for shards."""
+OF_MACHINES = (
+    *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
+    *("deepspeed_hostfile", "deepspeed_multinode_launcher", "enable_cpu_affinity", "commands", "command_file"),
+)
+"""Keys about the machines that the real job runs on."""
+REPLICAS, SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+
+@dataclass(frozen=True)
+class ScaledJob:
+    """A YAML for this machine. `nodes`: machines that its ranks stand for; `changes` say what differs from the file."""
+
+    job: JobConfig
+    processes: int
+    nodes: int
+    changes: tuple[str, ...]
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of one machine."""
+        return self.processes // self.nodes
+
+
+def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
+    """The job on `processes` ranks of this machine, by default 2, or 4 where copies of the model are sharded too.
+
+    Raises:
+        UserError: the job's engine or mesh can't be rehearsed. UsageError: so many processes have no such mesh.
+    """
+    _refuse_unknown(job)
+    mesh = dict(job.section("parallelism_config"))
+    hybrid = int(mesh.get(REPLICAS, 1) or 1) > 1 and int(mesh.get(SHARDS, 1) or 1) > 1
+    nodes = 2 if job.engine is Engine.FSDP1 and job.strategy in HYBRID else 1
+    least = 4 if hybrid or nodes > 1 else 2
+    ranks = processes or max(PROCESSES, least)
+    if ranks < least or ranks % (least // 2):
+        raise UsageError(
+            f"--processes {ranks}",
+            why="copies of a model that is sharded need an even number of processes, 4 or more"
+            if least > 2
+            else "nothing is sharded over fewer than 2",
+            fix=f"--processes {least}",
+        )
+    values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
+    changes = [f"num_processes {job.number('num_processes') or 'not given'} -> {ranks}"]
+    if job.number("num_machines") > 1:
+        changes.append(f"num_machines {job.number('num_machines')} -> 1")
+    values |= {"num_processes": ranks, "num_machines": 1}
+    if mesh:
+        values["parallelism_config"] = _scaled_mesh(mesh, ranks, hybrid)
+        changes.append(f"mesh {mesh.get(REPLICAS, 1)} x {mesh.get(SHARDS, 1)} -> {_shape(values)}")
+    return ScaledJob(JobConfig(values), ranks, nodes, tuple(changes))
+
+
+def _refuse_unknown(job: JobConfig) -> None:
+    mesh = job.section("parallelism_config")
+    others = [key.removeprefix("parallelism_config_") for key in mesh if key not in (REPLICAS, SHARDS)]
+    others = [name for name in others if name.endswith("_size") and mesh[f"parallelism_config_{name}"] not in (1, None)]
+    if others:
+        raise UserError(
+            f"{others[0]} can't be rehearsed",
+            why="only data-parallel meshes run on CPU here",
+            fix=f"rehearse the job without {others[0]}",
+        )
+    if job.engine in (Engine.TPU, Engine.NONE):
+        raise UserError(
+            f"{job.engine.value} can't be rehearsed",
+            why="there is nothing that several CPU processes could share",
+            fix="a YAML with distributed_type: FSDP, MULTI_GPU or DEEPSPEED",
+        )
+
+
+def _scaled_mesh(mesh: Mapping[str, Any], ranks: int, hybrid: bool) -> dict[str, Any]:
+    replicas = 2 if hybrid else ranks if int(mesh.get(REPLICAS, 1) or 1) > 1 else 1
+    return {**mesh, REPLICAS: replicas, SHARDS: ranks // replicas}
+
+
+def _shape(values: Mapping[str, Any]) -> str:
+    mesh = values["parallelism_config"]
+    return f"{mesh[REPLICAS]} x {mesh[SHARDS]}"
+
+
+def without_mesh(job: JobConfig, processes: int) -> JobConfig:
+    """The same job on another number of ranks, which all share one copy."""
+    values = {key: value for key, value in job.values.items() if key != "parallelism_config"}
+    return JobConfig({**values, "num_processes": processes})

@@ -1,0 +1,193 @@
+"""The steps of a rehearsal with `train/sft.py`, in their order. Each says what it proved, or why it failed."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp.checkpoints import completeness, file_names
+from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.rehearsal import verdict
+from accel_fsdp.rehearsal.blame import Failure, of_outcome
+from accel_fsdp.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.rehearsal.scaled import ScaledJob, without_mesh
+from accel_fsdp.rehearsal.small_run import SAVED, STEPS, SmallRun
+from accel_fsdp.units import counted
+
+EXACT = 1e-4
+"""How far losses in float32 may be apart, relative to them: the order of sums differs."""
+ROUNDED = 2e-2
+"""The same in 16 bits, where each layer rounds to 3 digits."""
+
+
+@dataclass(frozen=True)
+class SftRehearsal:
+    """What its steps go by. `model` and `rows` are the small ones; `classes` the layer classes of that model."""
+
+    launcher: Rehearsed
+    scaled: ScaledJob
+    run: SmallRun
+    model: Path
+    rows: Path
+    classes: tuple[str, ...]
+    seen: dict[str, Outcome] = field(default_factory=dict)
+
+    def steps(self) -> Iterator[tuple[str, Any]]:
+        """Their names, and what does them: a function that returns what it proved, or raises `Failure`."""
+        if self.precision != "no":
+            yield f"train in {self.precision}", self.train_as_written
+        yield "train and save", self.train_and_save
+        yield "resume after SIGKILL", self.resume
+        yield "compare with one process", self.compare
+        if self.scaled.job.engine is not Engine.DEEPSPEED:
+            yield f"resume on {counted(self.others, 'rank')}", self.resume_on_others
+        yield "export", self.export
+        yield "reload", self.reload
+
+    @property
+    def precision(self) -> str:
+        """The YAML's `mixed_precision`."""
+        return str(self.scaled.job.top("mixed_precision"))
+
+    @property
+    def others(self) -> int:
+        """Another world size."""
+        return self.scaled.processes // 2
+
+    @cached_property
+    def in_float32(self) -> ScaledJob:
+        """The job without mixed precision, so that losses can be compared."""
+        if self.run.quantized:
+            return self.scaled
+        return replace(self.scaled, job=JobConfig({**self.scaled.job.values, "mixed_precision": "no"}))
+
+    @property
+    def tolerance(self) -> float:
+        """How far losses may be apart."""
+        return ROUNDED if self.run.quantized and self.precision != "no" else EXACT
+
+    def train_as_written(self) -> str:
+        """Two steps in the YAML's own precision."""
+        words = self._words("written", self.scaled.processes, exact=False, max_steps="2", save_strategy="no")
+        outcome = self._ran("written", self.scaled, words)
+        losses = self._logged(outcome)
+        if not losses or not all(math.isfinite(one) for one in losses):
+            raise Failure(f"losses {losses}", key="mixed_precision", fix="bf16, which has the range of float32")
+        return self._sharded(outcome)
+
+    def train_and_save(self) -> str:
+        """The first steps up to a checkpoint; then every process is killed."""
+        checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
+        words = self._words("run", self.scaled.processes)
+
+        def saved() -> bool:
+            return (checkpoint / file_names.MARKER).is_file() and not completeness.flaw(checkpoint)
+
+        outcome = self._ran("saved", self.in_float32, words, saved)
+        if outcome.code is not None and not saved():
+            raise Failure("the run ended without a complete checkpoint", output=outcome.tail)
+        shutil.copytree(checkpoint, self._output("elsewhere") / checkpoint.name)
+        shutil.copytree(checkpoint, self.launcher.folder / "first")
+        return self._sharded(outcome)
+
+    def resume(self) -> str:
+        """From that checkpoint to the end, on as many ranks."""
+        words = self._words("run", self.scaled.processes, resume_from_checkpoint="true")
+        self._ran("resumed", self.in_float32, words)
+        losses = self._losses("run")
+        return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}"
+
+    def compare(self) -> str:
+        """All steps in one process, without any sharding."""
+        alone = JobConfig({
+            "distributed_type": "NO", "num_processes": 1, "num_machines": 1,
+            "mixed_precision": self.in_float32.job.top("mixed_precision"),
+        })  # fmt: skip
+        words = self._words("alone", 1)
+        self._ran("alone", ScaledJob(alone, 1, 1, ()), words)
+        return self._same("run", "alone", range(1, STEPS + 1))
+
+    def resume_on_others(self) -> str:
+        """From the first checkpoint on another world size."""
+        checkpoint = self._output("elsewhere") / f"{file_names.CHECKPOINT}{SAVED}"
+        job = without_mesh(self.in_float32.job, self.others)
+        words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
+        self._ran("elsewhere", ScaledJob(job, self.others, 1, ()), words)
+        return self._same("elsewhere", "alone", range(SAVED + 1, STEPS + 1))
+
+    def export(self) -> str:
+        """The checkpoint of a killed run as a model, in a process of its own."""
+        out = self.launcher.folder / "exported"
+        words = ["export", str(self.launcher.folder / "first"), str(out), "--model", str(self.model)]
+        outcome = self.launcher.command("export", [*words, "--verify", "logits"])
+        if outcome.code:
+            raise Failure("the checkpoint can't be exported", output=outcome.tail)
+        return "every tensor read back; its logits are the checkpoint's"
+
+    def reload(self) -> str:
+        """What the run exported, in a fresh process, beside what one process trained."""
+        folders = [str(self._output(name) / file_names.FINAL) for name in ("run", "alone")]
+        outcome = self.launcher.python("reload", ["-m", "accel_fsdp.rehearsal.reload", *folders])
+        if outcome.code:
+            raise Failure("what the run exported can't be loaded", output=outcome.tail)
+        apart, largest = (float(word) for word in outcome.output.split()[-2:])
+        if apart > self.tolerance * max(largest, 1):
+            raise Failure(f"logits differ by {apart:.2g} from those of one process, of up to {largest:.2g}")
+        return f"final/ loads; its logits are those of one process (apart by {apart:.1g} of {largest:.2g})"
+
+    def _output(self, name: str) -> Path:
+        return self.launcher.folder / "runs" / name
+
+    def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
+        places = {
+            "model_name_or_path": str(self.model),
+            "dataset_name": str(self.rows),
+            "output_dir": str(self._output(name)),
+        }
+        words = self.run.words(places, ranks, self.scaled.processes, **more)
+        return self.run.exact(words) if exact else words
+
+    def _ran(self, name: str, job: ScaledJob, words: list[str], until: Any = lambda: False) -> Outcome:
+        """A launch that must go well; what it held is compared with what the YAML asks for."""
+        outcome = self.launcher.launch(name, job, words, until)
+        if outcome.hang or outcome.code:
+            raise of_outcome(outcome, self.launcher.script)
+        self.seen[name] = outcome
+        return outcome
+
+    def _sharded(self, outcome: Outcome) -> str:
+        asked = verdict.of_job(self.scaled, self.classes)
+        for wrong in verdict.differences(asked, outcome.holdings):
+            raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
+        return summary(outcome)
+
+    def _logged(self, outcome: Outcome) -> list[float]:
+        return [event.content["value"] for event in outcome.events if event.kind == "loss"]
+
+    def _losses(self, name: str) -> Mapping[int, float]:
+        """What Trainer logged for each step."""
+        path = self._output(name) / f"{file_names.CHECKPOINT}{STEPS}" / file_names.TRAINER_STATE
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+
+    def _same(self, name: str, other: str, steps: range) -> str:
+        ours, theirs = self._losses(name), self._losses(other)
+        apart = {step: abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in steps}
+        worst = max(apart, key=lambda step: apart[step])
+        if apart[worst] > self.tolerance:
+            shown = f"{ours[worst]:.6f}, and {theirs[worst]:.6f} in one process"
+            raise Failure(f"step {worst} has a loss of {shown}", fix="compare what differs between the two jobs")
+        return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"
+
+
+def summary(outcome: Outcome) -> str:
+    """What the ranks hold, in a line."""
+    held = outcome.holdings
+    first = held[min(held)]
+    most = max(one.held for one in held.values())
+    units = counted(len(first.units), "unit")
+    return f"{first.engine}, {units}; a rank holds at most {most:,} of {first.weights:,} weights"
