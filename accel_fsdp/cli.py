@@ -166,7 +166,7 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
     end = positions[1] + 1 if len(positions) > 1 else len(words)
     script_args = tuple(words[end:])
-    if ours := {"--dry-run", "--no-check"} & set(script_args):  # tyro's usage line puts flags last
+    if ours := {"--dry-run", "--no-check", "--cpu"} & set(script_args):  # tyro's usage line puts flags last
         raise UsageError(
             f"{min(ours)} after SCRIPT would be the script's",
             why="the job would really start" if "--dry-run" in ours else "the file would be checked",
@@ -186,8 +186,12 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     parses = is_installed("accelerate") or not options.dry_run
     values = read[0].values
     make = launcher.launcher_args if parses else launcher.unparsed_args
-    args = make(options.file, options.script, script_args, values)
+    args = make(options.file, options.script, script_args, values, options.cpu)
     launcher.take_machine_rank(args, values, options.machine_rank)
+    if options.cpu and not options.dry_run:
+        from accel_fsdp import rehearsal
+
+        return rehearsal.measured(read[0], lambda: launcher.launch(args))
     if not options.dry_run:
         return launcher.launch(args)
     for name, value in sorted(launcher.environment(args).items()) if parses else ():

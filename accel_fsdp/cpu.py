@@ -62,7 +62,7 @@ def enable() -> bool:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
     launch = LaunchEnvironment.now()
-    if _patched or not launch.is_rank or not (launch.uses_fsdp or launch.uses_deepspeed):
+    if _patched or not launch.is_rank or not launch.shards:
         return True
     library_internals.check(*RELIES_ON_ACCELERATE, why="on CPU processes it would train every rank unsharded")
     _announce(launch)

@@ -95,6 +95,11 @@ class LaunchEnvironment:
         return self._is_on("ACCELERATE_USE_FSDP")
 
     @property
+    def shards(self) -> bool:
+        """A YAML of FSDP or DeepSpeed."""
+        return self.uses_fsdp or self.uses_deepspeed
+
+    @property
     def uses_fsdp1(self) -> bool:
         """An FSDP YAML that doesn't say version 2."""
         return self.uses_fsdp and not self.uses_fsdp2

@@ -23,4 +23,8 @@ class LaunchCommand:
         Optional[int],
         tyro.conf.arg(metavar="N", help="Which of the YAML's machines this is, from 0.", help_behavior_hint=""),
     ] = None
+    cpu: Annotated[
+        bool,
+        tyro.conf.arg(help="Run any script on CPU processes (gloo), then show what each rank held."),
+    ] = False
     no_check: Annotated[bool, tyro.conf.arg(help="Launch although the linter finds errors; they are shown.")] = False

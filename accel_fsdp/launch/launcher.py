@@ -25,12 +25,19 @@ REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Conn
 TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 """What torchrun has told the ranks itself."""
 
+ON_CPU = ("-m", "accel_fsdp.ranks")
+"""What stands before a script that is to shard on CPU processes: a module that prepares them and then runs it."""
+
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
 
 
 def launcher_args(
-    config_file: Path, script: Path, script_args: tuple[str, ...], values: Mapping[str, Any] | None = None
+    config_file: Path,
+    script: Path,
+    script_args: tuple[str, ...],
+    values: Mapping[str, Any] | None = None,
+    on_cpu: bool = False,
 ) -> Any:
     """Accelerate's own parsed launch arguments for this YAML and script.
 
@@ -41,7 +48,7 @@ def launcher_args(
     """
     if values is None:
         yaml_file.load(config_file)
-    words = _words(config_file, script, script_args)
+    words = _words(config_file, script, script_args, on_cpu)
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -58,7 +65,7 @@ def launcher_args(
 
 
 def unparsed_args(
-    config_file: Path, script: Path, script_args: tuple[str, ...], values: Mapping[str, Any]
+    config_file: Path, script: Path, script_args: tuple[str, ...], values: Mapping[str, Any], on_cpu: bool = False
 ) -> SimpleNamespace:
     """What `take_machine_rank` and `command` ask of `launcher_args`, where Accelerate isn't there to parse.
 
@@ -66,11 +73,11 @@ def unparsed_args(
         UserError: there is no such script.
     """
     machines = values.get("num_machines") or 1
-    words = _words(config_file, script, script_args)
+    words = _words(config_file, script, script_args, on_cpu)
     return SimpleNamespace(config_file=config_file, num_machines=machines, launcher_words=words)
 
 
-def _words(config_file: Path, script: Path, script_args: tuple[str, ...]) -> list[str]:
+def _words(config_file: Path, script: Path, script_args: tuple[str, ...], on_cpu: bool) -> list[str]:
     """What `accelerate launch` takes for a script that is there."""
     if not script.is_file():
         raise UserError(
@@ -78,7 +85,8 @@ def _words(config_file: Path, script: Path, script_args: tuple[str, ...]) -> lis
             why="there is nothing to launch",
             fix="give the path of a training script",
         )
-    return ["--config_file", str(config_file), str(script), *script_args]
+    before = ON_CPU if on_cpu else ()
+    return ["--config_file", str(config_file), *before, str(script), *script_args]
 
 
 def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) -> None:
@@ -175,6 +183,8 @@ def _refuse_unsharded(args: Any) -> None:
     Raises:
         UserError: there is no accelerator, and the script doesn't ask for `cpu.enable`.
     """
+    if args.module:  # ON_CPU
+        return
     script = Path(args.training_script)
     if not cpu.is_needed() or _runs_on_cpu(script):
         return

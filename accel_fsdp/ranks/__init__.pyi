@@ -3,3 +3,4 @@ from .events import Event as Event
 from .events import read as read
 from .holding import Holding as Holding
 from .holding import Unit as Unit
+from .holding import holdings as holdings

@@ -23,7 +23,8 @@ def main() -> int:
     script = sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     _stand_for_nodes()
-    cpu.enable()
+    if cpu.enable() and not LaunchEnvironment.now().shards:
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
     watch.begin()
     hang.begin()
     try:

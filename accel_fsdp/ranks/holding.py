@@ -1,13 +1,14 @@
 """What one rank holds of a prepared model, unit by unit: read off the model itself, whoever wrapped it."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import Engine, deepspeed_name
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
+from accel_fsdp.ranks.events import Event
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,6 +63,19 @@ class Holding:
     def held(self) -> int:
         """On this rank."""
         return self.whole + sum(unit.held for unit in self.units)
+
+
+def holdings(events: Iterable[Event]) -> dict[int, Holding]:
+    """What each rank held at its first step, or else when the model was prepared."""
+    found: dict[int, Holding] = {}
+    listed = list(events)
+    for kind in ("prepared", "stepped"):
+        found |= {one.rank: _told(one.content["holding"]) for one in listed if one.kind == kind}
+    return found
+
+
+def _told(content: Mapping[str, Any]) -> Holding:
+    return Holding(**{**content, "units": tuple(Unit(**one) for one in content["units"])})
 
 
 def measure(model: "nn.Module") -> Holding:
@@ -129,12 +143,13 @@ def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
     if _deepspeed(model):
         yield from _of_deepspeed(model)
         return
+    seen: set[int] = set()
     for path, module in model.named_modules():
         name = ".".join(part for part in path.split(".") if part not in WRAPPERS)
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield _of_fsdp1(name, module)
         elif isinstance(module, FSDPModule):
-            yield from _of_fsdp2(name, module)
+            yield from _of_fsdp2(name, module, seen)
 
 
 def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
@@ -158,9 +173,12 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
     return unit, {id(flat), *views}
 
 
-def _of_fsdp2(name: str, module: Any) -> Iterator[tuple[Unit, set[int]]]:
-    """A module may have several groups, one for each mesh; a unit without parameters of its own has none."""
+def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, set[int]]]:
+    """A module may have several groups, one for each mesh, and several modules one; `seen` are those that were told."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
+        if id(group) in seen:
+            continue
+        seen.add(id(group))
         parameters = [one.sharded_param for one in group.fsdp_params]
         owned = {id(one.sharded_param): one._module_info for one in group.fsdp_params}
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
 from accel_fsdp import ranks
-from accel_fsdp.ranks import Event, Holding, Unit
+from accel_fsdp.ranks import Event, Holding
 from accel_fsdp.rehearsal import janitor
 from accel_fsdp.rehearsal.scaled import ScaledJob
 
@@ -48,11 +47,8 @@ class Outcome:
 
     @property
     def holdings(self) -> dict[int, Holding]:
-        """What each rank held at its first step, or else when the model was prepared."""
-        found: dict[int, Holding] = {}
-        for kind in ("prepared", "stepped"):
-            found |= {one.rank: _holding(one.content["holding"]) for one in self.events if one.kind == kind}
-        return found
+        """What each rank held."""
+        return ranks.holdings(self.events)
 
     @property
     def failures(self) -> list[Event]:
@@ -63,10 +59,6 @@ class Outcome:
     def tail(self) -> str:
         """The end of what was printed."""
         return self.output[-TAIL_LETTERS:]
-
-
-def _holding(content: Mapping[str, Any]) -> Holding:
-    return Holding(**{**content, "units": tuple(Unit(**one) for one in content["units"])})
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ def differences(asked: Asked, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
 
 
 def _of_rank(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
+    if asked.engine is not Engine.NONE and holding.engine == Engine.NONE.value:
+        yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "distributed_type")
+        return
     if asked.shard_ranks == 1:
         return
     if not holding.units:
@@ -100,6 +103,23 @@ def of_job(scaled: ScaledJob, own_classes: tuple[str, ...]) -> Asked:
         reshards=layout.strategy in (1, 4),
         ignores=bool(job.is_fsdp and job.fsdp("fsdp_ignored_modules")),
     )
+
+
+TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
+
+
+def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
+    """What the ranks hold, one row for all units of a class and size; of the ranks that hold most."""
+    counts: Counter[Unit] = Counter()
+    most = max(ranks.values(), key=lambda holding: holding.held)
+    for unit in most.units:
+        counts[replace(unit, name="")] += 1
+    rows = [
+        (unit.kind, str(count), f"{unit.weights:,}", f"{unit.held:,}", str(unit.ranks))
+        for unit, count in counts.items()
+    ]
+    whole = [("in no unit", "", f"{most.whole:,}", f"{most.whole:,}", "1")] if most.whole else []
+    return [*rows, *whole, ("all", "", f"{most.weights:,}", f"{most.held:,}", "")]
 
 
 def repeated(holding: Holding) -> tuple[str, ...]:

@@ -1,0 +1,32 @@
+"""`accel-fsdp launch --cpu`: a job as it is, on CPU processes, and afterwards what each of its ranks held."""
+
+import os
+from collections.abc import Callable
+
+from accel_fsdp import console, ranks
+from accel_fsdp.config import JobConfig
+from accel_fsdp.rehearsal import janitor, verdict
+from accel_fsdp.rehearsal.scaled import ScaledJob
+
+
+def measured(job: JobConfig, launch: Callable[[], int]) -> int:
+    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 where the YAML asks else.
+
+    Raises:
+        UserError: as `launch` does.
+    """
+    with janitor.folder() as folder:
+        os.environ[ranks.EVENTS] = str(folder)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        code = launch()
+        holdings = ranks.holdings(ranks.read(folder))
+    if not holdings:
+        console.say("no model was trained, so nothing was measured", style="yellow")
+        return code
+    console.show_table(verdict.TITLES, verdict.table(holdings), [""] * len(verdict.table(holdings)), to_stderr=True)
+    nodes = job.number("num_machines") or 1
+    scaled = ScaledJob(job, job.number("num_processes") or len(holdings), nodes, ())
+    wrong = list(verdict.differences(verdict.of_job(scaled, verdict.repeated(holdings[0])), holdings))
+    for one in wrong:
+        console.say(f"not what the YAML asks for: {one.what} ({one.key})", style="red")
+    return code or int(bool(wrong))
