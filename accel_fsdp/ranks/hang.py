@@ -9,7 +9,7 @@ from types import FrameType
 
 import psutil
 
-from accel_fsdp.ranks import events
+from accel_fsdp.ranks import events, script
 
 EVERY_SECONDS = 1.0
 STILL_SECONDS = 20.0
@@ -40,7 +40,7 @@ def _watch(main: int) -> None:
                 events.tell("moved")
             place, since, busy, told = here, now, computed, False
         elif not told and now - since > STILL_SECONDS:
-            events.tell("still", stack=here, collective=_collective(frame), line=_line(frame))
+            events.tell("still", stack=here, collective=_collective(frame), line=script.line_of_stack(frame))
             told = True
 
 
@@ -59,13 +59,3 @@ def _collective(frame: FrameType | None) -> str:
             found = found if name in ("wrapper", "wait") else name
         frame = frame.f_back
     return found
-
-
-def _line(frame: FrameType | None) -> str:
-    """The innermost line in the script's own folder, as file:line."""
-    home = os.path.dirname(os.path.abspath(sys.argv[0]))
-    while frame:
-        if os.path.dirname(os.path.abspath(frame.f_code.co_filename)) == home:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

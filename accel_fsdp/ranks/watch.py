@@ -5,35 +5,22 @@ What is replaced here calls what it replaces, first and with the same arguments,
 
 import dataclasses
 import functools
-import os
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from accel_fsdp.ranks import events
+from accel_fsdp.ranks import events, saves, script
 from accel_fsdp.ranks.holding import Holding, measure
-
-SCRIPT = "ACCEL_FSDP_SCRIPT"
 
 
 def begin() -> None:
     """Puts the watch in place; before the script imports anything."""
     import torch
+    from accelerate import Accelerator
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     _after(torch.Tensor, "backward", _tell_loss)
-    _FirstStep().install(register_optimizer_step_pre_hook)
-    _watch_accelerate()
-
-
-def _watch_accelerate() -> None:
-    try:
-        from accelerate import Accelerator
-    except ModuleNotFoundError:
-        return
     _after(Accelerator, "prepare", _tell_prepared)
+    _FirstStep().install(register_optimizer_step_pre_hook)
 
 
 def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
@@ -73,6 +60,7 @@ class _FirstStep:
     def __init__(self) -> None:
         self.depth = 0
         self.models: dict[int, Any] = {}
+        self.saves = saves.Saves()
 
     def install(self, on_step: Callable[..., Any]) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -85,6 +73,7 @@ class _FirstStep:
 
     def _enter(self, module: Any, *_: Any) -> None:
         if self.depth == 0:
+            self.saves.watch()
             self.models[id(module)] = module
         self.depth += 1
 
@@ -104,11 +93,4 @@ class _FirstStep:
 
 def tell_failure(error: BaseException) -> None:
     """An event with what ended the script, and the innermost line of it that was running."""
-    events.tell("failed", error=f"{type(error).__name__}: {error}", line=script_line(error))
-
-
-def script_line(error: BaseException) -> str:
-    """The innermost line of the script's own folder that led to an error, as file:line; empty where none did."""
-    home = Path(os.path.abspath(sys.argv[0])).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == home]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    events.tell("failed", error=f"{type(error).__name__}: {error}", line=script.line_of_error(error))

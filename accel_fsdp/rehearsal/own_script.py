@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.rehearsal import verdict
+from accel_fsdp.rehearsal import saved, verdict
 from accel_fsdp.rehearsal.blame import Failure, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.rehearsal.steps import summary
+
+SAVE = (
+    "save on all ranks: accelerator.save_state(folder); or "
+    "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class OwnRehearsal:
             raise of_outcome(outcome, self.launcher.script)
         if not outcome.holdings:
             raise Failure("the script trained no model", key="the script", output=outcome.tail)
+        for bad in saved.bad(outcome.events, outcome.holdings[0].weights):
+            raise Failure(bad.what, key="the script", line=bad.line, fix=SAVE)
         losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
         if not all(math.isfinite(one) for one in losses):
             raise Failure("a loss is NaN or infinite", key="the script", output=outcome.tail)

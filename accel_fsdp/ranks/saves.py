@@ -1,0 +1,61 @@
+"""Watches what a script saves: by which call, into which folder, in which line. What was written is read later."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from accel_fsdp.ranks import events, script
+
+CALLS = (
+    ("accelerate.accelerator", "Accelerator", "save_state"),
+    ("accelerate.accelerator", "Accelerator", "save_model"),
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
+    ("transformers.trainer", "Trainer", "save_model"),
+    ("peft.peft_model", "PeftModel", "save_pretrained"),
+)
+"""A module, its class and its method, whose arguments name a folder."""
+FOLDERS = ("output_dir", "save_directory")
+
+
+class Saves:
+    """Tells of the outermost call that saves; Trainer's `save_model` calls `save_pretrained`."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.watched: set[tuple[str, str, str]] = set()
+
+    def watch(self) -> None:
+        """Puts the watch around the methods of modules that the script has imported by now; imports none itself."""
+        for call in CALLS:
+            module, kind, method = call
+            if call not in self.watched and hasattr(sys.modules.get(module), kind):
+                self.watched.add(call)
+                owner = getattr(sys.modules[module], kind)
+                setattr(owner, method, self._watched(getattr(owner, method)))
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self.depth -= 1
+            if self.depth == 0:
+                self._tell(original.__name__, args, kwargs, result)
+            return result
+
+        return saving
+
+    def _tell(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
+        folder = given or next((one for one in args[1:] if isinstance(one, str | os.PathLike)), None)
+        if folder is None and isinstance(result, str | os.PathLike):  # save_state names a folder of its own
+            folder = result
+        if folder is None and call == "save_model":
+            folder = args[0].args.output_dir
+        if folder is not None:
+            line = script.line_of_stack(sys._getframe(1))
+            events.tell("saved", call=call, folder=os.path.abspath(folder), line=line)

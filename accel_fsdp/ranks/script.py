@@ -1,0 +1,22 @@
+"""Where in the user's own script something happened: the innermost of its lines on a stack."""
+
+import os
+import sys
+import traceback
+from types import FrameType
+
+
+def line_of_stack(frame: FrameType | None) -> str:
+    """As file:line; empty where no line of the script's folder is on the stack of `frame`."""
+    return _innermost([(at.filename, at.lineno) for at in traceback.extract_stack(frame)])
+
+
+def line_of_error(error: BaseException) -> str:
+    """The same, of what led to an error."""
+    return _innermost([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
+
+
+def _innermost(places: list[tuple[str, int | None]]) -> str:
+    home = os.path.dirname(os.path.abspath(sys.argv[0]))
+    own = [f"{file}:{line}" for file, line in places if os.path.dirname(os.path.abspath(file)) == home]
+    return own[-1] if own else ""

@@ -1,0 +1,52 @@
+"""What a script's saves left: a folder that is empty, partial or unloadable is named, with the line that wrote it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from accel_fsdp.checkpoints import FileReader, discover, open_checkpoint
+from accel_fsdp.errors import UserError
+from accel_fsdp.ranks import Event
+
+
+@dataclass(frozen=True)
+class BadSave:
+    """A folder that holds no whole model, and the line of the script that saved it."""
+
+    what: str
+    line: str
+
+
+def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
+    """The folders that hold less than a model of so many weights; adapters that hold nothing."""
+    said = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
+    for folder, content in said.items():
+        if flaw := _flaw(Path(folder), weights):
+            yield BadSave(f"{content['call']} left {folder} {flaw}", content["line"])
+
+
+def _flaw(folder: Path, weights: int) -> str:
+    if not folder.is_dir():
+        return "" if not folder.exists() else "as a file"
+    try:
+        found = discover.look(folder)
+        if found is None:
+            return "without weights"
+        held = _elements(found)
+    except UserError as error:
+        return f"unreadable: {error.what}"
+    if held == 0:
+        return "with 0 tensors"
+    if found.kind != "adapter" and held < weights:
+        return f"with {held:,} of {weights:,} weights"
+    return ""
+
+
+def _elements(found: discover.CheckpointLocation) -> int:
+    reader = FileReader()
+    try:
+        content = open_checkpoint.read(found, reader)
+    finally:
+        reader.close()
+    return sum(prod(one.shape) for part in (content.tensors, content.adapter) for one in part.values())
