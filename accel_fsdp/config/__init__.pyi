@@ -41,10 +41,12 @@ from .schema import known_fields as known_fields
 from .schema import short_name as short_name
 from .vocabulary import ANY_FSDP as ANY_FSDP
 from .vocabulary import ANY_ZERO as ANY_ZERO
+from .vocabulary import DDP_TYPES as DDP_TYPES
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
+from .vocabulary import LONG_DTYPES as LONG_DTYPES
 from .vocabulary import LOW_DTYPES as LOW_DTYPES
 from .vocabulary import OTHER_ENGINES as OTHER_ENGINES
 from .vocabulary import PLANNED as PLANNED

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from accel_fsdp.config.vocabulary import STRATEGIES, Engine
+from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, Engine
 
 
 class Kind(Enum):
@@ -126,8 +126,7 @@ TOP: tuple[Field, ...] = (
     Field("compute_environment", Kind.CHOICE, "LOCAL_MACHINE", ALL, "Where it runs.", "",
           _any_of("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
     Field("distributed_type", Kind.CHOICE, None, ALL, "The engine. FSDP covers both versions, DDP is MULTI_GPU.", "",
-          _any_of("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
-                  "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
+          _any_of("NO", *DDP_TYPES, "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
     Field("mixed_precision", Kind.CHOICE, "no", ALL, "Compute precision over float32 master weights. bf16 halves the "
           "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.", "",
           {"bf16": "Ampere and newer, TPU", "fp16": "older GPUs, with loss scaling", "no": "fp32 throughout",

@@ -24,6 +24,8 @@ DISTRIBUTED_TYPES: Mapping[Engine, str] = {
     Engine.TPU: "XLA",
 }
 """What `distributed_type` says; of DDP that on GPUs."""
+DDP_TYPES = tuple(f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
+"""What it says of DDP on any device."""
 Method = Literal["full", "lora", "qlora"]
 EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
 """The wizard's `--engine`; the version of FSDP is a question of its own."""
@@ -60,7 +62,9 @@ STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARD
 """torch's numbers (`torch.distributed.fsdp.StateDictType`), which Accelerate takes in place of the names."""
 RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 """FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names of dtypes, as torch names them."""
+TORCH_DTYPES = {**{short: LONG_DTYPES[short] for short in ("bf16", "fp16")}, "no": LONG_DTYPES["fp32"]}
 """Accelerate's `mixed_precision` as torch names the dtype."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that weights are loaded and exported in."""

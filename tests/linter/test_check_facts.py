@@ -235,6 +235,14 @@ def test_a_gather_is_judged_as_a_run_judges_it() -> None:
         assert (state_bytes.gathering_bytes(weights) > memory) == short
 
 
+@pytest.mark.parametrize("flag", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("name", "code"), [("bf16", "AF613"), ("torch.bfloat16", "AF613"), ("fp32", "AF626"), ("torch.float32", "AF626")]
+)
+def test_a_dtype_may_be_spelt_in_several_ways(flag: str, name: str, code: str) -> None:
+    assert {"AF613", "AF626"} & codes_of(on(V2, LOW, f"--{flag} {name}")) == {code}
+
+
 @pytest.mark.parametrize(
     ("text", "args", "each"),
     [

@@ -203,7 +203,7 @@ def every_rank_converts(subject: Subject) -> Iterator[Finding]:
     `fsdp_cpu_ram_efficient_loading` doesn't spare ranks other than 0 the reading in transformers 5.23.
     """
     low = subject.model is not None and subject.model.dtype in LOW_DTYPES
-    if subject.is_fsdp and low and subject.arg("dtype") is not None and subject.load_dtype == "float32":
+    if subject.is_fsdp and low and subject.asked_dtype == "float32":
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
             "each rank converts all weights to float32 while loading",

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import Edit, Engine, JobConfig, Setup, apply, clashes, short_name
+from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Setup, apply, clashes, short_name
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.models import ModelFacts, state_bytes
 
@@ -99,7 +99,7 @@ class Subject(JobConfig):
     def asked_dtype(self) -> str:
         """The dtype that the arguments load the weights in; auto where they name none."""
         asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
-        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(asked, asked)
+        return LONG_DTYPES.get(asked, asked)
 
     @property
     def load_dtype(self) -> str:
