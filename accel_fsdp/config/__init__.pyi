@@ -44,6 +44,7 @@ from .vocabulary import ANY_ZERO as ANY_ZERO
 from .vocabulary import DDP_TYPES as DDP_TYPES
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
+from .vocabulary import ENGINE_KINDS as ENGINE_KINDS
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
 from .vocabulary import LONG_DTYPES as LONG_DTYPES
@@ -55,6 +56,8 @@ from .vocabulary import STATE_DICT_TYPES as STATE_DICT_TYPES
 from .vocabulary import STRATEGIES as STRATEGIES
 from .vocabulary import TARGETS as TARGETS
 from .vocabulary import TORCH_DTYPES as TORCH_DTYPES
+from .vocabulary import ZERO_STAGES as ZERO_STAGES
+from .vocabulary import ZERO_TWINS as ZERO_TWINS
 from .vocabulary import Engine as Engine
 from .vocabulary import EngineKind as EngineKind
 from .vocabulary import EngineName as EngineName

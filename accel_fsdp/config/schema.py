@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, Engine
+from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, ZERO_TWINS, Engine
 
 
 class Kind(Enum):
@@ -239,8 +239,8 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
     _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent.",
                variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
     _deepspeed("zero_stage", Kind.CHOICE, "What DeepSpeed shards; each stage saves memory and adds traffic.",
-               {"3": "parameters, gradients and optimizer state sharded (FULL_SHARD)",
-                "2": "gradients and optimizer state sharded (SHARD_GRAD_OP)",
+               {"3": f"parameters, gradients and optimizer state sharded ({ZERO_TWINS[3]})",
+                "2": f"gradients and optimizer state sharded ({ZERO_TWINS[2]})",
                 "1": "optimizer state sharded", "0": "nothing sharded: plain data parallel"},
                "ACCELERATE_DEEPSPEED_ZERO_STAGE", "Which ZeRO stage?"),
     _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES,
