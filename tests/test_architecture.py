@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from accel_fsdp.checkpoints import file_names
+
 PACKAGE = ROOT / "accel_fsdp"
 ORDER = [  # a room imports rooms of the lines above it, never one of its own line
     {"helpers"},
@@ -217,6 +219,20 @@ def roots(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name.partition(".")[0] for alias in node.names}
     return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()
+
+
+NAMES_OF_FILES = {
+    name
+    for constant, name in vars(file_names).items()
+    if constant.isupper() and isinstance(name, str) and re.search(r"[.*]\w", name)
+}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"checkpoints.file_names"}))
+def test_names_of_files_stand_in_one_place(module: str) -> None:
+    """Those of runs, checkpoints and exports, in `file_names`; a text may mention one."""
+    texts = [node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)]
+    assert {text for text in texts if isinstance(text, str)} & NAMES_OF_FILES == set()
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"units"}))

@@ -128,7 +128,7 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
             fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
         )
     numbered = file_names.checkpoints(folder)
-    holds_model = any(folder.glob(f"*{file_names.SAFETENSORS}")) or any(folder.glob("pytorch_model*"))
+    holds_model = any(folder.glob(file_names.ALL_SAFETENSORS)) or any(folder.glob(f"{file_names.TORCH_STEM}*"))
     return _facts(numbered[-1] if numbered and not holds_model else folder)
 
 
@@ -144,7 +144,7 @@ def _facts(folder: Path) -> CheckpointFacts:
     pair = tied_pair(everything)
     return CheckpointFacts(
         name=str(folder),
-        sharded=any(path.name.startswith("pytorch_model") for path in sharded),
+        sharded=any(path.name.startswith(file_names.TORCH_STEM) for path in sharded),
         full=file_names.FULL_MODEL in names,
         hub=any(Path(name).suffix in file_names.WEIGHTS and not name.startswith(file_names.STATE) for name in names),
         optimizer=any(name.startswith(file_names.OPTIMIZER) for name in names),

@@ -372,13 +372,13 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         The first rank's has another name where it was the only one, or is now.
         """
         rank, ranks = self.args.process_index, self.args.world_size
-        if checkpoint is None or (Path(checkpoint) / _rng_file(rank, ranks)).is_file():
+        if checkpoint is None or (Path(checkpoint) / file_names.rng_state(rank, ranks)).is_file():
             super()._load_rng_state(checkpoint)
             return
-        other = Path(checkpoint) / _rng_file(0, 1 if ranks > 1 else 2)
+        other = Path(checkpoint) / file_names.rng_state(0, 1 if ranks > 1 else 2)
         if rank == 0 and other.is_file():
             with tempfile.TemporaryDirectory() as folder:
-                _convert_rng(other, Path(folder) / _rng_file(0, ranks), ranks)
+                _convert_rng(other, Path(folder) / file_names.rng_state(0, ranks), ranks)
                 super()._load_rng_state(folder)
             return
         set_seed(self.args.seed + self.state.global_step * ranks + rank)
@@ -408,10 +408,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return re.sub(r"^\[[^]]*\] ", "", inspect_model.first_line(error)).partition(" This is typically caused")[0]
-
-
-def _rng_file(rank: int, ranks: int) -> str:
-    return f"{file_names.RNG_STATE}_{rank}.pth" if ranks > 1 else f"{file_names.RNG_STATE}.pth"
 
 
 def _convert_rng(source: Path, target: Path, ranks: int) -> None:
