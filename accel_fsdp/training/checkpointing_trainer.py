@@ -388,7 +388,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 @contextlib.contextmanager
 def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
     """`plugin` with the state dict type of the checkpoint's files; its configs go along, or they stay the other's."""
-    found = summary.read_checkpoint(checkpoint)
+    found = summary.facts_of(checkpoint)
     before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
     if found.sharded or found.full:
         plugin.state_dict_config = plugin.optim_state_dict_config = None
