@@ -92,7 +92,7 @@ def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, insi
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
         if _is_widened(one, recipe, layout) and not quantized:
-            stored = 4
+            stored = state_bytes.MASTER
         embedding = one.kind == "embedding"
         yield Held(one.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
         if not full and inside and one.is_adapted(recipe.lora_targets):
