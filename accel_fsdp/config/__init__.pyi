@@ -9,9 +9,8 @@ from .combinations import Setup as Setup
 from .combinations import clashes as clashes
 from .combinations import recompute_by as recompute_by
 from .header import COMMAND as COMMAND
-from .header import HEADER as HEADER
-from .header import LAUNCH as LAUNCH
 from .header import MADE_HERE as MADE_HERE
+from .header import SCRIPT as SCRIPT
 from .header import THIS_FILE as THIS_FILE
 from .header import launch_words as launch_words
 from .header import with_header as with_header

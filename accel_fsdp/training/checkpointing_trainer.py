@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import inspect_model, state_bytes
 from accel_fsdp.training import resuming
-from accel_fsdp.training.counting import numel
+from accel_fsdp.training.counting import embeddings, numel, shape
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.units import gib_or_mib
@@ -46,8 +46,6 @@ RELIES_ON = (
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
     Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
 )
-STATELESS = ("sgd", "adafactor")
-"""Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
 SHOWN_SECONDS = 30
 """How long NFS may take to show another machine's new names, by its default acdirmin."""
 FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
@@ -284,22 +282,29 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         a second time for Hugging Face. An adapter goes without its base.
         """
         mixed, fsdp, zero = self.accelerator.mixed_precision != "no", self.is_fsdp_enabled, self.is_deepspeed_enabled
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        masters = sum(numel(p) * state_bytes.weight_bytes(p.element_size(), mixed, fsdp, zero) for p in trained)
+        trained = {
+            p: state_bytes.weight_bytes(p.element_size(), mixed, fsdp, zero)
+            for p in self.model.parameters()
+            if p.requires_grad
+        }
+        masters, optimizer = sum(numel(p) * each for p, each in trained.items()), self._optimizer_bytes(trained)
         adapter = hasattr(self.model, "peft_config")
         held = (numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
-        frozen = 0 if adapter else sum(held)
-        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else state_bytes.MOMENTS
+        weights = masters + (0 if adapter else sum(held))
+        if zero:
+            stored = trained if adapter else self.model.parameters()
+            forward = sum(numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
+            stage = int(self.accelerator.state.deepspeed_plugin.zero_stage)
+            return state_bytes.checkpoint_bytes(masters, optimizer, zero_stage=stage, forward=forward), weights
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         full = plugin is not None and "FULL" in str(plugin.state_dict_type)
-        weights = masters + frozen
-        copies = self._zero_copies(trained if adapter else self.model.parameters()) if zero else weights * full
-        return state_bytes.checkpoint_bytes(masters if zero else weights, masters, copies, moments), weights
+        return state_bytes.checkpoint_bytes(weights, optimizer, gathered=full), weights
 
-    def _zero_copies(self, stored: Iterable[torch.nn.Parameter]) -> int:
-        mixed, plugin = self.accelerator.mixed_precision != "no", self.accelerator.state.deepspeed_plugin
-        low = sum(numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
-        return state_bytes.zero_copies(low, int(plugin.zero_stage))
+    def _optimizer_bytes(self, trained: Mapping[torch.nn.Parameter, int]) -> int:
+        """Of the state of parameters with the bytes of an element; ZeRO's partitions are no embedding's any more."""
+        optim = str(self.args.optim.value)
+        tables = set() if self.is_deepspeed_enabled else embeddings(self.model)
+        return sum(state_bytes.optimizer_bytes(optim, shape(p), each, p in tables) for p, each in trained.items())
 
     # Resuming
 

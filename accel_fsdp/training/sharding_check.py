@@ -7,6 +7,7 @@ from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import counting
+from accel_fsdp.units import millions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,8 +31,8 @@ class Sharding:
     total_weights: int
 
     def __str__(self) -> str:
-        millions = f"{self.local_weights / 1e6:,.2f} M of {self.total_weights / 1e6:,.2f} M parameters"
-        return f"{self.engine}: {self.units} units, each rank holds {millions}"
+        held = f"{millions(self.local_weights)} of {millions(self.total_weights)} parameters"
+        return f"{self.engine}: {self.units} units, each rank holds {held}"
 
 
 def measure(model: "nn.Module", allow_unsharded: bool = False) -> Sharding:
