@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import THIS_FILE, launch_words
+from accel_fsdp.config import SCRIPT, THIS_FILE, launch_words
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 PACKAGE = Path(__file__).parent
@@ -17,7 +17,7 @@ SHIPPED = PACKAGE / "project"
 CONFIG = "fsdp2"
 CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir")
 """The flags of a YAML's launch command whose values are the user's to choose."""
-SCRIPT, NATIVE, README = "train/sft.py", "train/native.py", "train/README.md"
+NATIVE, README = "train/native.py", "train/README.md"
 
 
 @dataclass(frozen=True)

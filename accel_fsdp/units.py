@@ -8,6 +8,11 @@ def counted(count: int, one: str, several: str = "") -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
+def millions(count: int, digits: int = 2) -> str:
+    """A number of parameters as `1,235.81 M`; one digit is enough for a model that one doesn't train yet."""
+    return f"{count / 1e6:,.{digits}f} M"
+
+
 def gib_or_mib(count: float, gib_from: float = GIB) -> str:
     """Bytes as `63.7 GiB`, and as `512.0 MiB` below `gib_from`."""
     return f"{count / GIB:,.1f} GiB" if count >= gib_from else f"{count / MIB:,.1f} MiB"

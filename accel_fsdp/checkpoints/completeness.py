@@ -1,5 +1,8 @@
 """Which checkpoints are complete, as their own markers say; which one a resume takes, and which are deleted.
 
+The one judge: a resume needs all of a checkpoint (`flaw`, then `lacking_to_resume`), a reader of the weights only that
+they are whole (`unfinished`).
+
 `checkpoint-N/complete.json` says that the folder is being written, from before the first of the other files until all
 of them are on disk; then one rename puts the list of their sizes and hashes in its place. A folder without marker was
 written by plain Trainer and is judged by what Trainer and torch write last.
@@ -7,6 +10,7 @@ written by plain Trainer and is judged by what Trainer and torch write last.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import file_names
+from accel_fsdp.checkpoints import deepspeed, file_names
 from accel_fsdp.errors import UserError
 
 MOST_LOGGED = 20_000_000
@@ -49,6 +53,43 @@ class Marker:
     origin: Origin | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which parts of a run a folder holds, by the names in it.
+
+    `sharded` and `full` say in which way FSDP's model weights are stored, `hub` that there are Hugging Face weights.
+    `by_accelerator` says that `Accelerator.save_state` wrote it, `exported` that `accel-fsdp export` did: neither
+    writes a `trainer_state.json`.
+    """
+
+    name: str
+    sharded: bool = False
+    full: bool = False
+    hub: bool = False
+    optimizer: bool = False
+    scheduler: bool = False
+    trainer_state: bool = False
+    by_accelerator: bool = False
+    exported: bool = False
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a folder to resume from and not an export."""
+        held = self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
+        return held and not self.exported
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a resume would miss what Trainer writes last."""
+        return self.is_checkpoint and not self.trainer_state and not self.by_accelerator
+
+    @property
+    def new_state(self) -> tuple[str, ...]:
+        """Names of what isn't there beside the weights: Trainer starts it anew, without a word."""
+        there = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
+        return tuple(name for name, held in there.items() if not held)
 
 
 @dataclass(frozen=True)
@@ -213,6 +254,51 @@ def flaw(checkpoint: Path) -> str:
         return _flaw(checkpoint)
     except UserError as error:
         return error.what.removeprefix(f"{checkpoint}/")
+
+
+def unfinished(folder: Path) -> tuple[str, ...]:
+    """What tells one who reads the weights that a folder is half-written or damaged; empty where it is whole.
+
+    The optimizer may be deleted. Whatever holds no more than weights passes: who wrote it can't be known.
+    """
+    try:
+        lacks = lacking(folder, lambda name: not name.startswith(file_names.SPARED))
+    except UserError as error:
+        return (f"a marker that can be read: {error.what}",)
+    if lacks is not None:
+        return tuple(f"{name} ({size:,} bytes)" if name != ITS_END else name for name, size in lacks.items())
+    return (file_names.TRAINER_STATE,) if _is_trainers(folder) and not has_trainer_state(folder) else ()
+
+
+def _is_trainers(folder: Path) -> bool:
+    """Whether Trainer began it, and not `Accelerator.save_state` or an export, which write no `trainer_state.json`."""
+    state = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*", f"{file_names.OPTIMIZER}*")
+    others = (f"{file_names.RANDOM_STATES}_*", file_names.REPORT)
+    return (
+        re.fullmatch(rf"{file_names.CHECKPOINT}\d+", folder.name) is not None
+        and any(any(folder.glob(name)) for name in state)
+        and not any(any(folder.glob(name)) for name in others)
+    )
+
+
+def lacking_to_resume(checkpoint: Path, held: Parts) -> list[str]:
+    """The parts, in words, without which Trainer would begin anew; DeepSpeed keeps all of them in its own folder."""
+    if by_deepspeed(checkpoint):
+        folder = checkpoint / (deepspeed.latest(checkpoint) or "")
+        return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
+    words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
+    weighed = held.hub or by_fsdp(checkpoint, held)
+    return ([] if weighed else ["model weights"]) + [words[name] for name in held.new_state]
+
+
+def by_deepspeed(checkpoint: Path) -> bool:
+    """Whether DeepSpeed wrote it."""
+    return (checkpoint / file_names.LATEST).is_file()
+
+
+def by_fsdp(checkpoint: Path, held: Parts) -> bool:
+    """Whether it has weights as Accelerate stores them under FSDP."""
+    return held.sharded or held.full or any(checkpoint.glob(file_names.LOCAL_MODELS))
 
 
 def is_whole_dcp(folder: Path) -> bool:

@@ -1,7 +1,6 @@
 """Finds checkpoints, says what kind they are and what they lack. The only module that knows their folders' layout."""
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,34 +71,11 @@ def _sharded(folder: Path) -> CheckpointLocation | None:
     lacking = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
     lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
-    return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *_unfinished(outer)), optimizer)
+    return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *completeness.unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
     return completeness.is_whole_dcp(folder) or any(folder.glob(file_names.DCP_PARTS))
-
-
-def _unfinished(folder: Path) -> tuple[str, ...]:
-    """Trainer writes `trainer_state.json` last; `Accelerator.save_state` writes none, but random states.
-
-    `complete.json` is the marker of `train/sft.py`: it is there from the start and lists all files at the end.
-    """
-    try:
-        lacks = completeness.lacking(folder, lambda name: not name.startswith(file_names.SPARED))
-    except UserError as error:
-        return (f"a marker that can be read: {error.what}",)
-    if lacks is not None:
-        return tuple(
-            f"{name} ({size:,} bytes)" if name != completeness.ITS_END else name for name, size in lacks.items()
-        )
-    trainers = re.fullmatch(rf"{file_names.CHECKPOINT}\d+", folder.name) and (
-        (folder / file_names.SCHEDULER).exists()
-        or any(folder.glob(f"{file_names.RNG_STATE}*"))
-        or any(folder.glob(f"{file_names.OPTIMIZER}*"))
-    )
-    if not trainers or any(folder.glob(f"{file_names.RANDOM_STATES}_*")) or completeness.has_trainer_state(folder):
-        return ()
-    return (file_names.TRAINER_STATE,)
 
 
 def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:
@@ -134,7 +110,7 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
     if not names:
         return None
     lacking = [name for name in names if not (folder / name).is_file()]
-    return CheckpointLocation("safetensors", folder, folder, (*lacking, *_unfinished(folder)))
+    return CheckpointLocation("safetensors", folder, folder, (*lacking, *completeness.unfinished(folder)))
 
 
 def _names(folder: Path) -> list[str]:
@@ -148,7 +124,9 @@ def _adapter(folder: Path) -> CheckpointLocation | None:
     if not (folder / file_names.ADAPTER).is_file():
         return None
     lacking = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
-    return CheckpointLocation("adapter", folder, folder / file_names.ADAPTER, (*lacking, *_unfinished(folder)))
+    return CheckpointLocation(
+        "adapter", folder, folder / file_names.ADAPTER, (*lacking, *completeness.unfinished(folder))
+    )
 
 
 def adapter_beside(found: CheckpointLocation) -> CheckpointLocation | None:
@@ -158,7 +136,7 @@ def adapter_beside(found: CheckpointLocation) -> CheckpointLocation | None:
 
 def _full(folder: Path) -> CheckpointLocation | None:
     path = folder / file_names.FULL_MODEL
-    return CheckpointLocation("FSDP full", folder, path, _unfinished(folder)) if path.is_file() else None
+    return CheckpointLocation("FSDP full", folder, path, completeness.unfinished(folder)) if path.is_file() else None
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
@@ -168,7 +146,7 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     lacking = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.GLOBAL_STEP) else folder
     return CheckpointLocation(
-        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *_unfinished(outer))
+        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *completeness.unfinished(outer))
     )
 
 
@@ -287,11 +265,11 @@ def _of_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
     if path.name == file_names.FULL_MODEL:
-        return CheckpointLocation("FSDP full", path.parent, path, _unfinished(path.parent))
+        return CheckpointLocation("FSDP full", path.parent, path, completeness.unfinished(path.parent))
     if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _of_safetensors(path)
     if is_single(path):
-        return CheckpointLocation("torch.save", path.parent, path, _unfinished(path.parent))
+        return CheckpointLocation("torch.save", path.parent, path, completeness.unfinished(path.parent))
     return None
 
 
@@ -315,7 +293,7 @@ def _of_safetensors(path: Path) -> CheckpointLocation | None:
             fix=f"move {file_names.MODEL} away, or name that" if other else f"put {file_names.INDEX} beside it",
         )
     kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
-    return CheckpointLocation(kind, folder, path, _unfinished(folder))
+    return CheckpointLocation(kind, folder, path, completeness.unfinished(folder))
 
 
 def _nothing(path: Path, place: Path) -> UserError:

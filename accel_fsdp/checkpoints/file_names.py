@@ -8,6 +8,7 @@ from pathlib import Path
 
 SAFETENSORS = ".safetensors"
 """How files of the safetensors library end."""
+ALL_SAFETENSORS = f"*{SAFETENSORS}"
 TORCH_SAVED = (".pth", ".bin", ".pt")
 """How files end that torch.save writes."""
 WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
@@ -19,21 +20,35 @@ MODEL = "model.safetensors"
 """Transformers: a model's weights in one file."""
 MODELS = "model*.safetensors"
 """Transformers: the same, in one file or several."""
-INDEX = "model.safetensors.index.json"
-"""Transformers: which of several files holds which tensor."""
+INDEX_END = f"{SAFETENSORS}.index.json"
+INDEX = f"model{INDEX_END}"
+"""Transformers: which of several files holds which tensor; and how such an index ends, of a model or not."""
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
 """Transformers: how a file ends that is one of several of a model."""
 RANKS_MODEL = "shard-*.safetensors"
 """torch's HuggingFaceStorageWriter: each rank's part of every tensor."""
+TORCH_STEM = "pytorch_model"
+"""Transformers before safetensors, and Accelerate: how model weights begin that torch.save writes."""
+TORCH_MODELS, TORCH_INDEX = f"{TORCH_STEM}*.bin", "*.bin.index.json"
+"""Transformers before safetensors: the weights, and which of several files holds which tensor."""
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Transformers: the tokenizer itself, and what `from_pretrained` makes of it."""
+TOKENS_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+"""Transformers: tokens of older tokenizers, beside those in their config."""
+CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""Transformers: the chat template of a tokenizer, and a folder of others."""
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""Transformers: the chat template of a processor in older releases."""
 ADAPTER_STEM = "adapter_model"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", f"{ADAPTER_STEM}.safetensors"
 """PEFT: how an adapter is laid over its base, and its weights."""
-TORCH_MODEL = "model.pth"
+TORCH_EXPORT = ".pth"
+TORCH_MODEL = f"model{TORCH_EXPORT}"
 """This project's exports: a state dict as torch.save writes it."""
-EXPORTED = (SAFETENSORS, ".pth")
+EXPORTED = (SAFETENSORS, TORCH_EXPORT)
 """This project's exports: how the files of weights end."""
+PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Transformers: config, tokenizer and templates, whatever their names."""
 CARD = "README.md"
 """The model card, as the hub shows it."""
 
@@ -42,7 +57,7 @@ DCP_METADATA, DCP_PART = ".metadata", ".distcp"
 DCP_PARTS = f"*{DCP_PART}"
 READABLE = frozenset({SAFETENSORS, *TORCH_SAVED, DCP_PART})
 """How the files end that this project reads weights from."""
-FSDP_MODEL = "pytorch_model_fsdp"
+FSDP_MODEL = f"{TORCH_STEM}_fsdp"
 """Accelerate: how model weights of FSDP begin."""
 OPTIMIZER = "optimizer"
 """Trainer, Accelerate, this project's exports: how an optimizer's states begin."""
@@ -59,7 +74,8 @@ LATEST, GLOBAL_STEP = "latest", "global_step"
 """DeepSpeed: the file that names the folder of the ranks' files, and how that folder's name begins."""
 ZERO_MODELS, ZERO_OPTIMIZERS = "*_model_states.pt", "*_optim_states.pt"
 """DeepSpeed: the ranks' files."""
-ZERO_PARTITIONS = "*zero_pp_rank_*_optim_states.pt"
+ZERO_RANK = "zero_pp_rank_"
+ZERO_PARTITIONS = f"*{ZERO_RANK}{ZERO_OPTIMIZERS}"
 """DeepSpeed: those that each hold one rank's part of the optimizer."""
 
 TRAINER_STATE = "trainer_state.json"
@@ -71,6 +87,9 @@ RNG_STATE = "rng_state"
 TRAINING_ARGS = "training_args.bin"
 """Trainer: its arguments as a pickle."""
 
+SCALER = "scaler"
+"""Trainer, Accelerate: how the state of fp16's loss scaling begins."""
+
 MARKER = "complete.json"
 """This project's checkpoints: sizes and hashes of all files, once they are on disk."""
 REPORT = "export.json"
@@ -81,23 +100,28 @@ DESCRIBED, FINAL = "model", "final"
 """Folders of this project's runs: the model that is trained, described before the first step and never what was
 trained; and the result."""
 
-OF_RANK = re.compile(rf"(?:__|{RNG_STATE}_|zero_pp_rank_|fsdp_rank)(\d+)")
+OF_RANK = re.compile(rf"(?:__|{RNG_STATE}_|{ZERO_RANK}|fsdp_rank)(\d+)")
 """The number of the rank that wrote a file, in its name, whoever wrote it."""
 CHECKPOINT = "checkpoint-"
 """How a checkpoint's folder begins; the step follows. Trainer's, and train/native.py's."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 """A checkpoint's folder by its step, whoever wrote it."""
-STATE = (FSDP_MODEL, OPTIMIZER, "scheduler", "training_args", RNG_STATE, "scaler")
+STATE = (FSDP_MODEL, OPTIMIZER, Path(SCHEDULER).stem, Path(TRAINING_ARGS).stem, RNG_STATE, SCALER)
 """How files begin that end like weights and are none that `from_pretrained` could load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")
 """How files begin that are no weights, whoever wrote them."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """How the names begin of what an export can do without: people delete optimizers to save disk."""
 OF_CHECKPOINTS = (
-    *(MODEL, "model-0", f"{ADAPTER_STEM}.", "pytorch_model", OPTIMIZER, GLOBAL_STEP),
-    *("scheduler", RNG_STATE, RANDOM_STATES, "scaler", "trainer_state"),
+    *(MODEL, "model-0", f"{ADAPTER_STEM}.", TORCH_STEM, OPTIMIZER, GLOBAL_STEP),
+    *(Path(SCHEDULER).stem, RNG_STATE, RANDOM_STATES, SCALER, Path(TRAINER_STATE).stem),
 )
 """How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""
+
+
+def rng_state(rank: int, ranks: int) -> str:
+    """Trainer: the file of a rank's random states, which has no number where there is one rank."""
+    return f"{RNG_STATE}_{rank}.pth" if ranks > 1 else f"{RNG_STATE}.pth"
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import summary
+from accel_fsdp.checkpoints import file_names, summary
 from accel_fsdp.checkpoints.tensor_storage import damaged
 
 CACHED_BYTES = 1 << 17
@@ -38,7 +38,7 @@ def in_folder(folder: Path) -> dict[str, int]:
         UserError: a file is damaged.
     """
     found: dict[str, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(file_names.ALL_SAFETENSORS)):
         tensors = summary.tensors_of(path)
         if tensors is None:
             raise damaged(path, "is damaged or cut short")

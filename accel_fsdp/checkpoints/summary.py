@@ -17,24 +17,15 @@ TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "tra
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
+class CheckpointFacts(completeness.Parts):
     """What a checkpoint or export folder holds, by names, sizes and safetensors headers; nothing is unpickled.
 
-    `sharded` and `full` say in which way model weights are stored, `hub` that there are Hugging Face weights.
     `without_metadata` are sharded folders that lack `.metadata`, `broken` files shorter than their header says.
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
-    `by_accelerator` says that `Accelerator.save_state` wrote it, which has no `trainer_state.json`.
     `unfinished` is what its marker says is wrong, as a resume judges it; empty where all is there, or no marker is.
     """
 
-    name: str
-    sharded: bool = False
-    full: bool = False
-    hub: bool = False
-    optimizer: bool = False
-    scheduler: bool = False
-    trainer_state: bool = False
     rng_states: int = 0
     without_metadata: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
@@ -45,13 +36,7 @@ class CheckpointFacts:
     architecture: str = ""
     has_config: bool = False
     private: str = ""
-    by_accelerator: bool = False
     unfinished: str = ""
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """Whether it is a folder to resume from and not an export."""
-        return self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
 
 
 def tensors_of(path: Path) -> dict[str, Tensor] | None:
@@ -121,18 +106,28 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
     Raises:
         UsageError: there is no such folder.
     """
+    _check_folder(folder)
+    numbered = file_names.checkpoints(folder)
+    holds_model = any(folder.glob(file_names.ALL_SAFETENSORS)) or any(folder.glob(f"{file_names.TORCH_STEM}*"))
+    return facts_of(numbered[-1] if numbered and not holds_model else folder)
+
+
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(
             f"checkpoint {folder} is not a folder",
             why="there is nothing to look at",
             fix="--checkpoint RUN/checkpoint-N, or the folder of an export",
         )
-    numbered = file_names.checkpoints(folder)
-    holds_model = any(folder.glob(f"*{file_names.SAFETENSORS}")) or any(folder.glob("pytorch_model*"))
-    return _facts(numbered[-1] if numbered and not holds_model else folder)
 
 
-def _facts(folder: Path) -> CheckpointFacts:
+def facts_of(folder: Path) -> CheckpointFacts:
+    """Looks at this folder, whatever lies in folders of it.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    _check_folder(folder)
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
     held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
     names = {path.name for path in held}
@@ -144,12 +139,13 @@ def _facts(folder: Path) -> CheckpointFacts:
     pair = tied_pair(everything)
     return CheckpointFacts(
         name=str(folder),
-        sharded=any(path.name.startswith("pytorch_model") for path in sharded),
+        sharded=any(path.name.startswith(file_names.TORCH_STEM) for path in sharded),
         full=file_names.FULL_MODEL in names,
         hub=any(Path(name).suffix in file_names.WEIGHTS and not name.startswith(file_names.STATE) for name in names),
         optimizer=any(name.startswith(file_names.OPTIMIZER) for name in names),
         scheduler=file_names.SCHEDULER in names,
         by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),
+        exported=file_names.REPORT in names,
         unfinished=completeness.flaw(folder) if (folder / file_names.MARKER).exists() else "",
         trainer_state=completeness.has_trainer_state(folder),
         rng_states=sum(name.startswith(file_names.RNG_STATE) for name in names),

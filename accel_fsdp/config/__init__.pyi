@@ -9,9 +9,8 @@ from .combinations import Setup as Setup
 from .combinations import clashes as clashes
 from .combinations import recompute_by as recompute_by
 from .header import COMMAND as COMMAND
-from .header import HEADER as HEADER
-from .header import LAUNCH as LAUNCH
 from .header import MADE_HERE as MADE_HERE
+from .header import SCRIPT as SCRIPT
 from .header import THIS_FILE as THIS_FILE
 from .header import launch_words as launch_words
 from .header import with_header as with_header
@@ -41,10 +40,13 @@ from .schema import known_fields as known_fields
 from .schema import short_name as short_name
 from .vocabulary import ANY_FSDP as ANY_FSDP
 from .vocabulary import ANY_ZERO as ANY_ZERO
+from .vocabulary import DDP_TYPES as DDP_TYPES
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
+from .vocabulary import ENGINE_KINDS as ENGINE_KINDS
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
+from .vocabulary import LONG_DTYPES as LONG_DTYPES
 from .vocabulary import LOW_DTYPES as LOW_DTYPES
 from .vocabulary import OTHER_ENGINES as OTHER_ENGINES
 from .vocabulary import PLANNED as PLANNED
@@ -53,6 +55,8 @@ from .vocabulary import STATE_DICT_TYPES as STATE_DICT_TYPES
 from .vocabulary import STRATEGIES as STRATEGIES
 from .vocabulary import TARGETS as TARGETS
 from .vocabulary import TORCH_DTYPES as TORCH_DTYPES
+from .vocabulary import ZERO_STAGES as ZERO_STAGES
+from .vocabulary import ZERO_TWINS as ZERO_TWINS
 from .vocabulary import Engine as Engine
 from .vocabulary import EngineKind as EngineKind
 from .vocabulary import EngineName as EngineName

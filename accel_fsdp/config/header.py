@@ -1,6 +1,9 @@
 """The comment at the top of a YAML that was made here: what it is, the command that made it, how to launch it."""
 
 import shlex
+from collections.abc import Iterable
+
+from accel_fsdp import __version__
 
 COMMAND = "accel-fsdp config --yes"
 HEADER = "# Made by accel-fsdp"
@@ -9,6 +12,30 @@ MADE_HERE = f"#   {COMMAND}"
 LAUNCH = "# Launch:"
 THIS_FILE = "THIS_FILE"
 """How the launch command calls the file that it stands in."""
+SCRIPT = "train/sft.py"
+EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first")
+"""What a launch line trains on, and where it writes, until somebody changes it."""
+
+
+def comment(title: str, made_by: str, launch: str) -> list[str]:
+    """Comment lines: what the file is, how it was made, and the command that uses it.
+
+    The command that makes the same file once more stands on a line of its own, by which `with_header` knows it.
+    """
+    again = made_by.startswith(COMMAND)
+    made = [f"{HEADER} {__version__}:", f"#   {made_by}"] if again else [f"{HEADER} {__version__}: {made_by}"]
+    return [f"# {title}", *made, LAUNCH, f"#   {launch}"]
+
+
+def launch_line(path: str, script: Iterable[str], on_several_machines: bool = False) -> str:
+    """The command that runs a script, with its arguments, on the YAML at `path`."""
+    rank = ("--machine_rank", "0") if on_several_machines else ()
+    return shlex.join(["accelerate", "launch", "--config_file", path, *rank, *script])
+
+
+def example_run(model: str, arguments: Iterable[str]) -> list[str]:
+    """Our own script training `model` on the example, and what else it is told."""
+    return [SCRIPT, "--model_name_or_path", model, *EXAMPLE, *arguments]
 
 
 def with_header(text: str, lines: list[str]) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from accel_fsdp.config.schema import BY_NAME, full_name
-from accel_fsdp.config.vocabulary import DISTRIBUTED_TYPES, STATE_DICT_TYPES, STRATEGIES, Engine
+from accel_fsdp.config.vocabulary import DDP_TYPES, DISTRIBUTED_TYPES, STATE_DICT_TYPES, STRATEGIES, Engine
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
@@ -22,7 +22,6 @@ NULL_IS_ABSENT = frozenset({
     "fsdp_ignored_modules",
 })  # fmt: skip
 """FSDP keys that the launcher hands on only if they are not null."""
-DDP_TYPES = {f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from accel_fsdp.config.vocabulary import STRATEGIES, Engine
+from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, ZERO_TWINS, Engine
 
 
 class Kind(Enum):
@@ -126,8 +126,7 @@ TOP: tuple[Field, ...] = (
     Field("compute_environment", Kind.CHOICE, "LOCAL_MACHINE", ALL, "Where it runs.", "",
           _any_of("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
     Field("distributed_type", Kind.CHOICE, None, ALL, "The engine. FSDP covers both versions, DDP is MULTI_GPU.", "",
-          _any_of("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
-                  "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
+          _any_of("NO", *DDP_TYPES, "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
     Field("mixed_precision", Kind.CHOICE, "no", ALL, "Compute precision over float32 master weights. bf16 halves the "
           "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.", "",
           {"bf16": "Ampere and newer, TPU", "fp16": "older GPUs, with loss scaling", "no": "fp32 throughout",
@@ -240,8 +239,8 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
     _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent.",
                variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
     _deepspeed("zero_stage", Kind.CHOICE, "What DeepSpeed shards; each stage saves memory and adds traffic.",
-               {"3": "parameters, gradients and optimizer state sharded (FULL_SHARD)",
-                "2": "gradients and optimizer state sharded (SHARD_GRAD_OP)",
+               {"3": f"parameters, gradients and optimizer state sharded ({ZERO_TWINS[3]})",
+                "2": f"gradients and optimizer state sharded ({ZERO_TWINS[2]})",
                 "1": "optimizer state sharded", "0": "nothing sharded: plain data parallel"},
                "ACCELERATE_DEEPSPEED_ZERO_STAGE", "Which ZeRO stage?"),
     _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES,

@@ -24,6 +24,8 @@ DISTRIBUTED_TYPES: Mapping[Engine, str] = {
     Engine.TPU: "XLA",
 }
 """What `distributed_type` says; of DDP that on GPUs."""
+DDP_TYPES = tuple(f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
+"""What it says of DDP on any device."""
 Method = Literal["full", "lora", "qlora"]
 EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
 """The wizard's `--engine`; the version of FSDP is a question of its own."""
@@ -43,6 +45,7 @@ PLANNED: Mapping[EngineKind, Engine] = {
     "zero": Engine.DEEPSPEED,
     "single": Engine.NONE,
 }
+ENGINE_KINDS: Mapping[Engine, EngineKind] = {engine: kind for kind, engine in PLANNED.items()}
 MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 """What `migrate --to` takes: one of FSDP, or a stage of ZeRO."""
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -60,7 +63,13 @@ STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARD
 """torch's numbers (`torch.distributed.fsdp.StateDictType`), which Accelerate takes in place of the names."""
 RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 """FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+ZERO_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+"""The stage of DeepSpeed's ZeRO that shards the same; a hybrid strategy does so inside each machine, ZeRO over all."""
+ZERO_TWINS = {stage: name for name, stage in ZERO_STAGES.items() if not name.startswith("HYBRID")}
+"""A stage as FSDP1's strategy over all ranks. Stage 1 shards the optimizer state alone, which FSDP has no name for."""
+LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names of dtypes, as torch names them."""
+TORCH_DTYPES = {**{short: LONG_DTYPES[short] for short in ("bf16", "fp16")}, "no": LONG_DTYPES["fp32"]}
 """Accelerate's `mixed_precision` as torch names the dtype."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that weights are loaded and exported in."""

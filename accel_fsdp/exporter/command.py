@@ -25,12 +25,12 @@ from accel_fsdp.units import MIB, gb_or_mb
 SPARE_BYTES = 64 * MIB
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """As huggingface_hub divides files, which takes negative sizes too."""
-TEMPLATES = "additional_chat_templates"
 WRITTEN = (
     *companion_files.COPIED,
-    *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, "*.safetensors.index.json", "*.bin.index.json"),
-    *(file_names.MODELS, f"{file_names.ADAPTER_STEM}.*", f"{file_names.OPTIMIZER}*.safetensors", "pytorch_model*.bin"),
-    *(file_names.TORCH_MODEL, "vocab.txt", "*.jinja", file_names.TRAINING_ARGS, file_names.RUN, ".gitattributes"),
+    *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, file_names.TRAINING_ARGS, file_names.RUN),
+    *(f"*{file_names.INDEX_END}", file_names.TORCH_INDEX, file_names.TORCH_MODELS, file_names.TORCH_MODEL),
+    *(file_names.MODELS, f"{file_names.ADAPTER_STEM}.*", f"{file_names.OPTIMIZER}{file_names.ALL_SAFETENSORS}"),
+    ".gitattributes",
 )
 """Files of a model: those of exports and of `save_pretrained`."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
@@ -196,7 +196,9 @@ def _is_model(folder: Path) -> bool:
 def _is_of_model(path: Path) -> bool:
     """Whether an export or `save_pretrained` writes files or folders of this name."""
     if path.is_dir():
-        return path.name == TEMPLATES and all(one.is_file() and one.suffix == ".jinja" for one in path.iterdir())
+        return path.name == file_names.MORE_TEMPLATES and all(
+            one.is_file() and one.suffix == ".jinja" for one in path.iterdir()
+        )
     return any(path.match(pattern) for pattern in WRITTEN)
 
 

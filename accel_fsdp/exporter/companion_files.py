@@ -16,13 +16,14 @@ from accel_fsdp.models import inspect_model
 COPIED = (
     *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
     *(file_names.CARD, file_names.CURVE),
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
+    *("tokenizer*.json", file_names.TOKENS_MAP, file_names.ADDED_TOKENS, "normalizer.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
     *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
-    *("sentencepiece*.model", "*.tokenizer", "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    *("sentencepiece*.model", "*.tokenizer"),
+    *(file_names.PROCESSOR_TEMPLATE, "*.jinja", f"{file_names.MORE_TEMPLATES}/*.jinja"),
 )
 """What `save_pretrained` of tokenizers and processors writes. None of it is code."""
-IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), "chat_template.jinja")
+IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), file_names.CHAT_TEMPLATE)
 """The same where a run's folder holds it, which may be somebody's project: no pattern that fits any file of a kind."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Of configs: they name Python that lies beside them."""
@@ -122,7 +123,7 @@ def _of_run(run: Path) -> Iterator[Path]:
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
     """As it is, but for the names of code."""
-    content = summary.read_json(path, folder) if path.name.endswith("config.json") else {}
+    content = summary.read_json(path, folder) if path.name.endswith(file_names.CONFIG) else {}
     if (kept := _without_code(content)) != content:
         _write(copy, kept)
     else:

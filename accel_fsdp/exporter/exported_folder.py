@@ -176,7 +176,7 @@ def read_specs(folder: Path) -> dict[str, Spec]:
     from safetensors import safe_open
 
     specs = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(file_names.ALL_SAFETENSORS)):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 header: Any = file.get_slice(name)

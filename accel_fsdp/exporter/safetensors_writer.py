@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, FileReader, Source, finite, part_of
+from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, FileReader, Source, file_names, finite, part_of
 from accel_fsdp.errors import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
         split = split_state_dict_into_shards_factory(
             {one.name: one for one in outputs},
             get_storage_size=lambda one: one.size_bytes,
-            filename_pattern=stem + "{suffix}.safetensors",
+            filename_pattern=f"{stem}{{suffix}}{file_names.SAFETENSORS}",
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
@@ -117,7 +117,7 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
         ) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / f"{stem}{file_names.INDEX_END}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     by_name = {one.name: one for one in outputs}
     files = split.filename_to_tensors.items()
     return [one for file, names in files for one in _with_header(folder / file, [by_name[name] for name in names])]

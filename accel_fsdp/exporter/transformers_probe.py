@@ -33,7 +33,6 @@ BEGINNINGS = frozenset(
     }
 )
 """Settings of an adapter's first weights, and of where its code and its base lie."""
-PAPERS = ["*.json", "*.jinja", "*.model", "*.txt"]
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
 
@@ -280,7 +279,7 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    patterns = [*PAPERS, "*.safetensors"] if with_weights else PAPERS
+    patterns = [*file_names.PAPERS, *([file_names.ALL_SAFETENSORS] if with_weights else [])]
     try:
         if ".." in (revision or ""):  # it becomes part of a path in the cache
             raise ValueError("no branch, tag or commit has such a name")

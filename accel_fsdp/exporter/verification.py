@@ -362,7 +362,11 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
             why="from_pretrained needs it",
             fix="put it back, or export the model again",
         )
-    if pool is not None and (folder / file_names.CONFIG).is_file() and not any(folder.glob("*.pth")):
+    if (
+        pool is not None
+        and (folder / file_names.CONFIG).is_file()
+        and not any(folder.glob(f"*{file_names.TORCH_EXPORT}"))
+    ):
         pool.submit(transformers_probe.loads, folder).result()
         report = report.proven("from_pretrained loads all of it")
     return report

@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accel_fsdp.errors import UsageError
 
@@ -59,11 +59,17 @@ def parse(text: str) -> tuple[MachineFacts, int]:
 
 
 def describe(machine: MachineFacts) -> str:
-    """The text that `parse` reads back."""
+    """The text that `parse` reads back, with the accelerator's plain name."""
+    name = machine.accelerator
+    return as_named(machine if name is None else replace(machine, accelerator=_plain_name(name)))
+
+
+def as_named(machine: MachineFacts) -> str:
+    """The same with the name that was given, which may be all that says how much memory there is."""
     if machine.accelerator is None:
         return "cpu"
     memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
-    return f"{machine.count}x{_plain_name(machine.accelerator)}{memory}"
+    return f"{machine.count}x{machine.accelerator}{memory}"
 
 
 def _plain_name(name: str) -> str:

@@ -4,11 +4,10 @@ Activation checkpointing is no key of `deepspeed_config`: it counts as broken, b
 the training script is given `--gradient_checkpointing true`.
 """
 
-from accel_fsdp.config import DISTRIBUTED_TYPES, Engine
+from accel_fsdp.config import DISTRIBUTED_TYPES, ZERO_STAGES, ZERO_TWINS, Engine, zero_name
 from accel_fsdp.migration.changes import ChangeKind, Draft, as_int
 from accel_fsdp.migration.fsdp import casts_buffers, fsdp2_strategy
 
-STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 SHARDS = ("nothing", "optimizer state", "optimizer state and gradients", "everything")
 
 
@@ -36,9 +35,8 @@ def fsdp_to_zero(draft: Draft, stage: int) -> None:
 def ddp_to_zero(draft: Draft, stage: int) -> None:
     """DDP becomes ZeRO."""
     draft.lose_mesh("ZeRO has no mesh")
-    draft.top(
-        "distributed_type", "changed", f"ZeRO-{stage} shards {SHARDS[stage]}", value=DISTRIBUTED_TYPES[Engine.DEEPSPEED]
-    )
+    why = f"{zero_name(stage)} shards {SHARDS[stage]}"
+    draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.DEEPSPEED])
     draft.add("zero_stage", stage, "as asked")
     draft.add("offload_optimizer_device", "none", "as before")
     draft.add("offload_param_device", "none", "as before")
@@ -60,9 +58,10 @@ def _strategy_to_stage(draft: Draft, stage: int) -> None:
         key, strategy = "fsdp_sharding_strategy", draft.fsdp1_strategy()
         draft.lose_mesh("FSDP1 has no mesh")
     if as_int(draft.job.top("num_machines")) == 1:  # the group is the machine, and there is one
-        strategy = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}.get(strategy, strategy)
-    same = STAGES[strategy] == stage
-    why = f"{strategy} is ZeRO-{stage}" if same else f"{strategy} is ZeRO-{STAGES[strategy]}; another was asked for"
+        strategy = ZERO_TWINS[ZERO_STAGES[strategy]]
+    twin = ZERO_STAGES[strategy]
+    same = twin == stage
+    why = f"{strategy} is {zero_name(twin)}" + ("" if same else "; another was asked for")
     hybrid = strategy.startswith("HYBRID")
     if hybrid:
         why = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON"
@@ -207,9 +206,9 @@ def _launching(draft: Draft) -> None:
 
 
 def _stage_to_strategy(draft: Draft, stage: int, version: int) -> None:
-    name = {3: "FULL_SHARD", 0: "NO_SHARD"}.get(stage, "SHARD_GRAD_OP")
+    name = ZERO_TWINS.get(stage, ZERO_TWINS[2])  # which is nearest to stage 1
     value, key = (name, "fsdp_sharding_strategy") if version == 1 else (stage == 3, "fsdp_reshard_after_forward")
-    why = "ZeRO-1 has no FSDP twin" if stage == 1 else f"ZeRO-{stage} is {name}"
+    why = "ZeRO-1 has no FSDP twin" if stage == 1 else f"{zero_name(stage)} is {name}"
     if "zero_stage" in draft.read:
         draft.row(
             "zero_stage", "changed" if stage == 1 else "renamed", why, value=value, new_key=key, breaks=stage == 1

@@ -3,7 +3,7 @@
 FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
 """
 
-from accel_fsdp.config import RESHARDS, STATE_DICT_TYPES, Engine
+from accel_fsdp.config import DISTRIBUTED_TYPES, RESHARDS, STATE_DICT_TYPES, Engine
 from accel_fsdp.migration.changes import SIZES, Change, Draft, as_int
 from accel_fsdp.units import counted
 
@@ -52,7 +52,7 @@ def to_fsdp1(draft: Draft) -> None:
 
 def to_ddp(draft: Draft, key: str, why: str) -> None:
     """Nothing is sharded: plain DDP. What the section switched on beyond that is lost."""
-    draft.top("distributed_type", "changed", why, value="MULTI_GPU")
+    draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.DDP])
     draft.row(key, "lost", why)
     for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):
         draft.row(name, "lost", "DDP has none", breaks=draft.on(name))

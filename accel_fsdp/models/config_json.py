@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 LARGEST_CONFIG = 1 << 24
 ANYWHERE = Path(os.path.abspath(os.sep))
 """Reading a model copies nothing, so its user may have put links to another disk into its folder."""
-PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
-READ_BY_PYTHON = (file_names.TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+READ_BY_PYTHON = (
+    *(file_names.TOKENIZER_CONFIG, file_names.TOKENS_MAP, file_names.ADDED_TOKENS),
+    file_names.PROCESSOR_TEMPLATE,
+)
 WIDTHS = frozenset(
     {
         *("hidden_size", "n_embd", "d_model", "embed_dim", "vocab_size", "num_attention_heads", "n_head", "n_heads"),
@@ -81,7 +83,7 @@ def check_files(folder: Path) -> None:
     Raises:
         UserError: with the file.
     """
-    for path in (path for pattern in PAPERS for path in sorted(folder.glob(pattern))):
+    for path in (path for pattern in file_names.PAPERS for path in sorted(folder.glob(pattern))):
         if not path.exists():
             continue  # a link to nothing
         if path.name in READ_BY_PYTHON:

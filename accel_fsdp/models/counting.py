@@ -14,6 +14,19 @@ def numel(parameter: "nn.Parameter") -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
+def shape(parameter: "nn.Parameter") -> tuple[int, ...]:
+    """That of a whole parameter, likewise."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def embeddings(model: "nn.Module") -> set["nn.Parameter"]:
+    """The tables of token or position embeddings, which a head may share."""
+    from torch import nn
+
+    tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    return {one for table in tables for one in table.parameters(recurse=False)}
+
+
 def per_element(layer: "nn.Module", name: str, parameter: "nn.Parameter") -> int:
     """How many weights lie in one element of a layer's parameter: two in each byte of a packed one."""
     packed = name == "weight" and any(kind.__name__ == PACKED for kind in type(layer).__mro__)

@@ -6,7 +6,8 @@ moments in the dtype of the weight; FSDP with mixed precision keeps float32 mast
 `prepare_model`), DeepSpeed's optimizers always do (`stage_1_and_2.py`, `stage3.py`, `fp32_groups`).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from accel_fsdp.config import Method
 
@@ -17,6 +18,12 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """A 4-bit weight with its share of absmax in 8 bits per block of 64, and theirs in float32 per 256 blocks (QLoRA)."""
 MOMENTS = 2
 """Adam's states per parameter."""
+MOMENTS_OF = {"sgd": 0, "adafactor": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3}
+"""Those of Trainer's other optimizers, by the first word of the name; what isn't here is counted as Adam."""
+MOMENT_BYTES = {"4bit": 0.5, "8bit": 1, "32bit": MASTER, "bnb": MASTER, "ademamix": MASTER}
+"""What a moment takes by the last word of the optimizer's name; that of a weight where it isn't here."""
+EIGHT_BIT_FROM = 4096
+"""Elements of a tensor: bitsandbytes keeps the state of smaller ones in float32 (`min_8bit_size`)."""
 HEADROOM = 1.1
 """Of host memory over a gathered model: the tensor that is on its way, and what else the process needs meanwhile."""
 
@@ -31,22 +38,41 @@ def training_bytes(weights: int) -> int:
     return weights * (1 + 1 + MOMENTS)
 
 
-def checkpoint_bytes(weights: int, trained: int, copies: int = 0, moments: int = MOMENTS) -> int:
-    """A checkpoint of all weights, of the moments of those that are trained, and of `copies` of weights in bytes.
+def moment_bytes(optimizer: str, weight: int) -> float:
+    """An optimizer's state per trained parameter of `weight` bytes; of Adafactor's matrices it is next to nothing."""
+    family, kind = optimizer.removeprefix("paged_").partition("_")[0], optimizer.rpartition("_")[2]
+    return MOMENTS_OF.get(family, MOMENTS) * MOMENT_BYTES.get(kind, weight)
 
-    FSDP's gathered ones have a copy of all weights: one is for the engine, one for Hugging Face. Of DeepSpeed's,
-    `weights` are the masters, and `zero_copies` says the rest.
+
+def optimizer_bytes(optimizer: str, shape: Sequence[int], weight: int, embedding: bool = False) -> int:
+    """An optimizer's state of one trained tensor, an element of which takes `weight` bytes.
+
+    Where moments have 8 bits, those of a small tensor are float32, and Trainer has bitsandbytes, which torchao is not,
+    keep those of an `embedding` so (`create_optimizer`). Adafactor has a float32 mean of each row and of each column,
+    and a full second moment of a vector.
     """
-    return weights + copies + trained * moments
+    numel = math.prod(shape)
+    if optimizer == "adafactor":
+        several = len(shape) > 1
+        return MASTER * (math.prod(shape[:-1]) + math.prod([*shape[:-2], shape[-1]]) if several else numel)
+    wide = numel < EIGHT_BIT_FROM or (embedding and not optimizer.startswith("adamw_torch"))
+    return round(numel * moment_bytes(optimizer.replace("_8bit", "_32bit") if wide else optimizer, weight))
 
 
-def zero_copies(weights: int, stage: int) -> int:
-    """What a checkpoint under DeepSpeed has beside masters and moments, of `weights` in the dtype of forward.
+def checkpoint_bytes(
+    weights: int, optimizer: float, *, gathered: bool = False, zero_stage: int | None = None, forward: int = 0
+) -> int:
+    """A training checkpoint of weights and the optimizer's state, in bytes of each.
 
-    Trainer gathers them for Hugging Face. The engine stores its module too, which stage 3 has none of that is whole.
-    Adam's checkpoints in bf16 thus take 16 bytes per parameter, and 14 in stage 3 (measured, DeepSpeed 0.19).
+    FSDP's gathered ones have the weights twice: once for the engine, once for Hugging Face. Of DeepSpeed's, `weights`
+    are the masters, and those in the dtype of forward take `forward` bytes: Trainer gathers them for Hugging Face, and
+    the engine stores its module too, which stage 3 has none of that is whole. Adam's checkpoints in bf16 thus take 16
+    bytes per parameter, and 14 in stage 3 (measured, DeepSpeed 0.19).
     """
-    return weights * (1 if stage == 3 else 2)
+    copies = weights if gathered else 0
+    if zero_stage is not None:
+        copies = forward * (1 if zero_stage == 3 else 2)
+    return weights + copies + round(optimizer)
 
 
 def gathering_bytes(weights: int) -> float:

@@ -160,9 +160,8 @@ def _as_written(job: PlanJob, subject: Subject) -> PlanJob:
 
 def _proposer(options: PlanOptions, job: PlanJob) -> Proposer:
     machine, _ = machines.parse(options.gpus)
-    memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
     layers = tuple(dict.fromkeys(block.name for block in job.shape.blocks))
-    return Proposer(job.shape.name, f"{machine.count}x{machine.accelerator}{memory}", machine.count, layers)
+    return Proposer(job.shape.name, machines.as_named(machine), machine.count, layers)
 
 
 def make_job(options: PlanOptions, layout: Layout | None = None, machines_there: int = 0) -> PlanJob:

@@ -7,16 +7,15 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import __version__, linter
+from accel_fsdp import linter
 from accel_fsdp.config import (
     ENGINE_NAMES,
-    HEADER,
-    LAUNCH,
     PLANNED,
     THIS_FILE,
     TORCH_DTYPES,
     as_scalar,
     combinations,
+    header,
     yaml_file,
 )
 from accel_fsdp.errors import UserError
@@ -111,7 +110,6 @@ class Proposer:
 
     def _of_one_process(self, recipe: Recipe, layout: Layout) -> str:
         """What is predicted for one GPU: no engine, where the wizard would write FSDP with nobody to share with."""
-        words = f"{shlex.join(['--model_name_or_path', self.model, *to_yaml.EXAMPLE])} {argument_line(recipe, layout)}"
         values = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": as_scalar("NO"),
@@ -119,15 +117,9 @@ class Proposer:
             "num_processes": 1,
             "num_machines": 1,
         }
-        return "\n".join(
-            [
-                f"# {self.model}, {recipe.method} training with one process, which has nothing to shard.",
-                f"{HEADER} {__version__}: accel-fsdp plan",
-                LAUNCH,
-                f"#   accelerate launch --config_file {THIS_FILE} train/sft.py {words}",
-                yaml_file.dump(values),
-            ]
-        )
+        title = f"{self.model}, {recipe.method} training with one process, which has nothing to shard."
+        launch = header.launch_line(THIS_FILE, header.example_run(self.model, _argument_words(recipe, layout)))
+        return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
     def command(self, recipe: Recipe, layout: Layout) -> str:
         """The command that writes it: only what the wizard wouldn't take by itself."""
@@ -193,8 +185,12 @@ def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
 
 def argument_line(recipe: Recipe, layout: Layout) -> str:
     """The same as a command line has them."""
+    return shlex.join(_argument_words(recipe, layout))
+
+
+def _argument_words(recipe: Recipe, layout: Layout) -> list[str]:
     given = arguments(recipe, layout).items()
-    return " ".join(f"--{name} {shlex.quote(to_yaml.flag_text(value))}" for name, value in given)
+    return [word for name, value in given for word in (f"--{name}", to_yaml.flag_text(value))]
 
 
 def sentence(found: Finding) -> str:

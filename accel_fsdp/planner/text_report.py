@@ -22,7 +22,7 @@ from accel_fsdp.prediction import (
     step_traffic,
 )
 from accel_fsdp.prediction.memory import KINDS, LETTERS, Layout, ModelShape, Recipe, shards, units_of
-from accel_fsdp.units import GIB, about_gb, about_gib, gib_or_mib, number_in_figure
+from accel_fsdp.units import GIB, about_gb, about_gib, gib_or_mib, millions, number_in_figure
 
 SCHEMA_VERSION = 2
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -70,9 +70,8 @@ class PlanReport:
     def headline(self) -> str:
         """What was asked, in a sentence."""
         job, recipe = self.job, self.job.recipe
-        millions = capacity.model_numel(job.shape) / 1e6
         return (
-            f"{job.shape.name}: {millions:,.1f} M parameters, {recipe.method} training on "
+            f"{job.shape.name}: {millions(capacity.model_numel(job.shape), 1)} parameters, {recipe.method} training on "
             f"{job.ranks} x {job.gpu.name} with {gib_or_mib(job.capacity_bytes)}, "
             f"{recipe.rows} x {recipe.length:,} tokens per GPU"
             + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")

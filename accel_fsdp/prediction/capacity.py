@@ -129,13 +129,13 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     alone = replace(layout, ranks=1, ranks_per_node=1)
     held, optimizer, trained = total(alone)
     weights = trained if recipe.method != "full" else held
-    low = trained * shards.compute_bytes(recipe) // master
-    copies = state_bytes.zero_copies(low, layout.strategy) if layout.engine == "zero" else 0
+    forward = trained * shards.compute_bytes(recipe) // master
+    stage = layout.strategy if layout.engine == "zero" else None
     return Host(
         loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
         gathering=held if layout.is_fsdp else 0,
-        checkpoint=weights + copies + optimizer,
+        checkpoint=state_bytes.checkpoint_bytes(weights, optimizer, zero_stage=stage, forward=forward),
         export=trained if recipe.method != "full" else model_numel(shape) * shards.compute_bytes(recipe),
     )
 

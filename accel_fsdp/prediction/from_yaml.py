@@ -5,12 +5,12 @@ A running job says the same by the plugins that Accelerate made of its YAML (`tr
 
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import PLANNED, STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
+from accel_fsdp.config import ENGINE_KINDS, PLANNED, STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
 from accel_fsdp.errors import UsageError
 from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.units import counted
 
-KINDS = {engine: kind for kind, engine in PLANNED.items() if engine is not Engine.NONE}
+KINDS = {engine: kind for engine, kind in ENGINE_KINDS.items() if engine is not Engine.NONE}
 """The engines that can be predicted for, as the planner names them."""
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)

@@ -137,7 +137,7 @@ def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
 
 def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
     """FLOP/s in the compute dtype; a GPU without bf16 does it at the rate of float32."""
-    if compute_bytes(recipe) == 4 or (_is_bf16(recipe) and not gpu.has_bf16):
+    if compute_bytes(recipe) == state_bytes.MASTER or (_is_bf16(recipe) and not gpu.has_bf16):
         return gpu.fp32_flops
     return gpu.half_flops
 
@@ -292,6 +292,6 @@ def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) ->
         yield f"Each host's memory streams {about_gb(HOST_BYTES_PER_S)}/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:
         yield f"{gpu.name} has no bf16 units and computes it at the rate of float32; --precision fp16 is faster."
-    if compute_bytes(recipe) == 4:
+    if compute_bytes(recipe) == state_bytes.MASTER:
         yield "Float32 products run without TF32, torch's default."
     yield "Kernels are PyTorch's own, not compiled; reading data takes no time, and sequences have no padding."

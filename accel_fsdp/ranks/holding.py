@@ -30,7 +30,8 @@ class Unit:
     """What is gathered together. `weights` counts all of it, `held` this rank's part with its padding.
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
-    `reshards`: its weights are parted again between forward and backward.
+    `reshards`: its weights are parted again between forward and backward. `evenly`: as one flat parameter, and not
+    each parameter by its rows.
     """
 
     name: str
@@ -39,6 +40,12 @@ class Unit:
     held: int
     ranks: int
     reshards: bool = True
+    evenly: bool = False
+
+    @property
+    def share(self) -> int:
+        """What each rank holds of a unit that is parted evenly."""
+        return -(-self.weights // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -129,8 +136,9 @@ def _engine(model: Any) -> str:
         return deepspeed_name(model.zero_optimization_stage())
     if isinstance(model, DistributedDataParallel):
         return Engine.DDP.value
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return Engine.FSDP1.value
+    fsdp1 = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if fsdp1 is not None:
+        return f"{Engine.FSDP1.value} {fsdp1.sharding_strategy.name}"
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return Engine.FSDP2.value
     return Engine.NONE.value
@@ -168,6 +176,7 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
         flat.numel() * weights // elements,
         1 if alone else several,
         reshards,
+        evenly=True,
     )
     views = {id(one) for one in module.parameters(recurse=True)} if module._use_orig_params else set()
     return unit, {id(flat), *views}

@@ -67,7 +67,7 @@ def _of_units(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
             shared = f"shared by {counted(unit.ranks, 'rank')}, not {asked.shard_ranks}"
             yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
             return
-        if unit.held > -(-unit.weights // unit.ranks) + _slack(unit):
+        if unit.held > unit.share + _slack(unit):
             yield Wrong(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
     inner = [unit for unit in holding.units if unit.kind in asked.classes]
@@ -79,7 +79,7 @@ def _of_units(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
 
 def _slack(unit: Unit) -> int:
     """FSDP2 parts each parameter by rows: of a few rows the first ranks hold more."""
-    return unit.weights // 2
+    return 0 if unit.evenly else unit.weights // 2
 
 
 def _name(unit: Unit) -> str:

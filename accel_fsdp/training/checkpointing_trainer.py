@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import inspect_model, state_bytes
-from accel_fsdp.models.counting import numel
+from accel_fsdp.models.counting import embeddings, numel, shape
 from accel_fsdp.training import resuming
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
@@ -46,8 +46,6 @@ RELIES_ON = (
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
     Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
 )
-STATELESS = ("sgd", "adafactor")
-"""Optimizers without a moment per parameter, as Trainer sets them up; the others are counted as Adam, with two."""
 SHOWN_SECONDS = 30
 """How long NFS may take to show another machine's new names, by its default acdirmin."""
 FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
@@ -284,22 +282,29 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         a second time for Hugging Face. An adapter goes without its base.
         """
         mixed, fsdp, zero = self.accelerator.mixed_precision != "no", self.is_fsdp_enabled, self.is_deepspeed_enabled
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        masters = sum(numel(p) * state_bytes.weight_bytes(p.element_size(), mixed, fsdp, zero) for p in trained)
+        trained = {
+            p: state_bytes.weight_bytes(p.element_size(), mixed, fsdp, zero)
+            for p in self.model.parameters()
+            if p.requires_grad
+        }
+        masters, optimizer = sum(numel(p) * each for p, each in trained.items()), self._optimizer_bytes(trained)
         adapter = hasattr(self.model, "peft_config")
         held = (numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
-        frozen = 0 if adapter else sum(held)
-        moments = 0 if str(self.args.optim.value).startswith(STATELESS) else state_bytes.MOMENTS
+        weights = masters + (0 if adapter else sum(held))
+        if zero:
+            stored = trained if adapter else self.model.parameters()
+            forward = sum(numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
+            stage = int(self.accelerator.state.deepspeed_plugin.zero_stage)
+            return state_bytes.checkpoint_bytes(masters, optimizer, zero_stage=stage, forward=forward), weights
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         full = plugin is not None and "FULL" in str(plugin.state_dict_type)
-        weights = masters + frozen
-        copies = self._zero_copies(trained if adapter else self.model.parameters()) if zero else weights * full
-        return state_bytes.checkpoint_bytes(masters if zero else weights, masters, copies, moments), weights
+        return state_bytes.checkpoint_bytes(weights, optimizer, gathered=full), weights
 
-    def _zero_copies(self, stored: Iterable[torch.nn.Parameter]) -> int:
-        mixed, plugin = self.accelerator.mixed_precision != "no", self.accelerator.state.deepspeed_plugin
-        low = sum(numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
-        return state_bytes.zero_copies(low, int(plugin.zero_stage))
+    def _optimizer_bytes(self, trained: Mapping[torch.nn.Parameter, int]) -> int:
+        """Of the state of parameters with the bytes of an element; ZeRO's partitions are no embedding's any more."""
+        optim = str(self.args.optim.value)
+        tables = set() if self.is_deepspeed_enabled else embeddings(self.model)
+        return sum(state_bytes.optimizer_bytes(optim, shape(p), each, p in tables) for p, each in trained.items())
 
     # Resuming
 
@@ -372,13 +377,13 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         The first rank's has another name where it was the only one, or is now.
         """
         rank, ranks = self.args.process_index, self.args.world_size
-        if checkpoint is None or (Path(checkpoint) / _rng_file(rank, ranks)).is_file():
+        if checkpoint is None or (Path(checkpoint) / file_names.rng_state(rank, ranks)).is_file():
             super()._load_rng_state(checkpoint)
             return
-        other = Path(checkpoint) / _rng_file(0, 1 if ranks > 1 else 2)
+        other = Path(checkpoint) / file_names.rng_state(0, 1 if ranks > 1 else 2)
         if rank == 0 and other.is_file():
             with tempfile.TemporaryDirectory() as folder:
-                _convert_rng(other, Path(folder) / _rng_file(0, ranks), ranks)
+                _convert_rng(other, Path(folder) / file_names.rng_state(0, ranks), ranks)
                 super()._load_rng_state(folder)
             return
         set_seed(self.args.seed + self.state.global_step * ranks + rank)
@@ -388,7 +393,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
 @contextlib.contextmanager
 def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
     """`plugin` with the state dict type of the checkpoint's files; its configs go along, or they stay the other's."""
-    found = summary.read_checkpoint(checkpoint)
+    found = summary.facts_of(checkpoint)
     before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
     if found.sharded or found.full:
         plugin.state_dict_config = plugin.optim_state_dict_config = None
@@ -408,10 +413,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return re.sub(r"^\[[^]]*\] ", "", inspect_model.first_line(error)).partition(" This is typically caused")[0]
-
-
-def _rng_file(rank: int, ranks: int) -> str:
-    return f"{file_names.RNG_STATE}_{rank}.pth" if ranks > 1 else f"{file_names.RNG_STATE}.pth"
 
 
 def _convert_rng(source: Path, target: Path, ranks: int) -> None:

@@ -24,7 +24,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.training import run_plan
 from accel_fsdp.training.run_plan import Forecast
-from accel_fsdp.units import GIB, gib_or_mib
+from accel_fsdp.units import GIB, gib_or_mib, millions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -283,15 +283,15 @@ def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps:
     `trained` of the `parameters`; `batch` is rows per rank, micro-batches and ranks; `steps` are those per epoch, those
     done and those to do in all.
     """
-    millions = f"{parameters / 1e6:,.2f} M parameters"
-    part = f"{trained / 1e6:,.2f} M of {millions}, {trained / max(parameters, 1):.2%}"
+    whole = f"{millions(parameters)} parameters"
+    part = f"{millions(trained)} of {whole}, {trained / max(parameters, 1):.2%}"
     rows, micro, ranks = batch
     per_epoch, done, last = steps
     accumulated = f" x {micro} micro-batches" if micro > 1 else ""
     of = f"{rows} per process x {ranks} process{'es' if ranks > 1 else ''}{accumulated}"
     size = rows * micro * ranks
     return [
-        f"trained: {f'all {millions}' if trained == parameters else part}",
+        f"trained: {f'all {whole}' if trained == parameters else part}",
         f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); "
         f"{per_epoch:,} step{'s' if per_epoch != 1 else ''} per epoch, "
         f"{last:,} in all{f', {done:,} of them done' if done else ''}",

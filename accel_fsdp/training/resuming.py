@@ -10,7 +10,6 @@ from accel_fsdp.checkpoints import (
     FileReader,
     Origin,
     completeness,
-    deepspeed,
     file_names,
     summary,
     torch_zip,
@@ -133,9 +132,9 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         UserError: a part is missing (Trainer would start that part anew, silently), it is of another engine or number
             of ranks in a format that can't change them, or the same step would be another place in the data.
     """
-    found, origin = summary.read_checkpoint(checkpoint), completeness.origin_of(checkpoint)
-    stored = origin.engine if origin else _engine(checkpoint, found)
-    if lacking := _lacking(checkpoint, found):
+    held, origin = summary.facts_of(checkpoint), completeness.origin_of(checkpoint)
+    stored = origin.engine if origin else _engine(checkpoint, held)
+    if lacking := completeness.lacking_to_resume(checkpoint, held):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(lacking)}",
             why="Trainer would start them anew without a word",
@@ -184,26 +183,10 @@ def _without_adapter(name: str, adapter: str) -> str:
     return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
-def _engine(checkpoint: Path, found: CheckpointFacts) -> str:
-    if (checkpoint / file_names.LATEST).is_file():
+def _engine(checkpoint: Path, held: CheckpointFacts) -> str:
+    if completeness.by_deepspeed(checkpoint):
         return ANY_ZERO
-    return (
-        ANY_FSDP if found.sharded or found.full or any(checkpoint.glob(file_names.LOCAL_MODELS)) else Engine.DDP.value
-    )
-
-
-def _lacking(checkpoint: Path, found: CheckpointFacts) -> list[str]:
-    """Missing parts, in words; DeepSpeed keeps optimizer and schedule in its own folder."""
-    if (checkpoint / file_names.LATEST).is_file():
-        folder = checkpoint / (deepspeed.latest(checkpoint) or "")
-        return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
-    weighed = found.sharded or found.full or found.hub or any(checkpoint.glob(file_names.LOCAL_MODELS))
-    parts = {
-        "model weights": weighed,
-        "optimizer state": found.optimizer,
-        f"schedule ({file_names.SCHEDULER})": found.scheduler,
-    }
-    return [part for part, there in parts.items() if not there]
+    return ANY_FSDP if completeness.by_fsdp(checkpoint, held) else Engine.DDP.value
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from accel_fsdp import console
-from accel_fsdp.config import FSDP_VERSIONS, Engine
+from accel_fsdp.config import DDP_TYPES, FSDP_VERSIONS, Engine
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -169,9 +169,7 @@ def _layout(accelerator: Any) -> Layout | None:
         section = deepspeed.deepspeed_config.get("zero_optimization", {})
         offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
         return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=int(deepspeed.zero_stage)).layout()
-    engine = {"MULTI_GPU": Engine.DDP, "MULTI_CPU": Engine.DDP, "NO": Engine.NONE}.get(
-        accelerator.distributed_type.value
-    )
+    engine = {"NO": Engine.NONE, **dict.fromkeys(DDP_TYPES, Engine.DDP)}.get(accelerator.distributed_type.value)
     return Sharding(engine, ranks, together).layout() if engine else None
 
 

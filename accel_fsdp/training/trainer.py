@@ -22,6 +22,7 @@ from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, inspect_model
+from accel_fsdp.ranks import holding as holdings
 from accel_fsdp.training import (
     checkpointing_trainer,
     gather,
@@ -52,7 +53,7 @@ def check_libraries() -> None:
     Raises:
         UserError: transformers, torch or accelerate have changed inside.
     """
-    modules = (checkpointing_trainer, losses, preemption, gather, sharding_check)
+    modules = (checkpointing_trainer, losses, preemption, gather, holdings)
     used = (*RELIES_ON, *(one for module in modules for one in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
@@ -239,11 +240,11 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         """Measures the wrapped model and says what each rank holds."""
         launch = LaunchEnvironment.now()
         no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")
-        report = sharding_check.measure(kwargs["model"], allow_unsharded=launch.ignores_modules)
-        if report.shard_ranks == 1 and args.world_size > 1 and not no_shard:
+        holding = sharding_check.measured(kwargs["model"], allow_whole=launch.ignores_modules)
+        if args.world_size > 1 and not no_shard and all(unit.ranks == 1 for unit in holding.units):
             raise sharding_check.unsharded("its shards are shared by one rank only")
         if state.is_world_process_zero:
-            console.say(f"sharding: {report}", style="cyan")
+            console.say(f"sharding: {sharding_check.shown(holding)}", style="cyan")
 
 
 def exported(target: Path, tensors: int, rounding: exported_folder.Rounding | None) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import Engine, EngineKind, Precision
+from accel_fsdp.config import ENGINE_KINDS, FSDP_VERSIONS, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import ModelFacts, state_bytes
@@ -52,8 +52,8 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
         return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=stage).layout()
     if is_ddp({"strategy": 1, **given}):
         return Layout("ddp", 1, ranks, together)
-    engine: EngineKind = "fsdp2" if given["fsdp_version"] == 2 else "fsdp1"
-    return Layout(engine, given.get("strategy", 1), ranks, together, offload)
+    engine = FSDP_VERSIONS[given["fsdp_version"]]
+    return Layout(ENGINE_KINDS[engine], given.get("strategy", 1), ranks, together, offload)
 
 
 def note(question: str, value: int, context: Context) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, STRATEGIES, Kind, WrapPolicy
+from accel_fsdp.config import BY_NAME, STRATEGIES, ZERO_STAGES, Kind, WrapPolicy, zero_name
 from accel_fsdp.wizard import defaults, notes, validation
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import Context, Option, Question, is_ddp
@@ -95,12 +95,16 @@ def _label(value: Any, meaning: str) -> str:
     return f"{text}: {meaning}" if meaning else text
 
 
+def _as_zero(number: int) -> str:
+    return zero_name(ZERO_STAGES[STRATEGIES[number]])
+
+
 STRATEGY_MEANINGS = {
-    1: "FULL_SHARD: parameters, gradients, optimizer state (ZeRO-3)",
-    2: "SHARD_GRAD_OP: parameters kept after forward, less traffic (ZeRO-2)",
-    3: "NO_SHARD: plain data parallel, each GPU holds everything",
-    4: "HYBRID_SHARD: as 1 inside each machine, one replica per machine",
-    5: "HYBRID_SHARD_ZERO2: as 2 inside each machine, one replica each",
+    1: f"{STRATEGIES[1]}: parameters, gradients, optimizer state ({_as_zero(1)})",
+    2: f"{STRATEGIES[2]}: parameters kept after forward, less traffic ({_as_zero(2)})",
+    3: f"{STRATEGIES[3]}: plain data parallel, each GPU holds everything",
+    4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
+    5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
 }
 
 QUESTIONS: tuple[Question, ...] = (

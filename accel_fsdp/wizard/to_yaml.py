@@ -4,14 +4,11 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp import __version__
 from accel_fsdp.config import (
     BY_NAME,
     COMMAND,
     DISTRIBUTED_TYPES,
     FSDP_VERSIONS,
-    HEADER,
-    LAUNCH,
     OTHER_ENGINES,
     RESHARDS,
     STRATEGIES,
@@ -22,6 +19,7 @@ from accel_fsdp.config import (
     deepspeed_name,
     yaml_file,
 )
+from accel_fsdp.config import header as config_header
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import is_ddp
 from accel_fsdp.wizard.questions import applying
@@ -118,13 +116,8 @@ def _quoted(value: Any) -> Any:
 
 def header(answers: Answers) -> list[str]:
     """Comment lines: what the file is, the command that made it, and the one that uses it."""
-    return [
-        f"# {answers.model}, {answers.method} training, {_engine_in_words(answers)}.",
-        f"{HEADER} {__version__}:",
-        f"#   {command_line(answers)}",
-        LAUNCH,
-        f"#   {launch_line(answers, THIS_FILE)}",
-    ]
+    title = f"{answers.model}, {answers.method} training, {_engine_in_words(answers)}."
+    return config_header.comment(title, command_line(answers), launch_line(answers, THIS_FILE))
 
 
 def _engine_in_words(answers: Answers) -> str:
@@ -151,25 +144,20 @@ def flag_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first")
-"""What a launch line trains on, and where it writes, until somebody changes it."""
-
-
 def launch_line(answers: Answers, path: str) -> str:
     """The command that trains with the YAML at `path`."""
-    words = ["accelerate", "launch", "--config_file", path]
-    if answers.num_machines > 1:
-        words += ["--machine_rank", "0"]
-    if answers.own_script:
-        return shlex.join([*words, "YOUR_SCRIPT.py"])
-    words += ["train/sft.py", "--model_name_or_path", answers.model]
-    words += EXAMPLE
+    script = ["YOUR_SCRIPT.py"] if answers.own_script else _our_script(answers, path)
+    return config_header.launch_line(path, script, on_several_machines=answers.num_machines > 1)
+
+
+def _our_script(answers: Answers, path: str) -> list[str]:
+    arguments: list[str] = []
     if answers.method != "full":
-        words.append("--use_peft")
+        arguments.append("--use_peft")
     if answers.method == "qlora":
-        words += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
+        arguments += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
     if answers.script_checkpoints:
-        words += ["--gradient_checkpointing", "true"]
+        arguments += ["--gradient_checkpointing", "true"]
     if answers.engine == "tpu":
-        words += ["--accelerate_config", path]
-    return shlex.join(words)
+        arguments += ["--accelerate_config", path]
+    return config_header.example_run(answers.model, arguments)

@@ -235,6 +235,14 @@ def test_a_gather_is_judged_as_a_run_judges_it() -> None:
         assert (state_bytes.gathering_bytes(weights) > memory) == short
 
 
+@pytest.mark.parametrize("flag", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("name", "code"), [("bf16", "AF613"), ("torch.bfloat16", "AF613"), ("fp32", "AF626"), ("torch.float32", "AF626")]
+)
+def test_a_dtype_may_be_spelt_in_several_ways(flag: str, name: str, code: str) -> None:
+    assert {"AF613", "AF626"} & codes_of(on(V2, LOW, f"--{flag} {name}")) == {code}
+
+
 @pytest.mark.parametrize(
     ("text", "args", "each"),
     [
@@ -264,6 +272,20 @@ def test_the_dtype_that_is_trained_in_decides_what_there_is_room_for(text: str, 
     seconds = 4 * weights // 500_000_000
     for limit, short in ((seconds - 1, True), (seconds + 1, False)):
         assert ("AF624" in codes_of(on(text + FULL, BIG, f"{args} --ddp_timeout {limit}"))) == short
+
+
+@pytest.mark.parametrize(
+    ("optim", "kept"),
+    [("adamw_torch", 8), ("adamw_torch_8bit", 2), ("sgd", 0), ("rmsprop", 4), ("ademamix", 12), ("adafactor", 0)],
+)
+def test_the_optimizer_decides_how_large_a_checkpoint_is(optim: str, kept: int) -> None:
+    """Its state beside the weights, of which a gathered checkpoint has two."""
+    args = f"--optim {optim} --save_total_limit 1"
+    for more, short in ((-1, True), (1, False)):
+        host = replace(EIGHT, memory=10**15, free_disk=BIG.parameters * (4 + kept) * 2 + more)
+        assert ("AF429" in codes_of(on(V2 + SHARDED, BIG, args, here=host))) == short
+        limit = BIG.parameters * (8 + kept) // 500_000_000 + more
+        assert ("AF624" in codes_of(on(V2 + FULL, BIG, f"{args} --ddp_timeout {limit}"))) == short
 
 
 VALUES = st.one_of(

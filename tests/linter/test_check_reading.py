@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import test_check
 import test_check_facts
@@ -18,6 +19,7 @@ import yaml
 from accelerate.commands.config.config_args import default_yaml_config_file
 from checking import V1, V2, codes_of, subject
 from conftest import ROOT, accel_fsdp, run
+from safetensors.numpy import save_file
 
 from accel_fsdp import reference_docs
 from accel_fsdp.checkpoints import completeness, discover, summary
@@ -119,6 +121,21 @@ def test_a_last_file_that_is_empty_or_cut_is_none(content: str, tmp_path: Path, 
     assert "trainer_state.json" in completeness.flaw(folder)
     assert "trainer_state.json" in found(fsdp2, "--checkpoint", folder)["AF803"]
     assert discover.listed(folder)[0].missing == ("trainer_state.json",)
+
+
+@pytest.mark.parametrize("name", ["out", "checkpoint-10"])
+def test_an_export_with_its_optimizer_is_no_half_written_checkpoint(name: str, tmp_path: Path, fsdp2: Path) -> None:
+    """Of `accel-fsdp export --with-optimizer`: Trainer has no part in it, whatever the folder is called."""
+    folder = tmp_path / name
+    folder.mkdir()
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        save_file({"weight": np.zeros(2, np.float32)}, folder / file)
+        (folder / file).chmod(0o644)
+    (folder / "config.json").write_text("{}")
+    assert "AF803" in found(fsdp2, "--checkpoint", folder)  # as Trainer would leave it
+    (folder / "export.json").write_text("{}")
+    assert found(fsdp2, "--checkpoint", folder) == {}
+    assert discover.listed(folder)[0].missing == ()
 
 
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:

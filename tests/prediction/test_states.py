@@ -65,7 +65,7 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     weights = capacity.model_numel(shape) * state_bytes.MASTER
     host = capacity.host(shape, recipe, layout)
     assert host.offload == state_bytes.training_bytes(weights)
-    assert host.checkpoint == state_bytes.checkpoint_bytes(weights, weights)
+    assert host.checkpoint == state_bytes.checkpoint_bytes(weights, 2 * weights)
     assert host.gathering == weights
 
 
@@ -78,3 +78,24 @@ def test_who_loads_the_model(engine: EngineKind, ranks: int) -> None:
         recipe = Recipe("full", precision="bf16", dtype=dtype)
         assert capacity.host(shape, recipe, layout).loading == numel * size * ranks
         assert capacity.host(shape, recipe, layout, ram_efficient=False).loading == numel * size * 4
+
+
+@pytest.mark.parametrize(("engine", "table"), [("single", 8), ("ddp", 8), ("zero", 2)])
+def test_trainer_keeps_an_embedding_out_of_8_bits(engine: EngineKind, table: int) -> None:
+    """As it does for bitsandbytes, but of ZeRO's flat partitions, where nobody finds the embedding again."""
+    embedding = Parameter("embed", (512, 128), "embedding")
+    head = Parameter("head", (512, 128), "head")
+    shape = ModelShape("two", "llama", 128, 512, 4, 32, (), (embedding, head), tied=False)
+    recipe, layout = Recipe("full", "no", "float32", optimizer="adamw_8bit"), Layout(engine, 2, 1, 1)
+    [unit] = step.units_of(shape, recipe, layout)
+    assert shards.optimizer_bytes(unit, recipe, layout) == 512 * 128 * (table + 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_adafactor_factors_each_expert_s_matrix(ranks: int) -> None:
+    experts = Parameter("experts", (8, 48, 32), "experts")
+    block = Block("Layer", (0,), (experts,))
+    shape = ModelShape("one", "qwen3_moe", 32, 64, 4, 8, (block,), (), tied=False)
+    recipe, layout = Recipe("full", "no", "float32", optimizer="adafactor"), Layout("fsdp2", 1, ranks, ranks)
+    [unit] = [one for one in step.units_of(shape, recipe, layout) if one.held]
+    assert shards.optimizer_bytes(unit, recipe, layout) == 8 // ranks * (48 + 32) * 4

@@ -24,6 +24,7 @@ from test_training import PER_RANK, RANKS, STEPS, TOLERANCE, make_config, sft_ar
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from accel_fsdp import svg
+from accel_fsdp.config import DDP_TYPES, Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import gpus, host
@@ -163,6 +164,20 @@ def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention:
         job = run_plan.job_of(model, given, accelerator)  # type: ignore[arg-type]
         assert job is not None
         assert (job.recipe.attention, job.recipe.kernels) == (attention, kernels)
+
+
+@pytest.mark.parametrize("kind", [*DDP_TYPES, "NO", "XLA", "MEGATRON_LM"])
+def test_the_plan_takes_for_ddp_what_the_yaml_calls_ddp(kind: str, tmp_path: Path) -> None:
+    """On whatever device, as `JobConfig.engine` says of the same YAML."""
+    config = SimpleNamespace(_name_or_path=LLAMA, _attn_implementation="sdpa")
+    model = SimpleNamespace(dtype=torch.float32, config=config)
+    named = SimpleNamespace(value=kind)
+    accelerator = SimpleNamespace(num_processes=2, mixed_precision="no", distributed_type=named, state=None)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    job = run_plan.job_of(model, given, accelerator)  # type: ignore[arg-type]
+    is_ddp = JobConfig({"distributed_type": kind}).engine is Engine.DDP
+    assert is_ddp == (job is not None and job.layout.engine == "ddp")
+    assert (job is None) == (kind in ("XLA", "MEGATRON_LM"))
 
 
 def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:

@@ -160,14 +160,13 @@ def trainable_tokens_under_fsdp2(subject: Subject) -> Iterator[Finding]:
 def saving_outlasts_the_timeout(subject: Subject) -> Iterator[Finding]:
     """Rank 0 writes a gathered checkpoint for longer than the others wait (`--ddp_timeout`, 1800 s by default).
 
-    Counted at 16 bytes per parameter, 8 where `--dtype` asks for 16 bits and nothing is mixed, and 0.5 GB per second.
-    Needs `--model` and `--args`.
+    With Adam that is 16 bytes per parameter, 8 where `--dtype` asks for 16 bits and nothing is mixed; another `--optim`
+    stores less or more. Counted at 0.5 GB per second. Needs `--model` and `--args`.
     """
     if subject.model is None or not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
         return
     limit = str(subject.arg("ddp_timeout") or DEFAULT_TIMEOUT)
-    held = subject.held_bytes
-    seconds = state_bytes.checkpoint_bytes(held, held, copies=held) // WRITE_BYTES_PER_SECOND
+    seconds = subject.checkpoint_bytes // WRITE_BYTES_PER_SECOND
     if limit.isdecimal() and seconds > int(limit):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -203,7 +202,7 @@ def every_rank_converts(subject: Subject) -> Iterator[Finding]:
     `fsdp_cpu_ram_efficient_loading` doesn't spare ranks other than 0 the reading in transformers 5.23.
     """
     low = subject.model is not None and subject.model.dtype in LOW_DTYPES
-    if subject.is_fsdp and low and subject.arg("dtype") is not None and subject.load_dtype == "float32":
+    if subject.is_fsdp and low and subject.asked_dtype == "float32":
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
             "each rank converts all weights to float32 while loading",

@@ -39,13 +39,10 @@ def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
     found = subject.checkpoint
     if found is None or not (found.sharded or found.full) or not found.trainer_state:
         return
-    missing = [
-        name for name, there in (("optimizer", found.optimizer), (file_names.SCHEDULER, found.scheduler)) if not there
-    ]
-    if missing:
+    if found.new_state:
         yield Finding(
             "",
-            f"{found.name} lacks {' and '.join(missing)}",
+            f"{found.name} lacks {' and '.join(found.new_state)}",
             "resuming starts learning rate and moments anew, without a word",
             "resume an older checkpoint, or start anew from the weights",
         )
@@ -70,7 +67,7 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
             "resume an older checkpoint",
         )
     missing = [f"{folder}/{file_names.DCP_METADATA}" for folder in found.without_metadata]
-    if found.is_checkpoint and not found.trainer_state and not found.by_accelerator:
+    if found.is_cut_short:
         missing.append(file_names.TRAINER_STATE)
     for name in missing:
         yield Finding(

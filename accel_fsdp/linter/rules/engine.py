@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import Edit, Engine, JobConfig, Setup, apply, clashes, short_name
+from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Setup, apply, clashes, short_name
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.models import ModelFacts, state_bytes
 
@@ -99,7 +99,7 @@ class Subject(JobConfig):
     def asked_dtype(self) -> str:
         """The dtype that the arguments load the weights in; auto where they name none."""
         asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
-        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(asked, asked)
+        return LONG_DTYPES.get(asked, asked)
 
     @property
     def load_dtype(self) -> str:
@@ -108,15 +108,26 @@ class Subject(JobConfig):
         return asked if asked != "auto" else self.model.dtype if self.model else ""
 
     @property
-    def held_bytes(self) -> int:
-        """All weights of the model as they are trained in full: in float32, unless the arguments load 16 bits.
+    def weight_bytes(self) -> int:
+        """What a weight takes that is trained in full: 4 bytes, unless the arguments load 16 bits.
 
         Mixed precision keeps float32 masters of those too. Under auto, train/sft.py loads float32; others may not.
         """
         loaded = state_bytes.DTYPE_BYTES.get(self.asked_dtype, state_bytes.MASTER)
         mixed, zero = self.mixed or self.top("mixed_precision") == "fp8", self.engine is Engine.DEEPSPEED
-        each = state_bytes.weight_bytes(loaded, mixed, self.is_fsdp, zero)
-        return each * self.model.parameters if self.model else 0
+        return state_bytes.weight_bytes(loaded, mixed, self.is_fsdp, zero)
+
+    @property
+    def held_bytes(self) -> int:
+        """All weights of the model as they are trained in full; 0 where it isn't known."""
+        return self.weight_bytes * self.model.parameters if self.model else 0
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One of FSDP's checkpoints of full training, as the arguments' optimizer makes it; 0 without a model."""
+        parameters = self.model.parameters if self.model else 0
+        optimizer = state_bytes.moment_bytes(str(self.arg("optim") or ""), self.weight_bytes) * parameters
+        return state_bytes.checkpoint_bytes(self.held_bytes, optimizer, gathered=self.full_state_dict)
 
     @cached_property
     def setup(self) -> Setup:

@@ -290,13 +290,12 @@ def four_bit_storage(subject: Subject) -> Iterator[Finding]:
 @rule("AF613", "warning", pains=("P14",))
 def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
-    dtype = str(subject.arg("dtype") or subject.arg("torch_dtype"))
     off = subject.top("mixed_precision") in ("no", False, None)
-    low = dtype in (*LOW_DTYPES, "bf16", "fp16")
+    low, given = subject.asked_dtype in LOW_DTYPES, subject.arg("dtype") or subject.arg("torch_dtype")
     if low and off and not subject.uses_adapter and not subject.arg_on("bf16", "fp16"):
         yield Finding(
             "mixed_precision",
-            f"--dtype {dtype} without mixed precision has no float32 master weights",
+            f"--dtype {given} without mixed precision has no float32 master weights",
             "small updates are lost to rounding",
             "mixed_precision: bf16, or --dtype float32",
         )

@@ -287,17 +287,16 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
 def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     """The checkpoints won't fit on the disk of `--output_dir`.
 
-    A checkpoint of full training takes 12 bytes per parameter sharded and 16 gathered, half of that where `--dtype`
-    asks for 16 bits and nothing is mixed; `--save_total_limit` and one more are kept while the newest is written. Needs
-    `--model`, `--args` and `--here`.
+    A checkpoint of full training with Adam takes 12 bytes per parameter sharded and 16 gathered, half of that where
+    `--dtype` asks for 16 bits and nothing is mixed; another `--optim` stores less or more beside the weights.
+    `--save_total_limit` and one more are kept while the newest is written. Needs `--model`, `--args` and `--here`.
     """
     free = subject.here.free_disk if subject.here else None
     kept = str(subject.arg("save_total_limit") or "1")
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
-    held = subject.held_bytes
-    each = state_bytes.checkpoint_bytes(held, held, copies=held if subject.full_state_dict else 0)
+    each = subject.checkpoint_bytes
     needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(

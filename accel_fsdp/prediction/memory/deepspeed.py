@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.engines import EngineMemory
 from accel_fsdp.prediction.memory.recipe import Layout
@@ -28,7 +29,7 @@ class Zero(EngineMemory):
             self.meter.add(PARAMETERS, weights // self.layout.ranks)
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
-            self.meter.add(PARAMETERS, 4 * share if compute == 2 else 0)
+            self.meter.add(PARAMETERS, state_bytes.MASTER * share if compute == state_bytes.LOW else 0)
             alone = replace(self.layout, ranks=1, ranks_per_node=1)
             whole = sum(shards.optimizer_bytes(unit, self.recipe, alone) for unit in self.held)
             self.meter.add(OPTIMIZER, whole // self.layout.ranks)
@@ -61,7 +62,7 @@ class Zero(EngineMemory):
 
     def _live(self, unit: int, sign: int) -> None:
         size = 2 * shards.gathered_bytes(self.units[unit], self._whole())
-        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * 2))
+        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW))
 
     def after_backward(self, unit: int, born: int) -> None:
         """Stages 2 and 3 keep this rank's share of the gradients."""
@@ -74,4 +75,4 @@ class Zero(EngineMemory):
         """The gradients in float32, of this rank's share or of a sub-group of it."""
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
-            self.meter.touch({GRADIENTS: 4 * min(share, SUB_GROUP_SIZE)})
+            self.meter.touch({GRADIENTS: state_bytes.MASTER * min(share, SUB_GROUP_SIZE)})

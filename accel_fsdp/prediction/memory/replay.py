@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.library_versions import TAPE_LOGIT_BYTES, Quirks
 from accel_fsdp.prediction.memory.recipe import Block, Layout, ModelShape, Recipe
@@ -53,7 +54,7 @@ def _more_logits(shape: ModelShape, recipe: Recipe, quirks: Quirks) -> tuple[int
     logits = shape.vocab * recipe.rows * recipe.length
     loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
     wide = quirks.upcasts_logits or recipe.precision != "no"
-    backward += (4 if wide else shards.compute_bytes(recipe)) if recipe.keeps_logits else 0
+    backward += (state_bytes.MASTER if wide else shards.compute_bytes(recipe)) if recipe.keeps_logits else 0
     return loss * logits, backward * logits
 
 
@@ -76,11 +77,11 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     already where nothing is computed again. Sharded weights are no leaves, so they are not kept, and foak's kernels
     cast for themselves.
     """
-    casts = recipe.precision != "no" and shards.master_bytes(recipe, layout) == 4
+    casts = recipe.precision != "no" and shards.master_bytes(recipe, layout) == state_bytes.MASTER
     whole = layout.engine in ("single", "ddp") and recipe.recomputes
     if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
         return 0
-    return 2 * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)
+    return state_bytes.LOW * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)
 
 
 def _cached_bytes(block: Block, recipe: Recipe) -> int:
@@ -88,7 +89,8 @@ def _cached_bytes(block: Block, recipe: Recipe) -> int:
 
     Float32 with 4-bit weights under autocast: layer norm returns that, and `Linear4bit` what it was given.
     """
-    width = 4 if recipe.method == "qlora" and recipe.precision != "no" else shards.compute_bytes(recipe)
+    wide = recipe.method == "qlora" and recipe.precision != "no"
+    width = state_bytes.MASTER if wide else shards.compute_bytes(recipe)
     columns = next((one.shape[0] for one in block.parameters if one.name.endswith("c_attn.weight")), 0)
     return columns * width * recipe.rows * recipe.length
 
@@ -102,7 +104,8 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
     tokens, width = recipe.rows * recipe.length, shards.compute_bytes(recipe)
     parts = -(-shape.vocab // shape.hidden)
     chunk = 1 << (-(-tokens // parts) - 1).bit_length()
-    logits = min(chunk, tokens) * shape.vocab * (width + (4 if recipe.kernels == "foak" else 0))
+    upcast = state_bytes.MASTER if recipe.kernels == "foak" else 0
+    logits = min(chunk, tokens) * shape.vocab * (width + upcast)
     hidden = tokens * shape.hidden * width
     weight = shape.vocab * shape.hidden * width if recipe.method == "full" else 0
     end = hidden + weight

@@ -15,7 +15,6 @@ from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Parameter, Recipe
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
-EIGHT_BIT_FROM = 4096  # bitsandbytes keeps the state of smaller tensors in float32
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Held:
     trained: bool
     quantized: bool = False
     adapter: bool = False
+    embedding: bool = False
 
     @property
     def numel(self) -> int:
@@ -92,8 +92,9 @@ def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, insi
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
         if _is_widened(one, recipe, layout) and not quantized:
-            stored = 4
-        yield Held(one.shape, stored, compute, trained=full, quantized=quantized)
+            stored = state_bytes.MASTER
+        embedding = one.kind == "embedding"
+        yield Held(one.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
         if not full and inside and one.is_adapted(recipe.lora_targets):
             rows, columns = one.shape
             wide = master_bytes(recipe, layout)
@@ -106,10 +107,15 @@ def _is_widened(one: Parameter, recipe: Recipe, layout: Layout) -> bool:
     return whole and (recipe.wide == "rest" or (recipe.wide == "norms" and one.kind == "norm"))
 
 
+def shard_shape(one: Held, ranks: int) -> tuple[int, ...]:
+    """FSDP2's shard of one parameter on rank 0, padding included."""
+    rows, *others = one.shape or (1,)
+    return (-(-rows // ranks), *others)
+
+
 def shard_numel(one: Held, ranks: int) -> int:
-    """The elements of FSDP2's shard of one parameter on rank 0, padding included."""
-    rows = one.shape[0] if one.shape else 1
-    return -(-rows // ranks) * (one.numel // max(rows, 1))
+    """The elements of that shard."""
+    return math.prod(shard_shape(one, ranks))
 
 
 def flat_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
@@ -168,16 +174,19 @@ def quantization_bytes(unit: Unit, layout: Layout) -> int:
 @lru_cache(CACHED)
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """The optimizer state of one unit's trained shards."""
-    trained = [one for one in unit.held if one.trained]
-    ranks = layout.shard_ranks
-    if recipe.optimizer == "sgd":
-        return 0
+    master = master_bytes(recipe, layout)
     if recipe.optimizer.startswith("adamw_torch"):
-        return state_bytes.MOMENTS * _optimized_numel(unit, layout) * master_bytes(recipe, layout)
-    if recipe.optimizer == "adamw_8bit":
-        sizes = [shard_numel(one, ranks) for one in trained]
-        return sum(state_bytes.MOMENTS * size * (1 if size >= EIGHT_BIT_FROM else 4) for size in sizes)
-    return sum(_adafactor_numel(one, ranks) * 4 for one in trained)
+        return state_bytes.optimizer_bytes(recipe.optimizer, (_optimized_numel(unit, layout),), master)
+    return sum(
+        state_bytes.optimizer_bytes(
+            recipe.optimizer,
+            shard_shape(one, layout.shard_ranks),
+            master,
+            embedding=one.embedding and layout.engine != "zero",  # whose partitions are no embedding's any more
+        )
+        for one in unit.held
+        if one.trained
+    )
 
 
 def _optimized_numel(unit: Unit, layout: Layout) -> int:
@@ -186,12 +195,6 @@ def _optimized_numel(unit: Unit, layout: Layout) -> int:
         groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
         return sum(first_numel(group, layout) for group in groups)
     return sum(shard_numel(one, ranks) for one in unit.held if one.trained)
-
-
-def _adafactor_numel(one: Held, ranks: int) -> int:
-    """Row and column sums of a matrix, a full second moment of a vector (transformers' Adafactor)."""
-    rows = -(-one.shape[0] // ranks) if one.shape else 1
-    return rows + math.prod(one.shape[1:]) if len(one.shape) > 1 else rows
 
 
 @lru_cache(CACHED)

@@ -8,6 +8,7 @@ frees and reduces around each unit is in `engines.py`; what a block allocates is
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp1, Fsdp2
@@ -249,8 +250,8 @@ class _Walk:
 
 def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     """The gradient of the embedding's table, in the dtype that the embedding is used in."""
-    width = 2 if Variant.of(variant_of(recipe, layout.engine)).weights == "bf16" else 4
-    return shape.vocab * shape.hidden * width
+    low = Variant.of(variant_of(recipe, layout.engine)).weights == "bf16"
+    return shape.vocab * shape.hidden * (state_bytes.LOW if low else state_bytes.MASTER)
 
 
 def block_order(shape: ModelShape) -> list[int]:

@@ -225,13 +225,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         query, key = args[1], args[2]
         rows, heads, length, width = query.shape
-        sizes = [rows * heads * length * 4]
+        float32 = torch.float32.itemsize
+        sizes = [rows * heads * length * float32]
         if func is _FLASH_BACKWARD:
-            sizes.append(rows * heads * length * -(-width // 32) * 32 * 4)
+            sizes.append(rows * heads * length * -(-width // 32) * 32 * float32)
             if key.shape[1] != heads:
                 sizes += [rows * heads * length * width * query.element_size()] * 2
         elif query.dtype in LOW:
-            sizes.append(rows * heads * length * width * 4)
+            sizes.append(rows * heads * length * width * float32)
         born = [Happening(1, size, self._next + number, str(func)) for number, size in enumerate(sizes)]
         self._next += len(born)
         self.events += [*born, *(Happening(-1, event.size, event.key, event.by) for event in reversed(born))]

@@ -1,0 +1,71 @@
+"""How many bytes training keeps on disk, against the optimizers that Trainer makes and the files that it writes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Parameter
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from accel_fsdp.models import state_bytes
+from accel_fsdp.training import SurvivingTrainer
+
+BITSANDBYTES = (
+    *("adamw_8bit", "adamw_bnb_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+SHAPES = ((64, 48), (96, 80), (4096,), (7,), (3, 40, 50))
+"""A small matrix and a large one, vectors, and the stacked matrices of experts."""
+MOST_MORE = 0.02
+"""Of the moments: what 8 bits take for the scale of each block."""
+QUANTISATION_MAP = 256 * 4
+"""Bytes that each moment of 8 bits has beside, of whatever size."""
+
+
+def arguments(folder: Path, optim: str, **more: object) -> TrainingArguments:
+    return TrainingArguments(str(folder), optim=optim, use_cpu=True, report_to="none", **more)  # type: ignore[arg-type]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (one for one in state.values() if torch.is_tensor(one) and one.numel() > 1)  # not the step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop", *BITSANDBYTES]
+)
+def test_an_optimizer_keeps_what_is_counted(optim: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if optim in BITSANDBYTES:
+        pytest.importorskip("bitsandbytes")
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim))
+    for shape in SHAPES:
+        weight = Parameter(torch.ones(shape, dtype=dtype))
+        weight.grad = torch.ones_like(weight)
+        optimizer = kind([weight], **options)
+        optimizer.step()
+        found = list(state_tensors(optimizer))
+        maps = sum(one.numel() == QUANTISATION_MAP // 4 for one in found) if optim.endswith("_8bit") else 0
+        kept = sum(one.numel() * one.element_size() for one in found) - maps * QUANTISATION_MAP
+        counted = state_bytes.optimizer_bytes(optim, shape, weight.element_size())
+        assert counted <= kept <= counted * (1 + MOST_MORE), shape
+        if weight.dim() > 1 and weight.numel() >= state_bytes.EIGHT_BIT_FROM and optim != "adafactor":
+            assert counted == weight.numel() * state_bytes.moment_bytes(optim, weight.element_size())
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adamw_8bit", "lion_8bit", "rmsprop"])
+def test_a_checkpoint_takes_what_the_run_looks_for(optim: str, tmp_path: Path) -> None:
+    if optim in BITSANDBYTES:
+        pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+    once = {"max_steps": 1, "save_steps": 1, "save_strategy": "steps", "disable_tqdm": True, "logging_strategy": "no"}
+    trainer = SurvivingTrainer(model, arguments(tmp_path, optim, **once), train_dataset=rows)
+    trainer.train()
+    files = [tmp_path / "checkpoint-1" / name for name in ("model.safetensors", "optimizer.pt")]
+    assert sum(path.stat().st_size for path in files) == pytest.approx(trainer.checkpoint_bytes, rel=0.05)
+    weights = sum(one.numel() for one in model.parameters()) * 4
+    assert trainer.export_bytes == weights
+    assert (trainer.checkpoint_bytes < 1.02 * weights) == (optim in ("sgd", "adafactor"))
