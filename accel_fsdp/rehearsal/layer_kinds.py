@@ -47,7 +47,7 @@ def _kind(layer: "nn.Module") -> Hashable:
 
 
 def _traits(module: "nn.Module") -> Hashable:
-    said = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    said = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     words = [(name, value) for name, value in said.items() if isinstance(value, (bool, str))]
     numbers = [(name, value is None) for name, value in said.items() if value is None or type(value) is int]
     parameters = [(name, value is None) for name, value in module._parameters.items()]

@@ -84,7 +84,7 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
     )
 
 
-def _on_meta(name: str, config: Any, kind: Any = None) -> "nn.Module":
+def _on_meta(name: str, config: Any) -> "nn.Module":
     """The model without weights, of the class that its config names, else of the one that trains it.
 
     Raises:
@@ -93,7 +93,7 @@ def _on_meta(name: str, config: Any, kind: Any = None) -> "nn.Module":
     import torch
     from transformers import AutoModelForCausalLM
 
-    kind = kind or models.model_class(config)
+    kind = models.model_class(config)
     if kind is AutoModelForCausalLM:
         return models.build(name, config)
     with config_json.believed(name), torch.device("meta"), config_json.bounded(name):
@@ -156,8 +156,9 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, se
 def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words, attempt: Attempt) -> _Made:
     wanted = layer_kinds.all_kinds(real)
     for in_a_row in (False, True):
-        small = small_config.smaller(config, real, layers, attempt, words, in_a_row)
-        shape = _on_meta(name, small, type(real))
+        with config_json.believed(name):
+            small = small_config.smaller(config, real, layers, attempt, words, in_a_row)
+        shape = _on_meta(name, small)
         if wanted <= layer_kinds.all_kinds(shape):
             break
     if _classes(shape) != _classes(real):
@@ -165,7 +166,7 @@ def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, wor
     count = sum(one.numel() for one in shape.parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"it still has {count // 10**6:,} million parameters")
-    model = _random(type(real), small, seed)
+    model = _random(type(shape), _config_of(shape), seed)
     return _Made(model, attempt, not wanted <= layer_kinds.all_kinds(shape), _trial(model, seed))
 
 
@@ -192,11 +193,12 @@ def _trial(model: Any, seed: int) -> str:
     import torch
 
     rows = model.get_input_embeddings().num_embeddings
-    tokens = torch.randint(0, min(rows, small_config.VOCABULARY_ROUNDED_TO), (2, TRIED_TOKENS))
-    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            tokens = torch.randint(0, min(rows, small_config.VOCABULARY_ROUNDED_TO), (2, TRIED_TOKENS))
+            more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
             model(input_ids=tokens, **more)
     except Exception as error:  # it may want other inputs than text
         return first_line(error)
@@ -262,7 +264,7 @@ def _not_shown(config: Any, made: _Made, tokenizer: str) -> Iterator[str]:
         yield "the tokenizer and its chat template: the model has none here, and one of bytes takes its place"
     if getattr(config, "quantization_config", None):
         yield "quantised weights: the small model's are not quantised"
-    if any(small_config.EXPERT_COUNTS.search(key) for part in small_config.parts_of(config) for key in part.real):
+    if any(part.experts > 1 for part in small_config.parts_of(config)):
         yield "how tokens spread over the real number of experts"
     if len(small_config.parts_of(config)) > 1:
         yield "images and sounds, unless the rows have some"

@@ -32,10 +32,10 @@ GROUP_COUNTS = re.compile(
     r"^((en|de)coder_)?(num_key_value_heads|num_kv_heads|n_kv_heads|kv_n_heads|multi_query_group_num)$"
 )
 INDEX_HEADS = ("index_n_heads",)
-HEAD_WIDTHS = re.compile(r"(^|_)(head_dim|d_kv|kv_channels|head_size|d_head|dim_head)$|^rotary_dim$")
+HEAD_WIDTHS = re.compile(r"^(?!mamba_)(.*_)?(head_dim|d_kv|kv_channels|head_size|d_head|dim_head)$|^rotary_dim$")
 WIDTHS = re.compile(
     r"(^|_)(hidden_size|intermediate_size|embedding_size|hidden_dim|ffn_dim|mlp_dim|inner_dim|intermediate_dim|proj_dim"
-    r"|projection_dim|embed_dim|out_dim|lora_rank|lru_width|rank|hidden_size_per_layer_input|d_ff|d_inner|d_model|n_inner"
+    r"|projection_dim|embed_dim|in_dim|out_dim|lora_rank|lru_width|rank|hidden_size_per_layer_input|d_ff|d_inner|d_model|n_inner"
     r"|n_embd|ffn_hidden_size|mlp_hidden_size)$|^dim$"
 )
 DEPTHS = re.compile(
@@ -50,6 +50,10 @@ WINDOWS = re.compile(r"^(sliding_window(_size)?|local_attention|attention_chunk_
 VOCABULARIES = re.compile(r"^(?!type_|char_).*vocab_size(_|$)")
 TOKENS = re.compile(r"token_(id|index)s?$|token_indexes$")
 TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids")
+FEATURE_LAYERS = re.compile(r"^(vision_feature_layers?|vit_layers)$")
+"""From which layers of the image encoder features are taken; negative ones count from the last."""
+OF_LAYERS = "per_layer_config"
+"""Maps numbers of layers to the keys that are others in them."""
 ROPE = ("rope_parameters", "rope_scaling")
 NOT_COMPARED = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype"})
 MAMBA = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
@@ -148,6 +152,13 @@ class Part:
         """Whether all heads together are as wide as its layers."""
         return self.heads * self.head_width == self.hidden
 
+    @property
+    def experts(self) -> int:
+        """Experts of a layer, the most where layers differ; 0 if it names none."""
+        named = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
+        each = [one for value in named for one in (value if isinstance(value, list) else [value])]
+        return max((one for one in each if type(one) is int), default=0)
+
     def _has(self, key: str) -> bool:
         return type(self.real.get(key)) is int and self.real[key] > 0
 
@@ -163,8 +174,7 @@ def parts_of(config: Any) -> list[Part]:
 def _parts(config: Any, values: dict[str, Any], main: Any) -> Iterator[Part]:
     yield Part(values, dict(getattr(config, "attribute_map", None) or {}), main=config is main)
     for key, value in values.items():
-        inner = getattr(config, key, None)
-        if isinstance(value, dict) and hasattr(inner, "to_dict"):
+        if isinstance(value, dict) and hasattr(inner := getattr(config, key, None), "to_dict"):
             yield from _parts(inner, value, main)
 
 
@@ -192,6 +202,7 @@ def smaller(
         _small_windows(part)
         if attempt.vocabulary:
             _small_vocabulary(part, words)
+    _feature_layers(parts)
     if attempt.widths:
         _narrow(parts, attempt)
     return type(config).from_dict(parts[0].values)
@@ -280,6 +291,20 @@ def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
             part.values[key] = sum(number >= depth - value for number in taken)
     for key, numbers in _numbers_of_layers(part, depth):
         part.values[key] = [taken.index(number) for number in numbers if number in taken]
+    if isinstance(single := part.real.get(OF_LAYERS), dict) and all(int(number) < depth for number in single):
+        found = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
+        part.values[OF_LAYERS] = {str(place): found[number] for place, number in enumerate(taken) if number in found}
+
+
+def _feature_layers(parts: Sequence[Part]) -> None:
+    """Takes features from layers that are still there."""
+    depths = [part.values[key] for part in parts if not part.main for key in part.keys(DEPTHS)]
+    last = min(depths, default=0)
+    for part in parts if last else []:
+        for key, value in part.real.items():
+            if FEATURE_LAYERS.search(key) and value is not None:
+                found = [max(-last, min(one, last - 1)) for one in (value if isinstance(value, list) else [value])]
+                part.values[key] = found if isinstance(value, list) else found[0]
 
 
 def _small_windows(part: Part) -> None:
@@ -333,13 +358,16 @@ def _narrow_part(part: Part, width: int, head: int, known: dict[int, int]) -> No
     if part.heads and not (mamba and "num_heads" in part.real):
         _few_heads(part, width, head)
     hidden = part.hidden or max(known)
-    for key, value in part.real.items():
-        if key in mamba or not WIDTHS.search(key) or HEAD_WIDTHS.search(key):
-            continue
-        if type(value) is int:
-            part.values[key] = _scaled(value, width / hidden, known)
-        elif isinstance(value, list) and all(type(one) is int for one in value):
-            part.values[key] = [_scaled(one, width / hidden, known) for one in part.values[key]]
+    single = part.values.get(OF_LAYERS) or {}
+    for keys in (part.values, *single.values()):
+        real = part.real if keys is part.values else dict(keys)
+        for key, value in real.items():
+            if key in mamba or not WIDTHS.search(key) or HEAD_WIDTHS.search(key):
+                continue
+            if type(value) is int:
+                keys[key] = _scaled(value, width / hidden, known)
+            elif isinstance(value, list) and all(type(one) is int for one in value):
+                keys[key] = [_scaled(one, width / hidden, known) for one in keys[key]]
 
 
 def _scaled(value: int, factor: float, known: dict[int, int]) -> int:
@@ -364,6 +392,12 @@ def _few_heads(part: Part, width: int, head: int) -> None:
             part.values[key] = min(part.real[key], HEADS)
     small = width // heads if not named or part.fills_width else min(head, part.head_width)
     _narrow_heads(part, small)
+    for keys in (part.values.get(OF_LAYERS) or {}).values():
+        for key, value in keys.items():
+            if type(value) is int and (HEAD_COUNTS.search(key) or GROUP_COUNTS.search(key)):
+                keys[key] = max(1, value * heads // part.heads)
+            elif type(value) is int and HEAD_WIDTHS.search(key):
+                keys[key] = max(2, 2 * round(value * small / part.head_width / 2))
 
 
 def _narrow_heads(part: Part, small: int) -> None:
@@ -410,8 +444,7 @@ def _shares(parts: Sequence[int], total: int) -> list[int]:
 
 def _few_experts(part: Part) -> None:
     """Few experts, of which a token uses no more than there are, and groups of at least two."""
-    counts = part.keys(EXPERT_COUNTS)
-    there = max((part.real[key] for key in counts), default=0)
+    there = part.experts
     if there < 2:
         return
     few = min(there, EXPERTS)
