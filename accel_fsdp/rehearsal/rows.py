@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accel_fsdp import atomic_files
 from accel_fsdp.training.data import load
@@ -40,7 +40,7 @@ class Rows:
     """
 
     folder: Path
-    origin: str
+    origin: Literal["cut", "made up"]
     count: dict[str, int]
 
 
@@ -56,21 +56,22 @@ def cut(
     """Writes `count` rows for each split to the folder `target`, which it replaces; the same ones every time.
 
     They are the first rows of `dataset` where that is a file or folder on this machine, repeated if it has fewer.
-    Otherwise they are made up: conversations, or plain texts where `chats` says that there is no chat template.
+    Otherwise, as for a name on the hub, they are made up: conversations, or without `chats` plain texts, for a
+    tokenizer that has no chat template.
 
     Raises:
-        UserError: the data set can't be read, or lacks a split.
+        UserError: there is no such file, it can't be read, or the data set lacks a split.
     """
-    local = dataset is not None and Path(dataset).exists()
-    found = load.load(dataset, config_name, streaming=True) if dataset and local else {}
+    if dataset is not None:
+        load.check_name(dataset)
+    name = dataset if dataset is not None and Path(dataset).exists() else None
+    found = load.load(name, config_name, streaming=True) if name else {}
     written: dict[str, int] = {}
     with atomic_files.replaced_folder(target) as folder:
         for split in splits:
-            rows = (
-                _first(dataset, load.split(found, split), count) if dataset and local else _made_up(count, split, chats)
-            )
+            rows = _first(name, load.split(found, split), count) if name else _made_up(count, split, chats)
             written[split] = _write(folder, split, rows)
-    return Rows(target, "cut" if local else "made up", written)
+    return Rows(target, "cut" if name else "made up", written)
 
 
 def _first(dataset: str, rows: Any, count: int) -> Iterator[dict[str, Any]]:

@@ -192,12 +192,11 @@ def _trial(model: Any, seed: int) -> str:
     """Why a forward pass of a few tokens fails; empty if it doesn't."""
     import torch
 
-    rows = model.get_input_embeddings().num_embeddings
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            tokens = torch.randint(0, min(rows, small_config.VOCABULARY_ROUNDED_TO), (2, TRIED_TOKENS))
+            tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, TRIED_TOKENS))
             more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
             model(input_ids=tokens, **more)
     except Exception as error:  # it may want other inputs than text

@@ -456,10 +456,11 @@ def _few_experts(part: Part) -> None:
                 if isinstance(value, list)
                 else (min(value, most) if type(value) is int else value)
             )
-    groups = part.real.get("n_group")
-    if type(groups) is int and groups > 1:
-        part.values["n_group"] = min(groups, EXPERT_GROUPS)
-        part.values["topk_group"] = max(1, part.real["topk_group"] * part.values["n_group"] // groups)
+    for key in ("n_group", "num_expert_group"):
+        groups = part.real.get(key)
+        if type(groups) is int and groups > 1:
+            part.values[key] = min(groups, EXPERT_GROUPS)
+            part.values["topk_group"] = max(1, (part.real.get("topk_group") or 1) * part.values[key] // groups)
 
 
 def _small_mamba(part: Part, width: int) -> list[str]:
