@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 NUMBER = re.compile(r"\d+")
+PLACE = re.compile(r"idx|index|_id$|number")
+"""Attributes that say where a layer stands, of which no two have the same."""
 
 
 def kinds(model: "nn.Module", depth: int) -> list[Hashable]:
@@ -49,6 +51,10 @@ def _kind(layer: "nn.Module") -> Hashable:
 def _traits(module: "nn.Module") -> Hashable:
     said = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     words = [(name, value) for name, value in said.items() if isinstance(value, (bool, str))]
-    numbers = [(name, value is None) for name, value in said.items() if value is None or type(value) is int]
+    numbers = [
+        (name, "none" if value is None else "some" if value else "zero")
+        for name, value in said.items()
+        if (value is None or type(value) is int) and not PLACE.search(name)
+    ]
     parameters = [(name, value is None) for name, value in module._parameters.items()]
     return frozenset([*words, *numbers, *parameters])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_fsdp import atomic_files, models
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, inspect_model, remote_code
-from accel_fsdp.rehearsal import layer_kinds, made_up_tokenizer, small_config
+from accel_fsdp.rehearsal import layer_kinds, made_up_tokenizer, small_config, targets
 from accel_fsdp.rehearsal.small_config import ATTEMPTS, Attempt, Change, Words
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
     replaced. The same `seed` gives the same weights.
 
     Raises:
-        UserError: the model can't be read without its own code, is no language model, or can't be made small enough.
+        UserError: the model can't be read without its own code, is no language model, can't be made small enough, or
+            lies in `target`.
     """
+    targets.check(target, model, "model")
     config = models.read_config(model)
     real = _on_meta(model, config)
     tokenizer = _tokenizer(model)

@@ -41,6 +41,8 @@ WIDTHS = re.compile(
 DEPTHS = re.compile(
     r"^((en|de)coder_)?(num_hidden_layers|num_layers|n_layers?|layers|depth)$|^num_(en|de)coder_layers$"
 )
+LAYER_LISTS = ("layer_types", "layers_block_type")
+"""What a config has that doesn't say the number of its layers."""
 FROM_THE_START = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
 FROM_THE_END = ("num_kv_shared_layers",)
 NUMBERS_OF_LAYERS = re.compile(r"(ind(ex|ic|x)|idx|layers|layer_ids)")
@@ -243,11 +245,12 @@ def renumbered(value: Any, ids: Mapping[int, int]) -> Any:
 
 
 def _fewer_layers(part: Part, model: "nn.Module", layers: int, in_a_row: bool) -> None:
-    for key in part.keys(DEPTHS):
-        depth = part.real[key]
+    for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
+        depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
         if depth > 1:
             taken = _taken(part, model, depth, layers, in_a_row)
-            part.values[key] = len(taken)
+            if key not in LAYER_LISTS:
+                part.values[key] = len(taken)
             _per_layer(part, depth, taken)
 
 
@@ -276,14 +279,19 @@ def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]
     """The keys that list layers by number."""
     for key, value in part.real.items():
         numbers = isinstance(value, list) and value and all(type(one) is int and 0 <= one < depth for one in value)
-        if numbers and NUMBERS_OF_LAYERS.search(key) and len(set(value)) == len(value) < depth:
+        if (
+            numbers
+            and NUMBERS_OF_LAYERS.search(key)
+            and not TOKENS.search(key)
+            and len(set(value)) == len(value) < depth
+        ):
             yield key, value
 
 
 def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
     """Cuts whatever says something of each layer, or of some by their numbers, to the layers that are kept."""
     for key, value in part.real.items():
-        if isinstance(value, list) and len(value) == depth:
+        if isinstance(value, list) and len(value) == depth and not TOKENS.search(key):
             part.values[key] = [value[number] for number in taken]
         elif type(value) is int and key in FROM_THE_START:
             part.values[key] = sum(number < value for number in taken)
@@ -341,6 +349,9 @@ def _narrow(parts: Sequence[Part], attempt: Attempt) -> None:
     for part in parts:
         if part.main or attempt.parts or part is parts[0]:
             _narrow_part(part, width, head, known)
+        if not part.heads:  # its heads are named in the config around it
+            for key in part.keys(GROUP_COUNTS) if main.heads else []:
+                part.values[key] = max(1, part.real[key] * heads // main.heads)
 
 
 def _small_heads(part: Part) -> int:

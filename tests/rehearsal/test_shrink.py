@@ -1,12 +1,14 @@
 """Small models of real architectures: from configs with the published sizes, without weights or network."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Finished
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, logging
@@ -14,8 +16,7 @@ from transformers import AutoTokenizer, logging
 from accel_fsdp import models
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import inspect_model
-from accel_fsdp.rehearsal import SmallModel, layer_kinds, shrink
-from accel_fsdp.rehearsal import shrink as face_shrink
+from accel_fsdp.rehearsal import SmallModel, cut, layer_kinds, shrink
 
 ROWS, LENGTH = 2, 64
 
@@ -376,6 +377,94 @@ CASES = {
         {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 30522},
         {"BertEmbeddings", "BertLayer"},
     ),
+    "qwen3-next-80b": Case(
+        {
+            "model_type": "qwen3_next",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "vocab_size": 151936,
+            "dtype": "bfloat16",
+        },
+        {"Qwen3NextDecoderLayer"},
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    "jamba-1.5-mini": Case(
+        {
+            "model_type": "jamba",
+            "architectures": ["JambaForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "attn_layer_offset": 4,
+            "attn_layer_period": 8,
+            "expert_layer_offset": 1,
+            "expert_layer_period": 2,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "mamba_dt_rank": 256,
+            "use_mamba_kernels": False,
+            "vocab_size": 65536,
+            "dtype": "bfloat16",
+        },
+        {"JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"},
+        {"num_hidden_layers": 5},  # every eighth layer has attention, the fifth first: no list says which
+    ),
+    "falcon-7b": Case(
+        {
+            "model_type": "falcon",
+            "architectures": ["FalconForCausalLM"],
+            "hidden_size": 4544,
+            "num_attention_heads": 71,
+            "num_hidden_layers": 32,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "parallel_attn": True,
+            "vocab_size": 65024,
+            "dtype": "bfloat16",
+        },
+        {"FalconDecoderLayer"},
+        {"num_attention_heads": 8, "hidden_size": 128, "multi_query": True},
+    ),
+    "dbrx": Case(
+        {
+            "model_type": "dbrx",
+            "architectures": ["DbrxForCausalLM"],
+            "d_model": 6144,
+            "n_heads": 48,
+            "n_layers": 40,
+            "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000},
+            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+            "vocab_size": 100352,
+        },
+        {"DbrxBlock"},
+        {"n_heads": 12, "attn_config.kv_n_heads": 2, "ffn_config.moe_num_experts": 8, "ffn_config.moe_top_k": 2},
+    ),
+    "gemma-4": Case(
+        {
+            "model_type": "gemma4_text",
+            "architectures": ["Gemma4ForCausalLM"],
+            "per_layer_config": {f"{layer:02}": {"head_dim": 512} for layer in range(5, 30, 6)},
+        },
+        {"Gemma4TextDecoderLayer"},
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+    ),
     "t5-base": Case(
         {
             "model_type": "t5",
@@ -558,6 +647,25 @@ def test_nothing_becomes_larger(tiny_model: Path, tmp_path: Path) -> None:
     assert loaded(small).config.vocab_size == 509
 
 
+def test_the_real_model_is_never_replaced(tiny_model: Path) -> None:
+    before = sorted((path.name, path.stat().st_size) for path in tiny_model.iterdir())
+    for target in (tiny_model, tiny_model.parent):
+        with pytest.raises(UserError, match="holds the model itself"):
+            shrink(str(tiny_model), target)
+    assert sorted((path.name, path.stat().st_size) for path in tiny_model.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "phi-3-mini-128k"])
+def test_it_is_trained_by_the_script(name: str, sft: Callable[..., Finished], tmp_path: Path) -> None:
+    small = shrink(str(written(tmp_path / "real", CASES[name].config)), tmp_path / "small")
+    rows = cut(None, tmp_path / "rows", 8)
+    words = ["--model_name_or_path", small.folder, "--dataset_name", rows.folder, "--output_dir", tmp_path / "run"]
+    finished = sft(*words, "--max_steps", "2", "--max_length", "64", "--report_to", "none")
+    assert finished.code == 0, finished.output
+    exported = models.read_config(str(tmp_path / "run" / "final"))
+    assert exported.model_type == CASES[name].config["model_type"]
+
+
 def test_code_of_its_own_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     real = written(tmp_path / "real", config)
@@ -568,11 +676,9 @@ def test_code_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_stays_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_fsdp.rehearsal.shrink import shrink as function
-
-    monkeypatch.setitem(function.__globals__, "MOST_PARAMETERS", 1000)
+    monkeypatch.setitem(shrink.__globals__, "MOST_PARAMETERS", 1000)
     with pytest.raises(UserError, match=r"can't be made small: .* still has"):
-        face_shrink(str(written(tmp_path / "real", CASES["gpt2"].config)), tmp_path / "small")
+        shrink(str(written(tmp_path / "real", CASES["gpt2"].config)), tmp_path / "small")
     assert not (tmp_path / "small").exists()
 
 
