@@ -58,6 +58,8 @@ OF_LAYERS = "per_layer_config"
 """Maps numbers of layers to the keys that are others in them."""
 ROPE = ("rope_parameters", "rope_scaling")
 NOT_COMPARED = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype"})
+LEFT_OUT = ("quantization_config", "auto_map")
+"""Random weights have nothing to be quantised by; the model's own code, which transformers does without, stays away."""
 MAMBA = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 
 
@@ -168,7 +170,8 @@ class Part:
 def parts_of(config: Any) -> list[Part]:
     """The config and all configs in it, as parts of one mapping, the whole first."""
     values = config.to_dict()
-    values.pop("quantization_config", None)  # the small model's weights are random: nothing to quantise them by
+    for key in LEFT_OUT:
+        values.pop(key, None)
     main = config.get_text_config()
     return list(_parts(config, values, main))
 
@@ -204,6 +207,7 @@ def smaller(
         _small_windows(part)
         if attempt.vocabulary:
             _small_vocabulary(part, words)
+        _renumber(part, words)
     _feature_layers(parts)
     if attempt.widths:
         _narrow(parts, attempt)
@@ -326,6 +330,9 @@ def _small_windows(part: Part) -> None:
 def _small_vocabulary(part: Part, words: Words) -> None:
     for key in part.keys(VOCABULARIES):
         part.values[key] = min(part.real[key], words.count)
+
+
+def _renumber(part: Part, words: Words) -> None:
     if not words.ids:
         return
     for key, value in part.real.items():

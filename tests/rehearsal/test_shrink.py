@@ -11,6 +11,7 @@ import torch
 from conftest import Finished
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, logging
 
 from accel_fsdp import models
@@ -158,6 +159,7 @@ CASES = {
         {
             "model_type": "phi3",
             "architectures": ["Phi3ForCausalLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
             "hidden_size": 3072,
             "intermediate_size": 8192,
             "num_hidden_layers": 32,
@@ -178,7 +180,7 @@ CASES = {
             "dtype": "bfloat16",
         },
         {"Phi3DecoderLayer"},
-        {"sliding_window": 16},
+        {"sliding_window": 16, "auto_map": None},
     ),
     "gpt2": Case(
         {
@@ -541,6 +543,10 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     assert {key: value(config, key) for key in case.has} == case.has
     assert config.tie_word_embeddings == real_config.tie_word_embeddings
     assert inspect_model.stored_dtype(str(small.folder)) == (case.config.get("dtype") or "float32")
+    stored = load_file(small.folder / "model.safetensors")
+    kept = ("e_score_correction_bias",)  # a buffer, float32 in the real checkpoint too
+    dtypes = {one.dtype for name, one in stored.items() if not name.endswith(kept)}
+    assert dtypes == {getattr(torch, case.config.get("dtype", "float32"))}
     shape = models.build(str(real), real_config)
     model = loaded(small)
     if models.model_class(real_config) is type(shape):
@@ -580,6 +586,27 @@ def test_what_changed_is_listed(tmp_path: Path) -> None:
     assert "quantised weights: the small model's are not quantised" in small.not_shown
     unchanged = {"swiglu_limit", "rope_parameters", "hidden_act", "tie_word_embeddings", "model_type"}
     assert not unchanged & {change.key.partition(".")[0] for change in small.changed}
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next-80b", "gpt-oss-20b", "gemma-3-4b"])
+def test_no_weight_is_left_to_chance(name: str, tmp_path: Path) -> None:
+    real = str(written(tmp_path / "real", CASES[name].config))
+    one, other = (shrink(real, tmp_path / folder).folder / "model.safetensors" for folder in "ab")
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_what_does_not_run_is_made_smaller_by_less(tmp_path: Path) -> None:
+    """Qwen2-VL's code has shares of a head of 128 as a default, which a small head doesn't have."""
+    text = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+    config = {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "text_config": {"model_type": "qwen2_5_vl_text", "vocab_size": 151936, "num_hidden_layers": 28, **text},
+        "vision_config": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "out_hidden_size": 1536},
+    }
+    small = shrink(str(written(tmp_path / "real", config)), tmp_path / "small")
+    assert any(said.startswith("nothing more of its sizes: made smaller were its depth") for said in small.not_shown)
+    assert {"text_config.num_hidden_layers 28 -> 2"} <= {str(change) for change in small.changed}
 
 
 def test_more_layers_are_the_first_ones(tmp_path: Path) -> None:
