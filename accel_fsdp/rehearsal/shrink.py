@@ -14,6 +14,7 @@ from accel_fsdp import atomic_files, models
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, inspect_model, remote_code
 from accel_fsdp.rehearsal import layer_kinds, made_up_tokenizer, small_config, targets
+from accel_fsdp.rehearsal.config_parts import TOKENS, parts_of
 from accel_fsdp.rehearsal.small_config import ATTEMPTS, Attempt, Change, Words
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _renumbered(generation: dict[str, Any], words: Words) -> dict[str, Any]:
     if not words.ids:
         return {}
     lists = {key: None for key in generation if key in small_config.TOKEN_LISTS}
-    found = {key: value for key, value in generation.items() if small_config.TOKENS.search(key)}
+    found = {key: value for key, value in generation.items() if TOKENS.search(key)}
     return {**lists, **{key: small_config.renumbered(value, words.ids) for key, value in found.items()}}
 
 
@@ -265,9 +266,9 @@ def _not_shown(config: Any, made: _Made, tokenizer: str) -> Iterator[str]:
         yield "the tokenizer and its chat template: the model has none here, and one of bytes takes its place"
     if getattr(config, "quantization_config", None):
         yield "quantised weights: the small model's are not quantised"
-    if any(part.experts > 1 for part in small_config.parts_of(config)):
+    if any(part.experts > 1 for part in parts_of(config)):
         yield "how tokens spread over the real number of experts"
-    if len(small_config.parts_of(config)) > 1:
+    if len(parts_of(config)) > 1:
         yield "images and sounds, unless the rows have some"
     if made.attempt is not ATTEMPTS[0]:
         yield f"nothing more of its sizes: made smaller were its {made.attempt.words} alone, as more didn't run"
