@@ -27,6 +27,7 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"planner"},
     {"training.data"},
     {"training"},
+    {"rehearsal"},
     {"commands"},
 ]
 COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs"}

@@ -29,14 +29,24 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
         UserError: it doesn't exist or its files can't be parsed; the broken row is named.
     """
     path = Path(name)
-    local = path.suffix in FILE_ENDINGS and not path.is_absolute()
-    check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
+    check_name(name)
     try:
         with filling_cache(name):
             return _load(name, path, config_name, streaming)
     except _load_errors() as error:
         here = "" if path.exists() else " (and there is no file or folder of that name here)"
         raise _unreadable(name, (_broken(path) or _cause(error)) + here) from error
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that can only be a file or folder and isn't there; names on the hub pass.
+
+    Raises:
+        UserError: with the nearest sibling's name, if one is near.
+    """
+    path = Path(name)
+    local = path.suffix in FILE_ENDINGS and not path.is_absolute()
+    check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
 
 
 def _load(name: str, path: Path, config_name: str | None, streaming: bool) -> "DatasetDict | IterableDatasetDict":

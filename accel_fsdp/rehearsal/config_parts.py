@@ -1,0 +1,100 @@
+"""A model's config and those inside of it, as mappings, with the sizes that rules ask for under one name."""
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
+HEAD_COUNTS = re.compile(r"^((en|de)coder_)?((num_)?attention_heads|num_heads|n_heads?)$")
+GROUP_COUNTS = re.compile(
+    r"^((en|de)coder_)?(num_key_value_heads|num_kv_heads|n_kv_heads|kv_n_heads|multi_query_group_num)$"
+)
+EXPERT_COUNTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
+DEPTHS = re.compile(
+    r"^((en|de)coder_)?(num_hidden_layers|num_layers|n_layers?|layers|depth)$|^num_(en|de)coder_layers$"
+)
+TOKENS = re.compile(r"token_(id|index)s?$|token_indexes$")
+OF_LAYERS = "per_layer_config"
+"""Maps numbers of layers to the keys that are others in them."""
+LEFT_OUT = ("quantization_config", "auto_map")
+"""Random weights have nothing to be quantised by; the model's own code, which transformers does without, stays away."""
+
+
+@dataclass
+class Part:
+    """A config, or one inside of it, as a mapping that is changed in place."""
+
+    values: dict[str, Any]
+    names: dict[str, str]
+    """Its own words for the usual keys, from transformers' `attribute_map`."""
+    main: bool = False
+    real: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.real = copy.deepcopy(self.values)
+
+    def keys(self, wanted: re.Pattern[str]) -> list[str]:
+        """The keys that are named so, in its own words too, and hold a whole number."""
+        own = {mine for usual, mine in self.names.items() if wanted.search(usual)}
+        return [key for key, value in self.real.items() if type(value) is int and (key in own or wanted.search(key))]
+
+    @property
+    def hidden(self) -> int:
+        """The width of its layers, 0 if none is named."""
+        keys = (self.names.get("hidden_size", "hidden_size"), *HIDDEN)
+        found = (self.real.get(key) for key in keys)
+        return next((value for value in found if type(value) is int and value > 0), 0)
+
+    @property
+    def heads(self) -> int:
+        """Heads of an attention, 0 if it names none."""
+        return next((self.real[key] for key in self.keys(HEAD_COUNTS) if self.real[key] > 0), 0)
+
+    @property
+    def groups(self) -> int:
+        """Heads that have keys and values of their own."""
+        if self.real.get("multi_query") is True and not self.real.get("new_decoder_architecture"):
+            return 1
+        named = (self.real[key] for key in self.keys(GROUP_COUNTS) if self.real[key] > 0)
+        return next((number for number in named if self.heads % number == 0), self.heads)
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head: as named, else of that part of the layers' width."""
+        named = [
+            self.real[key] for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head") if self._has(key)
+        ]
+        return max(named) if named else self.hidden // self.heads if self.heads else 0
+
+    @property
+    def fills_width(self) -> bool:
+        """Whether all heads together are as wide as its layers."""
+        return self.heads * self.head_width == self.hidden
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer, the most where layers differ; 0 if it names none."""
+        named = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
+        each = [one for value in named for one in (value if isinstance(value, list) else [value])]
+        return max((one for one in each if type(one) is int), default=0)
+
+    def _has(self, key: str) -> bool:
+        return type(self.real.get(key)) is int and self.real[key] > 0
+
+
+def parts_of(config: Any) -> list[Part]:
+    """The config and all configs in it, as parts of one mapping, the whole first."""
+    values = config.to_dict()
+    for key in LEFT_OUT:
+        values.pop(key, None)
+    main = config.get_text_config()
+    return list(_parts(config, values, main))
+
+
+def _parts(config: Any, values: dict[str, Any], main: Any) -> Iterator[Part]:
+    yield Part(values, dict(getattr(config, "attribute_map", None) or {}), main=config is main)
+    for key, value in values.items():
+        if isinstance(value, dict) and hasattr(inner := getattr(config, key, None), "to_dict"):
+            yield from _parts(inner, value, main)

@@ -1,0 +1,95 @@
+"""A config with fewer layers, among which each kind of layer of the real model is."""
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from accel_fsdp.rehearsal import layer_kinds
+from accel_fsdp.rehearsal.config_parts import DEPTHS, OF_LAYERS, TOKENS, Part
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LAYER_LISTS = ("layer_types", "layers_block_type")
+"""What a config has that doesn't say the number of its layers."""
+FROM_THE_START = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
+FROM_THE_END = ("num_kv_shared_layers",)
+NUMBERS_OF_LAYERS = re.compile(r"(ind(ex|ic|x)|idx|layers|layer_ids)")
+FEATURE_LAYERS = re.compile(r"^(vision_feature_layers?|vit_layers)$")
+"""From which layers of the image encoder features are taken; negative ones count from the last."""
+
+
+def take(part: Part, model: "nn.Module", layers: int, in_a_row: bool) -> None:
+    """At least `layers` layers of each stack, so many that each kind is among them; what lists layers is cut as well.
+
+    `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
+    """
+    for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
+        depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
+        if depth > 1:
+            taken = _taken(part, model, depth, layers, in_a_row)
+            if key not in LAYER_LISTS:
+                part.values[key] = len(taken)
+            _per_layer(part, depth, taken)
+
+
+def _taken(part: Part, model: "nn.Module", depth: int, layers: int, in_a_row: bool) -> list[int]:
+    """The layers that are kept: one of each kind, and the first ones up to as many as are asked for."""
+    found = layer_kinds.kinds(model, depth)
+    wanted = set(layer_kinds.first_of_each(found))
+    if found and (in_a_row or not _says_kinds(part, depth)):  # every which layer: that holds from the first on
+        wanted = set(range(max(wanted) + 1))
+    wanted |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
+    for number in range(depth):
+        if len(wanted) >= layers:
+            break
+        wanted.add(number)
+    return sorted(wanted)
+
+
+def _says_kinds(part: Part, depth: int) -> bool:
+    """Whether layers can be left out in between: their kinds are listed, or a number of layers has another kind."""
+    lists = any(isinstance(value, list) and len(value) == depth for value in part.real.values())
+    counts = any(type(part.real.get(key)) is int for key in (*FROM_THE_START, *FROM_THE_END))
+    return lists or counts
+
+
+def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]]:
+    """The keys that list layers by number."""
+    for key, value in part.real.items():
+        numbers = isinstance(value, list) and value and all(type(one) is int and 0 <= one < depth for one in value)
+        if (
+            numbers
+            and NUMBERS_OF_LAYERS.search(key)
+            and not TOKENS.search(key)
+            and len(set(value)) == len(value) < depth
+        ):
+            yield key, value
+
+
+def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
+    """Cuts whatever says something of each layer, or of some by their numbers, to the layers that are kept."""
+    for key, value in part.real.items():
+        if isinstance(value, list) and len(value) == depth and not TOKENS.search(key):
+            part.values[key] = [value[number] for number in taken]
+        elif type(value) is int and key in FROM_THE_START:
+            part.values[key] = sum(number < value for number in taken)
+        elif type(value) is int and key in FROM_THE_END:
+            part.values[key] = sum(number >= depth - value for number in taken)
+    for key, numbers in _numbers_of_layers(part, depth):
+        part.values[key] = [taken.index(number) for number in numbers if number in taken]
+    if isinstance(single := part.real.get(OF_LAYERS), dict) and all(int(number) < depth for number in single):
+        found = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
+        part.values[OF_LAYERS] = {str(place): found[number] for place, number in enumerate(taken) if number in found}
+
+
+def keep_features(parts: Sequence[Part]) -> None:
+    """Takes features from layers that are still there."""
+    depths = [part.values[key] for part in parts if not part.main for key in part.keys(DEPTHS)]
+    last = min(depths, default=0)
+    for part in parts if last else []:
+        for key, value in part.real.items():
+            if FEATURE_LAYERS.search(key) and value is not None:
+                found = [max(-last, min(one, last - 1)) for one in (value if isinstance(value, list) else [value])]
+                part.values[key] = found if isinstance(value, list) else found[0]

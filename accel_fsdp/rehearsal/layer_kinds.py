@@ -1,0 +1,60 @@
+"""Which layers of a stack differ in kind: sliding or full attention, dense or with experts, and so on.
+
+Configs say it in many ways: a list with an entry for each layer, the number of layers that come first, every which
+layer. The model built from it has it in its modules, whatever the config's words are.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NUMBER = re.compile(r"\d+")
+PLACE = re.compile(r"idx|index|_id$|number")
+"""Attributes that say where a layer stands, of which no two have the same."""
+
+
+def kinds(model: "nn.Module", depth: int) -> list[Hashable]:
+    """The kind of each layer, by its number, over all stacks of `depth` layers; empty if there is no such stack."""
+    stacks = list(_stacks(model, depth))
+    return [tuple(_kind(stack[number]) for stack in stacks) for number in range(depth)] if stacks else []
+
+
+def all_kinds(model: "nn.Module") -> set[Hashable]:
+    """The kinds of layers of all stacks, with the names of the stacks."""
+    from torch import nn
+
+    lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return {(NUMBER.sub("N", name), _kind(layer)) for name, stack in lists for layer in stack}
+
+
+def first_of_each(found: Sequence[Hashable]) -> list[int]:
+    """The number of the first layer of each kind."""
+    return sorted({kind: number for number, kind in reversed(list(enumerate(found)))}.values())
+
+
+def _stacks(model: "nn.Module", depth: int) -> Iterator["nn.ModuleList"]:
+    from torch import nn
+
+    return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth)
+
+
+def _kind(layer: "nn.Module") -> Hashable:
+    """Its modules with their classes, the names of their parameters, and what they know of their kind; no sizes."""
+    return frozenset(
+        (NUMBER.sub("N", name), type(module).__name__, _traits(module)) for name, module in layer.named_modules()
+    )
+
+
+def _traits(module: "nn.Module") -> Hashable:
+    said = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    words = [(name, value) for name, value in said.items() if isinstance(value, (bool, str))]
+    numbers = [
+        (name, "none" if value is None else "some" if value else "zero")
+        for name, value in said.items()
+        if (value is None or type(value) is int) and not PLACE.search(name)
+    ]
+    parameters = [(name, value is None) for name, value in module._parameters.items()]
+    return frozenset([*words, *numbers, *parameters])

@@ -1,0 +1,46 @@
+"""A tokenizer for a model that has none at hand: one token for each byte, and those that the config names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_fsdp.rehearsal.config_parts import TOKENS
+
+BYTES = 256
+ALWAYS = ("pad", "eos", "mask", "im_start", "im_end")
+"""Tokens that there are in any case; the last two mark turns."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def numbers(named: Mapping[int, str]) -> dict[int, int]:
+    """New numbers for the tokens that a config names, behind those of the bytes; two of one number stay one."""
+    return {number: BYTES + place for place, number in enumerate(named)}
+
+
+def make(named: Mapping[int, str]) -> Any:
+    """The tokenizer: for each token of a config by its old number, the key that names it, such as eos_token_id."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    stems = _stems(named)
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    extra = [name for name in ALWAYS if name not in stems]
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in (*stems, *extra)])
+    special = {f"{name}_token": f"<|{name}|>" for name in ("bos", "eos", "pad", "mask") if name in (*stems, *ALWAYS)}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _stems(named: Mapping[int, str]) -> list[str]:
+    """A name for each token, all different, in their order."""
+    found: list[str] = []
+    for key in named.values():
+        stem = TOKENS.sub("", key).strip("_") or "token"
+        found.append(stem if stem not in found else f"{stem}_{len(found)}")
+    return found

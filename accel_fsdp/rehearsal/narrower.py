@@ -1,0 +1,189 @@
+"""A config with narrow layers: few heads, few experts, small widths.
+
+A width is replaced by its value: widths that are equal in the real model, such as those on both sides of a projector,
+are equal in the small one. What relates sizes to each other stays: heads to groups of heads, experts used to experts,
+parts of a head to the whole.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from accel_fsdp.rehearsal.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, OF_LAYERS, Part
+
+HEAD_WIDTH, HEADS, GROUPS, WIDTH = 16, 4, 2, 64
+MOST_HEADS_OF_ONE_GROUP = 8
+"""Of models with one key for all heads: Falcon has 71, which would make it wide."""
+EXPERTS, EXPERTS_USED, EXPERT_GROUPS = 8, 2, 2
+ROUNDED_TO = 16
+INDEX_HEADS = ("index_n_heads",)
+HEAD_WIDTHS = re.compile(r"^(?!mamba_)(.*_)?(head_dim|d_kv|kv_channels|head_size|d_head|dim_head)$|^rotary_dim$")
+WIDTHS = re.compile(
+    r"(^|_)(hidden_size|intermediate_size|embedding_size|hidden_dim|ffn_dim|mlp_dim|inner_dim|intermediate_dim|proj_dim"
+    r"|projection_dim|embed_dim|in_dim|out_dim|lora_rank|lru_width|rank|hidden_size_per_layer_input|d_ff|d_inner|d_model|n_inner"
+    r"|n_embd|ffn_hidden_size|mlp_hidden_size)$|^dim$"
+)
+USED_COUNTS = re.compile(r"^(num_experts_per_tok|num_experts_per_token|top_k_experts|moe_topk|moe_top_k|moe_k)$")
+ROPE = ("rope_parameters", "rope_scaling")
+MAMBA = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
+
+
+def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
+    """Makes layers narrow: those of the text, or of `all_parts`; with `heads_too` each head as well."""
+    main = next((part for part in parts if part.main), parts[0])
+    heads = _small_heads(main)
+    head = (min(HEAD_WIDTH, main.head_width) if heads_too else main.head_width) or HEAD_WIDTH
+    width = heads * head if heads and main.fills_width else WIDTH
+    if main.hidden <= width:
+        return  # it is small already
+    known = {part.hidden: width for part in parts if part.hidden and (all_parts or part.main)}
+    for part in parts:
+        if part.main or all_parts or part is parts[0]:
+            _narrow_part(part, width, head, known)
+        if not part.heads:  # its heads are named in the config around it
+            for key in part.keys(GROUP_COUNTS) if main.heads else []:
+                part.values[key] = max(1, part.real[key] * heads // main.heads)
+
+
+def _small_heads(part: Part) -> int:
+    if not part.heads:
+        return 0
+    ratio = part.heads // part.groups
+    if part.groups == 1:
+        return min(ratio, MOST_HEADS_OF_ONE_GROUP)
+    return min(HEADS, part.heads) if ratio == 1 else GROUPS * ratio
+
+
+def _narrow_part(part: Part, width: int, head: int, known: dict[int, int]) -> None:
+    _few_experts(part)
+    mamba = _small_mamba(part, width)
+    if part.heads and not (mamba and "num_heads" in part.real):
+        _few_heads(part, width, head)
+    hidden = part.hidden or max(known)
+    single = part.values.get(OF_LAYERS) or {}
+    for keys in (part.values, *single.values()):
+        real = part.real if keys is part.values else dict(keys)
+        for key, value in real.items():
+            if key in mamba or not WIDTHS.search(key) or HEAD_WIDTHS.search(key):
+                continue
+            if type(value) is int:
+                keys[key] = _scaled(value, width / hidden, known)
+            elif isinstance(value, list) and all(type(one) is int for one in value):
+                keys[key] = [_scaled(one, width / hidden, known) for one in keys[key]]
+
+
+def _scaled(value: int, factor: float, known: dict[int, int]) -> int:
+    """The same for equal widths, wherever they stand."""
+    if value not in known:
+        known[value] = min(value, max(ROUNDED_TO, round(value * factor / ROUNDED_TO) * ROUNDED_TO))
+    return known[value]
+
+
+def _few_heads(part: Part, width: int, head: int) -> None:
+    named = any(HEAD_WIDTHS.search(key) for key in part.real if type(part.real[key]) is int)
+    ratio = part.heads // part.groups
+    heads = _small_heads(part)
+    if (ratio == 1 and part.fills_width) or (not named and width % (2 * heads)):
+        heads = max(1, width // head)
+    for key in part.keys(HEAD_COUNTS):
+        part.values[key] = heads
+    for key in part.keys(GROUP_COUNTS):
+        part.values[key] = max(1, heads // max(1, part.heads // part.real[key])) if part.real[key] > 1 else 1
+    for key in INDEX_HEADS:
+        if type(part.real.get(key)) is int:
+            part.values[key] = min(part.real[key], HEADS)
+    small = width // heads if not named or part.fills_width else min(head, part.head_width)
+    _narrow_heads(part, small)
+    for keys in (part.values.get(OF_LAYERS) or {}).values():
+        for key, value in keys.items():
+            if type(value) is int and (HEAD_COUNTS.search(key) or GROUP_COUNTS.search(key)):
+                keys[key] = max(1, value * heads // part.heads)
+            elif type(value) is int and HEAD_WIDTHS.search(key):
+                keys[key] = max(2, 2 * round(value * small / part.head_width / 2))
+
+
+def _narrow_heads(part: Part, small: int) -> None:
+    """All widths inside a head by the same factor, so that sums of them stay sums; even, as rotation takes pairs."""
+    factor = small / part.head_width if part.head_width else 1.0
+    for key, value in part.real.items():
+        if type(value) is int and value > 1 and HEAD_WIDTHS.search(key):
+            part.values[key] = max(2, 2 * round(value * factor / 2))
+    if "qk_head_dim" in part.real and "qk_nope_head_dim" in part.real:
+        part.values["qk_head_dim"] = part.values["qk_nope_head_dim"] + part.values["qk_rope_head_dim"]
+    if "query_pre_attn_scalar" in part.real:
+        part.values["query_pre_attn_scalar"] = small
+    for key in ("linear_num_key_heads", "linear_num_value_heads"):
+        keys = part.real.get("linear_num_key_heads") or 1
+        if type(part.real.get(key)) is int:
+            part.values[key] = max(1, part.real[key] * min(GROUPS, keys) // keys)
+    for key in ROPE:
+        if isinstance(part.values.get(key), dict):
+            _small_rope(part.values[key], factor)
+
+
+def _small_rope(rope: dict[str, Any], factor: float) -> None:
+    """Cuts lists with a factor for each pair of dimensions, and the shares of a head in several rotations."""
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            _small_rope(value, factor)
+        elif isinstance(value, list) and value and key.endswith("_factor"):
+            count = max(1, round(len(value) * factor))
+            rope[key] = [value[number * len(value) // count] for number in range(count)]
+        elif isinstance(value, list) and value and key.endswith("_section"):
+            rope[key] = _shares(value, max(len(value), round(sum(value) * factor)))
+
+
+def _shares(parts: Sequence[int], total: int) -> list[int]:
+    """`total` in whole numbers as `parts` share theirs, each at least 1."""
+    exact = [part * total / sum(parts) for part in parts]
+    found = [max(1, math.floor(one)) for one in exact]
+    for number in sorted(range(len(parts)), key=lambda number: found[number] - exact[number])[: total - sum(found)]:
+        found[number] += 1
+    while sum(found) > total:
+        found[found.index(max(found))] -= 1
+    return found
+
+
+def _few_experts(part: Part) -> None:
+    """Few experts, of which a token uses no more than there are, and groups of at least two."""
+    there = part.experts
+    if there < 2:
+        return
+    few = min(there, EXPERTS)
+    for key, value in part.real.items():
+        if EXPERT_COUNTS.search(key) or USED_COUNTS.search(key):
+            most = few if EXPERT_COUNTS.search(key) else EXPERTS_USED
+            part.values[key] = (
+                [min(one, most) for one in part.values[key]]
+                if isinstance(value, list)
+                else (min(value, most) if type(value) is int else value)
+            )
+    for key in ("n_group", "num_expert_group"):
+        groups = part.real.get(key)
+        if type(groups) is int and groups > 1:
+            part.values[key] = min(groups, EXPERT_GROUPS)
+            part.values["topk_group"] = max(1, (part.real.get("topk_group") or 1) * part.values[key] // groups)
+
+
+def _small_mamba(part: Part, width: int) -> list[str]:
+    """Heads and states of a state space layer, which together are `expand` times as wide as the layer."""
+    expand = part.real.get("mamba_expand", part.real.get("expand"))
+    if not isinstance(expand, (int, float)):
+        return []
+    for count, size in MAMBA:
+        if type(part.real.get(count)) is int and type(part.real.get(size)) is int:
+            part.values[size] = min(HEAD_WIDTH, part.real[size])
+            part.values[count] = max(1, int(expand * width) // part.values[size])
+            break
+    else:
+        count = size = ""
+    for key in ("mamba_n_groups", "n_groups"):
+        if type(part.real.get(key)) is int:
+            part.values[key] = math.gcd(part.real[key], part.values[count]) if count else 1
+    for key in ("mamba_d_state", "state_size", "ssm_state_size"):
+        if type(part.real.get(key)) is int:
+            part.values[key] = min(part.real[key], HEAD_WIDTH)
+    if type(part.real.get("mamba_d_ssm")) is int:
+        part.values["mamba_d_ssm"] = int(expand * width)
+    return [count, size]

@@ -1,0 +1,102 @@
+"""A few rows for a rehearsal: cut from the user's own files, in whatever format training reads, or made up."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from accel_fsdp import atomic_files
+from accel_fsdp.rehearsal import targets
+from accel_fsdp.training.data import load
+
+WORDS = (
+    *(
+        "shard",
+        "layer",
+        "gradient",
+        "gather",
+        "scatter",
+        "rank",
+        "weight",
+        "optimizer",
+        "step",
+        "loss",
+        "batch",
+        "token",
+    ),
+    *("the", "a", "of", "and", "before", "after", "each", "every", "why", "how", "where", "memory", "node", "link"),
+)
+LENGTHS = (3, 40, 9, 120, 20, 6, 70, 14)
+"""Words of a made-up text, row by row: some rows are shorter than a batch's others, some longer than what is cut."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A folder with a file of rows for each split, which `train/sft.py --dataset_name` takes.
+
+    `origin` is "cut" for rows of the user's own data set, "made up" for others. `count` holds the rows of each split.
+    """
+
+    folder: Path
+    origin: Literal["cut", "made up"]
+    count: dict[str, int]
+
+
+def cut(
+    dataset: str | None,
+    target: Path,
+    count: int = 64,
+    *,
+    splits: Sequence[str] = ("train",),
+    config_name: str | None = None,
+    chats: bool = True,
+) -> Rows:
+    """Writes `count` rows for each split to the folder `target`, which it replaces; the same ones every time.
+
+    They are the first rows of `dataset` where that is a file or folder on this machine, repeated if it has fewer.
+    Otherwise, as for a name on the hub, they are made up: conversations, or without `chats` plain texts, for a
+    tokenizer that has no chat template.
+
+    Raises:
+        UserError: there is no such file, it can't be read, or the data set lacks a split.
+    """
+    targets.check(target, dataset, "data set")
+    if dataset is not None:
+        load.check_name(dataset)
+    name = dataset if dataset is not None and Path(dataset).exists() else None
+    found = load.load(name, config_name, streaming=True) if name else {}
+    written: dict[str, int] = {}
+    with atomic_files.replaced_folder(target) as folder:
+        for split in splits:
+            rows = _first(name, load.split(found, split), count) if name else _made_up(count, split, chats)
+            written[split] = _write(folder, split, rows)
+    return Rows(target, "cut" if name else "made up", written)
+
+
+def _first(dataset: str, rows: Any, count: int) -> Iterator[dict[str, Any]]:
+    with load.reading(dataset):
+        taken = list(islice(rows, count))
+    return islice(cycle(taken), count)
+
+
+def _write(folder: Path, split: str, rows: Iterator[dict[str, Any]]) -> int:
+    """One row a line; what JSON has no word for, such as a date, becomes text."""
+    (folder / "data").mkdir(exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    (folder / "data" / f"{split}-00000-of-00001.jsonl").write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def _made_up(count: int, split: str, chats: bool) -> Iterator[dict[str, Any]]:
+    chance = random.Random(split)
+    for number in range(count):
+        text = " ".join(chance.choices(WORDS, k=LENGTHS[number % len(LENGTHS)]))
+        yield _chat(chance, text) if chats else {"text": f"{text}."}
+
+
+def _chat(chance: random.Random, text: str) -> dict[str, Any]:
+    question = " ".join(chance.choices(WORDS, k=5)) + "?"
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": f"{text}."}]}

@@ -1,0 +1,278 @@
+"""A small model of the same architecture as a real one, with random weights, in a folder that `from_pretrained` loads.
+
+The real one is built on the meta device from its config alone. What FSDP sees stays: the classes of the model and of
+its layers, each kind of layer, tied weights, dtypes, names of parameters.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_fsdp import atomic_files, models
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import config_json, first_line, inspect_model, remote_code
+from accel_fsdp.rehearsal import layer_kinds, made_up_tokenizer, small_config, targets
+from accel_fsdp.rehearsal.config_parts import TOKENS, parts_of
+from accel_fsdp.rehearsal.small_config import ATTEMPTS, Attempt, Change, Words
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MOST_PARAMETERS = 200_000_000
+"""A model of more takes minutes for a step on a CPU."""
+FEWEST_TOKENS = 200
+"""From a folder without a tokenizer's files transformers makes one of the special tokens alone: T5's has 104."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+MADE_UP_VOCABULARY = 512
+TRIED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """The folder of a small model, and how it differs from the real one.
+
+    `layer_classes` are what FSDP wraps, the same as in the real model. `not_shown` are sentences: what a rehearsal with
+    this model can't prove of the real one.
+    """
+
+    folder: Path
+    parameters: int
+    layer_classes: tuple[str, ...]
+    changed: tuple[Change, ...]
+    tokenizer: Literal["real", "made up"]
+    not_shown: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A small model of one attempt; `tried` is empty if a forward pass ran, else why it didn't."""
+
+    model: "nn.Module"
+    attempt: Attempt
+    lacks_kinds: bool
+    tried: str
+
+
+def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallModel:
+    """Writes a small model of the architecture of `model`, a hub id or a folder, to the folder `target`.
+
+    It has at least `layers` layers in each stack, and as many more as show each kind of layer. An existing `target` is
+    replaced. The same `seed` gives the same weights.
+
+    Raises:
+        UserError: the model can't be read without its own code, is no language model, can't be made small enough, or
+            lies in `target`.
+    """
+    targets.check(target, model, "model")
+    config = models.read_config(model)
+    real = _on_meta(model, config)
+    tokenizer = _tokenizer(model)
+    named = small_config.token_ids(config)
+    words = Words(_rows(config, tokenizer, named)) if tokenizer else _made_up_words(named)
+    tokenizer_is: Literal["real", "made up"] = "real" if tokenizer else "made up"
+    made = _first_that_works(model, config, real, layers, seed, words)
+    _store(made.model, inspect_model.stored_dtype(model))
+    with atomic_files.replaced_folder(target) as folder:
+        _write(model, made.model, folder, words)
+        (tokenizer or made_up_tokenizer.make(named)).save_pretrained(folder)
+    return SmallModel(
+        folder=target,
+        parameters=sum(one.numel() for one in made.model.parameters()),
+        layer_classes=_classes(made.model),
+        changed=small_config.changes(config.to_dict(), _config_of(made.model).to_dict()),
+        tokenizer=tokenizer_is,
+        not_shown=tuple(_not_shown(config, made, tokenizer_is)),
+    )
+
+
+def _on_meta(name: str, config: Any) -> "nn.Module":
+    """The model without weights, of the class that its config names, else of the one that trains it.
+
+    Raises:
+        UserError: it is no language model, or no model can have its config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind = models.model_class(config)
+    if kind is AutoModelForCausalLM:
+        return models.build(name, config)
+    with config_json.believed(name), torch.device("meta"), config_json.bounded(name):
+        model: nn.Module = kind._from_config(config)
+    return model
+
+
+def _tokenizer(name: str) -> Any:
+    """The model's tokenizer; None if it has none.
+
+    Raises:
+        NeedsCode: it can't be read without its own code.
+    """
+    try:
+        tokenizer = models.read_tokenizer(name)
+    except remote_code.NeedsCode:
+        raise
+    except UserError:
+        return None
+    files = any((Path(name) / file).is_file() for file in TOKENIZER_FILES)
+    return tokenizer if files or len(tokenizer.get_vocab()) >= FEWEST_TOKENS else None
+
+
+def _rows(config: Any, tokenizer: Any, named: dict[int, str]) -> int:
+    """Rows of an embedding that has all tokens of a tokenizer and of the config."""
+    most: int = max([*tokenizer.get_vocab().values(), *named]) + 1
+    return -(-most // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
+
+
+def _made_up_words(named: dict[int, str]) -> Words:
+    return Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(named))
+
+
+def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words) -> _Made:
+    """The small model of the first attempt that runs; if none can be tried, of the first that can be built.
+
+    Raises:
+        UserError: there is none.
+    """
+    built: list[_Made] = []
+    failed: list[str] = []
+    for attempt in ATTEMPTS:
+        try:
+            made = _make(name, config, real, layers, seed, words, attempt)
+        except Exception as error:  # whatever a config of unknown kind brings: the next one changes less of it
+            failed.append(f"{attempt.words}: {first_line(error)}")
+            continue
+        if not made.tried:
+            return made
+        built.append(made)
+    if built:
+        return built[0]
+    raise UserError(
+        f"{name} can't be made small: " + failed[0],
+        why=f"a rehearsal on a CPU needs a model of at most {MOST_PARAMETERS // 10**6} million parameters",
+        fix="give the folder of a small model of the same kind, or one of its smaller sizes",
+    )
+
+
+def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words, attempt: Attempt) -> _Made:
+    wanted = layer_kinds.all_kinds(real)
+    for in_a_row in (False, True):
+        with config_json.believed(name):
+            small = small_config.smaller(config, real, layers, attempt, words, in_a_row)
+        shape = _on_meta(name, small)
+        if wanted <= layer_kinds.all_kinds(shape):
+            break
+    if _classes(shape) != _classes(real):
+        raise ValueError(f"its layers are {', '.join(_classes(shape))}, not {', '.join(_classes(real))}")
+    count = sum(one.numel() for one in shape.parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"it still has {count // 10**6:,} million parameters")
+    model = _random(type(shape), _config_of(shape), seed)
+    return _Made(model, attempt, not wanted <= layer_kinds.all_kinds(shape), _trial(model, seed))
+
+
+def _classes(model: "nn.Module") -> tuple[str, ...]:
+    return tuple(one.name for one in models.wrap_classes(model))
+
+
+def _config_of(model: Any) -> Any:
+    return model.config
+
+
+def _random(kind: Any, config: Any, seed: int) -> "nn.Module":
+    """A model with the weights that its class begins with, always the same for a seed."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = kind._from_config(config, dtype=torch.float32)
+    return model
+
+
+def _trial(model: Any, seed: int) -> str:
+    """Why a forward pass of a few tokens fails; empty if it doesn't."""
+    import torch
+
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, TRIED_TOKENS))
+            more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+            model(input_ids=tokens, **more)
+    except Exception as error:  # it may want other inputs than text
+        return first_line(error)
+    finally:
+        model.train()
+    return ""
+
+
+def _store(model: "nn.Module", dtype: str) -> None:
+    """Gives the parameters the dtype of the real checkpoint, but for those that transformers keeps in float32."""
+    import torch
+
+    if not dtype:
+        return
+    kept = set(models.kept_in_float32(model, dtype)) if dtype != "float32" else set()
+    for name, parameter in model.named_parameters():
+        if name not in kept and parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def _write(name: str, model: Any, folder: Path, words: Words) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        try:
+            generation = GenerationConfig.from_pretrained(name)
+        except (OSError, ValueError):
+            generation = model.generation_config
+        generation.update(**_renumbered(generation.to_dict(), words))
+        model.generation_config = generation
+    with _without_bar():
+        model.save_pretrained(folder)
+
+
+def _renumbered(generation: dict[str, Any], words: Words) -> dict[str, Any]:
+    """What changes in it where tokens have other numbers."""
+    if not words.ids:
+        return {}
+    lists = {key: None for key in generation if key in small_config.TOKEN_LISTS}
+    found = {key: value for key, value in generation.items() if TOKENS.search(key)}
+    return {**lists, **{key: small_config.renumbered(value, words.ids) for key, value in found.items()}}
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """A bar for a file of a second's writing would stay on the screen."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _not_shown(config: Any, made: _Made, tokenizer: str) -> Iterator[str]:
+    yield "memory and speed: the layers are narrow and few"
+    yield "how the loss falls: the weights are random"
+    yield "long sequences, and kernels of GPUs such as FlashAttention"
+    if tokenizer == "made up":
+        yield "the tokenizer and its chat template: the model has none here, and one of bytes takes its place"
+    if getattr(config, "quantization_config", None):
+        yield "quantised weights: the small model's are not quantised"
+    if any(part.experts > 1 for part in parts_of(config)):
+        yield "how tokens spread over the real number of experts"
+    if len(parts_of(config)) > 1:
+        yield "images and sounds, unless the rows have some"
+    if made.attempt is not ATTEMPTS[0]:
+        yield f"nothing more of its sizes: made smaller were its {made.attempt.words} alone, as more didn't run"
+    if made.lacks_kinds:
+        yield "some kinds of its layers, which need more layers than the small model has"
+    if made.tried:
+        yield f"that it runs on text alone: {made.tried}"

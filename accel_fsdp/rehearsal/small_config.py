@@ -1,0 +1,144 @@
+"""A model's config in small: rules for keys by what their names say, none for single models."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.rehearsal import fewer_layers, narrower
+from accel_fsdp.rehearsal.config_parts import TOKENS, Part, parts_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WINDOW = 16
+"""Tokens that a sliding window sees, so that it matters in rows of 64."""
+WINDOWS = re.compile(r"^(sliding_window(_size)?|local_attention|attention_chunk_size|index_topk|attention_window)$")
+VOCABULARY_ROUNDED_TO = 64
+VOCABULARIES = re.compile(r"^(?!type_|char_).*vocab_size(_|$)")
+TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids")
+NOT_COMPARED = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype"})
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key of the config that differs; `key` has a dot before each key of a part."""
+
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.key} {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return (
+        text if len(text) <= 60 else f"{len(value)} entries" if isinstance(value, (list, dict)) else text[:57] + "..."
+    )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is made smaller besides the layers; the first attempt that makes a model that runs is taken."""
+
+    words: str
+    widths: bool = True
+    parts: bool = True
+    """Also the widths of parts besides the text's: an image or audio encoder."""
+    vocabulary: bool = True
+    heads: bool = True
+    """Also the widths of heads, on which some code relies without a word in the config."""
+
+
+ATTEMPTS = (
+    Attempt("depth, widths and vocabulary"),
+    Attempt("depth, widths but those of heads, and vocabulary", heads=False),
+    Attempt("depth and widths", vocabulary=False),
+    Attempt("depth, the text part's widths and vocabulary", parts=False),
+    Attempt("depth and vocabulary", widths=False),
+    Attempt("depth alone", widths=False, vocabulary=False),
+)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The tokens of the small model: how many, and the new number of each that the config names, if they change."""
+
+    count: int
+    ids: Mapping[int, int] = field(default_factory=dict)
+
+
+def smaller(
+    config: Any, model: "nn.Module", layers: int, attempt: Attempt, words: Words, in_a_row: bool = False
+) -> Any:
+    """The config with at least `layers` layers, so many that each kind is among them.
+
+    `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
+
+    Raises:
+        ValueError, and whatever transformers raises: no model has the sizes that came out.
+    """
+    parts = parts_of(config)
+    for part in parts:
+        fewer_layers.take(part, model, layers, in_a_row)
+        _small_windows(part)
+        if attempt.vocabulary:
+            _small_vocabulary(part, words)
+        _renumber(part, words)
+    fewer_layers.keep_features(parts)
+    if attempt.widths:
+        narrower.narrow(parts, attempt.heads, attempt.parts)
+    return type(config).from_dict(parts[0].values)
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "") -> tuple[Change, ...]:
+    """What differs between two configs, key by key."""
+    found: list[Change] = []
+    for key in dict.fromkeys([*before, *after]):
+        one, other = before.get(key), after.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += changes(one, other, f"{place}{key}.")
+        elif one != other and key not in NOT_COMPARED:
+            found.append(Change(f"{place}{key}", one, other))
+    return tuple(found)
+
+
+def token_ids(config: Any) -> dict[int, str]:
+    """The tokens that a config names by their numbers, each with the first key that does."""
+    found: dict[int, str] = {}
+    for part in parts_of(config):
+        for key, value in part.real.items():
+            if TOKENS.search(key):
+                for number in value if isinstance(value, list) else [value]:
+                    if type(number) is int and number >= 0:
+                        found.setdefault(number, key)
+    return found
+
+
+def renumbered(value: Any, ids: Mapping[int, int]) -> Any:
+    """A token's number, or a list of them, after tokens got other numbers."""
+    if isinstance(value, list):
+        return [renumbered(one, ids) for one in value]
+    return ids.get(value, value) if type(value) is int else value
+
+
+def _small_windows(part: Part) -> None:
+    for key in part.keys(WINDOWS):
+        part.values[key] = min(part.real[key], WINDOW)
+
+
+def _small_vocabulary(part: Part, words: Words) -> None:
+    for key in part.keys(VOCABULARIES):
+        part.values[key] = min(part.real[key], words.count)
+
+
+def _renumber(part: Part, words: Words) -> None:
+    if not words.ids:
+        return
+    for key, value in part.real.items():
+        if TOKENS.search(key):
+            part.values[key] = renumbered(value, words.ids)
+        elif key in TOKEN_LISTS:
+            part.values[key] = None

@@ -1,0 +1,100 @@
+"""Rows for a rehearsal: what train/sft.py can read goes in, and what comes out it reads as well."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHAT_DATA
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.rehearsal import cut
+from accel_fsdp.training.data import DataArguments, load, tokenizing
+
+
+def read(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    return list(load.split(load.load(str(folder)), split))
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"Q{number}", "completion": "A" * (1 + number % 5)} for number in range(count)]
+
+
+def test_the_first_rows_of_a_folder(tmp_path: Path) -> None:
+    made = cut(str(CHAT_DATA), tmp_path / "cut", 12, splits=("train", "test"))
+    assert (made.origin, made.count) == ("cut", {"train": 12, "test": 12})
+    for split in ("train", "test"):
+        assert read(made.folder, split) == read(CHAT_DATA, split)[:12]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "saved"])
+def test_every_format(ending: str, tmp_path: Path) -> None:
+    data, file = Dataset.from_list(rows(20)), tmp_path / f"data.{ending}"
+    if ending == "saved":
+        DatasetDict(train=data).save_to_disk(file)
+    elif ending == "csv":
+        data.to_csv(file)
+    elif ending == "parquet":
+        data.to_parquet(file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows(20))) if ending == "jsonl" else json.dumps(rows(20)))
+    made = cut(str(file), tmp_path / "cut", 21)  # all of them: else the CSV reader's file stays open, and warns
+    assert read(made.folder) == rows(20) + rows(1)
+
+
+def test_few_rows_are_repeated(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows(3))))
+    made = cut(str(tmp_path / "few.jsonl"), tmp_path / "cut", 8)
+    assert read(made.folder) == (rows(3) * 3)[:8]
+
+
+def test_splits_of_other_names(tmp_path: Path) -> None:
+    DatasetDict(train_sft=Dataset.from_list(rows(4)), held_out=Dataset.from_list(rows(2))).save_to_disk(tmp_path / "a")
+    made = cut(str(tmp_path / "a"), tmp_path / "cut", 2, splits=("train_sft", "held_out"))
+    assert [len(read(made.folder, split)) for split in ("train_sft", "held_out")] == [2, 2]
+
+
+@pytest.mark.parametrize("dataset", [None, "trl-lib/Capybara"])
+@pytest.mark.parametrize("chats", [True, False])
+def test_made_up_rows_are_tokenized(dataset: str | None, chats: bool, tiny_model: Path, tmp_path: Path) -> None:
+    made = cut(dataset, tmp_path / "cut", 16, splits=("train", "test"), chats=chats)
+    assert made.origin == "made up"
+    assert read(made.folder) != read(made.folder, "test")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    if not chats:
+        tokenizer.chat_template = None
+    options = DataArguments(str(made.folder), max_length=64)
+    tokens, summary = tokenizing.tokenize(load.split(load.load(str(made.folder)), "train"), tokenizer, options, 2)
+    lengths = {len(row["input_ids"]) for row in tokens}
+    assert len(tokens) == 16
+    assert summary.longest == 64
+    assert len(lengths) > 3
+
+
+def test_the_same_rows_every_time(tmp_path: Path) -> None:
+    one, other = (cut(None, tmp_path / name, 9).folder for name in "ab")
+    assert [file.read_bytes() for file in sorted(one.rglob("*.jsonl"))] == [
+        file.read_bytes() for file in sorted(other.rglob("*.jsonl"))
+    ]
+
+
+def test_what_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"broken\.jsonl, line 2"):
+        cut(str(tmp_path / "broken.jsonl"), tmp_path / "cut", 4)
+    with pytest.raises(UserError, match="no split validation"):
+        cut(str(CHAT_DATA), tmp_path / "cut", 4, splits=("validation",))
+    assert not (tmp_path / "cut").exists()
+    with pytest.raises(UserError, match=r"\./nowhere\.jsonl does not exist"):
+        cut("nowhere.jsonl", tmp_path / "cut", 4)
+
+
+def test_the_users_data_are_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json.dumps(rows(1)[0]))
+    for target in (tmp_path / "data", tmp_path):
+        with pytest.raises(UserError, match="holds the data set itself"):
+            cut(str(tmp_path / "data"), target)
+    assert (tmp_path / "data" / "train.jsonl").is_file()
