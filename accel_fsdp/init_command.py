@@ -7,13 +7,10 @@ from typing import Annotated
 
 import tyro
 
-from accel_fsdp import atomic_files, console
+from accel_fsdp import atomic_files, console, shipped
 from accel_fsdp.config import SCRIPT, THIS_FILE, launch_words
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
-PACKAGE = Path(__file__).parent
-SHIPPED = PACKAGE / "project"
-"""Where the wheel has `train/` and `accelerate_configs/`; in a clone they are beside the package."""
 CONFIG = "fsdp2"
 CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir")
 """The flags of a YAML's launch command whose values are the user's to choose."""
@@ -33,12 +30,7 @@ class InitCommand:
 
 def configs() -> dict[str, Path]:
     """The ready-made YAMLs by name."""
-    return {path.stem: path for path in sorted((source() / "accelerate_configs").glob("*.yaml"))}
-
-
-def source() -> Path:
-    """Where `train/` and `accelerate_configs/` lie."""
-    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+    return {path.stem: path for path in sorted((shipped.source() / "accelerate_configs").glob("*.yaml"))}
 
 
 def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
@@ -109,7 +101,7 @@ def _contents(config: str, native: bool) -> dict[str, str]:
             fix=f"one of {', '.join(known)}; or make your own: accel-fsdp config -o FILE.yaml",
         )
     scripts = [SCRIPT, *([NATIVE] if native else [])]
-    found = {name: (source() / name).read_text(encoding="utf-8") for name in scripts}
+    found = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in scripts}
     found[_yaml(config)] = known[config].read_text(encoding="utf-8")
     return {**found, README: _readme(config, _needed(found[_yaml(config)], "fsdp.yaml"), native)}
 

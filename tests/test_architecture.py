@@ -23,7 +23,7 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"prediction"},
     {"prediction.tracing"},
     {"linter.rules"},
-    {"linter", "migration", "wizard", "exporter", "launch"},
+    {"linter", "migration", "wizard", "exporter", "launch", "ranks"},
     {"planner"},
     {"training.data"},
     {"training"},
@@ -33,8 +33,14 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
 COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
-MAY_PRINT = {"console", "errors", "cpu", "launch.launcher"}  # all but console speak before it can be imported
-PATCHING = {"cpu", "training.peft_patches"}
+MAY_PRINT = {
+    "console",
+    "errors",
+    "cpu",
+    "launch.launcher",
+    "ranks.__main__",
+}  # all but console speak before it can be imported
+PATCHING = {"cpu", "ranks.saves", "ranks.watch", "training.peft_patches"}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""A job in small: a model of the same architecture, and a few rows, for a run on this machine's CPU."""
+"""The command `accel-fsdp rehearse`: a job in small, on the CPU of this machine, step by step; what it proves."""
 
 import lazy_loader
 

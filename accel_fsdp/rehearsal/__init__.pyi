@@ -1,4 +1,7 @@
 from . import rows as rows
+from .command import rehearse as rehearse
+from .flags import RehearseCommand as RehearseCommand
+from .on_cpu import measured as measured
 from .rows import Rows as Rows
 from .rows import cut as cut
 from .shrink import SmallModel as SmallModel

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accel_fsdp import console
+from accel_fsdp import console, shipped
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.config import JobConfig, launch_words, read_config
+from accel_fsdp.config import SCRIPT, JobConfig, launch_words, read_config
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.linter import LintOptions, lint, parse_command_line
 from accel_fsdp.models import catalogue
@@ -89,7 +89,7 @@ def _steps(
     yield "make the model small", lambda: _shrink(options, words, folder, prepared, report)
     small = prepared[0]
     made = rows.cut(_named(words, "dataset_name"), folder / "rows").folder
-    script = _shipped_script()
+    script = shipped.source() / SCRIPT
     yield from SftRehearsal(
         Rehearsed(folder, script, options.timeout), scaled, small_run(words), small.folder, made, small.layer_classes
     ).steps()
@@ -142,13 +142,6 @@ def _own_words(file: Path) -> tuple[str, ...]:
 def _named(words: tuple[str, ...], flag: str) -> str | None:
     value = parse_command_line(list(words)).get(flag)
     return value if isinstance(value, str) else None
-
-
-def _shipped_script() -> Path:
-    """`train/sft.py`, beside the package in a clone and within it in an installation."""
-    from accel_fsdp.init_command import source
-
-    return source() / "train" / "sft.py"
 
 
 def _run(name: str, action: Action, quiet: bool) -> Step:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_fsdp import atomic_files, models
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, inspect_model, remote_code
 from accel_fsdp.rehearsal import layer_kinds, made_up_tokenizer, small_config, targets
@@ -24,7 +25,7 @@ MOST_PARAMETERS = 200_000_000
 """A model of more takes minutes for a step on a CPU."""
 FEWEST_TOKENS = 200
 """From a folder without a tokenizer's files transformers makes one of the special tokens alone: T5's has 104."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+TOKENIZER_FILES = (file_names.TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 MADE_UP_VOCABULARY = 512
 TRIED_TOKENS = 16
 

@@ -25,8 +25,7 @@ from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, te
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
-from accel_fsdp.models import inspect_model, state_bytes
-from accel_fsdp.models.counting import embeddings, numel, shape
+from accel_fsdp.models import counting, inspect_model, state_bytes
 from accel_fsdp.training import resuming
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
@@ -287,13 +286,14 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             for p in self.model.parameters()
             if p.requires_grad
         }
-        masters, optimizer = sum(numel(p) * each for p, each in trained.items()), self._optimizer_bytes(trained)
+        masters = sum(counting.numel(p) * each for p, each in trained.items())
+        optimizer = self._optimizer_bytes(trained)
         adapter = hasattr(self.model, "peft_config")
-        held = (numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        held = (counting.numel(p) * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         weights = masters + (0 if adapter else sum(held))
         if zero:
             stored = trained if adapter else self.model.parameters()
-            forward = sum(numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
+            forward = sum(counting.numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
             stage = int(self.accelerator.state.deepspeed_plugin.zero_stage)
             return state_bytes.checkpoint_bytes(masters, optimizer, zero_stage=stage, forward=forward), weights
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -303,8 +303,9 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
     def _optimizer_bytes(self, trained: Mapping[torch.nn.Parameter, int]) -> int:
         """Of the state of parameters with the bytes of an element; ZeRO's partitions are no embedding's any more."""
         optim = str(self.args.optim.value)
-        tables = set() if self.is_deepspeed_enabled else embeddings(self.model)
-        return sum(state_bytes.optimizer_bytes(optim, shape(p), each, p in tables) for p, each in trained.items())
+        tables = set() if self.is_deepspeed_enabled else counting.embeddings(self.model)
+        shapes = {p: counting.shape(p) for p in trained}
+        return sum(state_bytes.optimizer_bytes(optim, shapes[p], each, p in tables) for p, each in trained.items())
 
     # Resuming
 

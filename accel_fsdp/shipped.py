@@ -1,0 +1,12 @@
+"""Where the training scripts and the ready-made YAMLs lie: within an installed package, beside it in a clone."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+SHIPPED = PACKAGE / "project"
+"""Where the wheel has `train/` and `accelerate_configs/`."""
+
+
+def source() -> Path:
+    """The folder in which `train/` and `accelerate_configs/` lie."""
+    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
