@@ -16,7 +16,15 @@ def line_of_error(error: BaseException) -> str:
     return _innermost([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
 
 
+def is_calling(frame: FrameType | None) -> bool:
+    """Whether the code of `frame` is the script's own, not a library's."""
+    return frame is not None and _is_own(frame.f_code.co_filename)
+
+
 def _innermost(places: list[tuple[str, int | None]]) -> str:
-    home = os.path.dirname(os.path.abspath(sys.argv[0]))
-    own = [f"{file}:{line}" for file, line in places if os.path.dirname(os.path.abspath(file)) == home]
+    own = [f"{file}:{line}" for file, line in places if _is_own(file)]
     return own[-1] if own else ""
+
+
+def _is_own(file: str) -> bool:
+    return os.path.dirname(os.path.abspath(file)) == os.path.dirname(os.path.abspath(sys.argv[0]))

@@ -1,81 +1,127 @@
-"""Watches a training script from inside its rank: models that are prepared, losses, steps, saves. It changes nothing.
+"""Watches a training script from inside its rank: models that are prepared, batches, losses, steps, saves.
 
-What is replaced here calls what it replaces, first and with the same arguments, and then tells what it saw.
+It changes nothing. What is replaced here calls what it replaces with the same arguments, and then tells what it saw.
 """
 
 import dataclasses
 import functools
+import sys
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.ranks import events, saves, script
-from accel_fsdp.ranks.holding import Holding, measure
+from accel_fsdp.models import counting
+from accel_fsdp.ranks import events, script
+from accel_fsdp.ranks.holding import measure, unwrapped
+from accel_fsdp.ranks.saves import Saves
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def begin() -> None:
     """Puts the watch in place; before the script imports anything."""
     import torch
+    import torch.utils.checkpoint
     from accelerate import Accelerator
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     _after(torch.Tensor, "backward", _tell_loss)
-    _after(Accelerator, "prepare", _tell_prepared)
-    _FirstStep().install(register_optimizer_step_pre_hook)
+    _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
+    _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
+    _watch_prepare(Accelerator)
+    _FirstStep().install()
+
+
+def tell_failure(error: BaseException) -> None:
+    """An event with what ended the script, and the innermost line of it that was running."""
+    events.tell("failed", error=f"{type(error).__name__}: {error}", line=script.line_of_error(error))
 
 
 def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
-    """Calls `then(result, *args)` after each outermost call of a method."""
+    """Calls `then` with the same arguments after each call of a function."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        then(result, *args)
+        then(*args, **kwargs)
         return result
 
     setattr(owner, name, watched)
 
 
-def _tell_loss(_: None, loss: Any, *__: Any) -> None:
+def _tell_loss(loss: "torch.Tensor", *_: Any, **__: Any) -> None:
     if loss.numel() == 1:
         events.tell("loss", value=float(loss.detach()))
 
 
-def _tell_prepared(result: Any, *_: Any) -> None:
-    import torch
-
-    for one in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(one, torch.nn.Module):
-            tell_holding("prepared", measure(one))
+def _tell_clipping(parameters: Any, *_: Any, **__: Any) -> None:
+    """By torch's own function, called in the script itself: it knows nothing of FSDP1's shards."""
+    if script.is_calling(sys._getframe(2)):
+        events.tell("clipped", line=script.line_of_stack(sys._getframe(2)))
 
 
-def tell_holding(kind: str, holding: Holding, **more: Any) -> None:
-    """An event with what this rank holds."""
-    events.tell(kind, holding=dataclasses.asdict(holding), **more)
+def _tell_checkpoint(*_: Any, preserve_rng_state: bool = True, **__: Any) -> None:
+    if not preserve_rng_state:
+        events.tell("forgot-rng", line=script.line_of_stack(sys._getframe(2)))
+
+
+def _watch_prepare(accelerator: Any) -> None:
+    """Measures each model that Accelerate prepares, and counts its weights before."""
+    original = accelerator.prepare
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        before = [sum(counting.weights(one).values()) for one in args if isinstance(one, torch.nn.Module)]
+        result = original(self, *args, **kwargs)
+        made = result if isinstance(result, tuple | list) else (result,)
+        models = [one for one in made if isinstance(one, torch.nn.Module)]
+        for model, weights in zip(models, before, strict=False):
+            _tell_holding("prepared", model, before=weights)
+        return result
+
+    accelerator.prepare = prepare
+
+
+def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:
+    events.tell(kind, holding=dataclasses.asdict(measure(model)), **more)
 
 
 class _FirstStep:
-    """Measures what the first step of an optimizer trains: the outermost modules that ran forward before it."""
+    """What the first step of an optimizer trains: the outermost modules that ran forward before it, and their rows."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.models: dict[int, Any] = {}
-        self.saves = saves.Saves()
+        self.rows: list[int] = []
+        self.awaits_rows = False
+        self.saves = Saves()
 
-    def install(self, on_step: Callable[..., Any]) -> None:
+    def install(self) -> None:
+        """Puts its hooks in place, until the first step."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self.handles = [
+        self.handles: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
-            on_step(self._step),
+            register_optimizer_step_pre_hook(self._step),
         ]
 
-    def _enter(self, module: Any, *_: Any) -> None:
+    def _enter(self, module: "nn.Module", args: tuple[Any, ...]) -> None:
+        import torch
+
         if self.depth == 0:
             self.saves.watch()
             self.models[id(module)] = module
+            self.awaits_rows = module.training
         self.depth += 1
+        if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # Transformers: what its embedding is given
+            self.awaits_rows = False
+            self.rows.append(zlib.crc32(args[0].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
@@ -87,10 +133,8 @@ class _FirstStep:
         for model in self.models.values():
             own = {id(one) for one in model.parameters() if one.requires_grad}
             if own:
-                tell_holding("stepped", measure(model), missing=len(own - trained), strange=len(trained - own))
+                name = type(unwrapped(model)).__name__
+                events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own))
+                _tell_holding("stepped", model)
+        events.tell("rows", hashes=self.rows)
         self.models.clear()
-
-
-def tell_failure(error: BaseException) -> None:
-    """An event with what ended the script, and the innermost line of it that was running."""
-    events.tell("failed", error=f"{type(error).__name__}: {error}", line=script.line_of_error(error))

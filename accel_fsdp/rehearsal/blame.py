@@ -61,7 +61,17 @@ KNOWN = (
         "--gradient_checkpointing",
         "layers that do the same when they run again: no dropout of their own, no state",
     ),
-    Cause("got mixed torch.Tensor and DTensor", "fsdp_version", "an optimizer that knows DTensor, such as AdamW"),
+    Cause(
+        r"got mixed torch.Tensor and DTensor|'weight' must be 2-D|size mismatch, got input"
+        r"|must be at least 1-dimensional|Expected weight to be 2-D|weight should have at least",
+        "the script",
+        "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
+    ),
+    Cause(
+        "is shared with a parameter already managed",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "leave the modules that share a weight, such as embedding and head, in one unit",
+    ),
 )
 """From the list of known pains: what is said where only a run shows it."""
 NO_GPU = re.compile(

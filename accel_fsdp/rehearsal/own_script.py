@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.rehearsal import saved, verdict
+from accel_fsdp.rehearsal import mistakes, saved, verdict
 from accel_fsdp.rehearsal.blame import Failure, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.scaled import ScaledJob
@@ -36,12 +36,14 @@ class OwnRehearsal:
         if outcome.hang or outcome.code:
             raise of_outcome(outcome, self.launcher.script)
         if not outcome.holdings:
-            raise Failure("the script trained no model", key="the script", output=outcome.tail)
+            raise Failure("the script trained no model", key=mistakes.SCRIPT, output=outcome.tail)
+        for mistake in mistakes.found(outcome.events):
+            raise mistake
         for bad in saved.bad(outcome.events, outcome.holdings[0].weights):
-            raise Failure(bad.what, key="the script", line=bad.line, fix=SAVE)
+            raise Failure(bad.what, key=mistakes.SCRIPT, line=bad.line, fix=SAVE)
         losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
         if not all(math.isfinite(one) for one in losses):
-            raise Failure("a loss is NaN or infinite", key="the script", output=outcome.tail)
+            raise Failure("a loss is NaN or infinite", key=mistakes.SCRIPT, output=outcome.tail)
         return summary(outcome)
 
     def _judge(self, outcome: Outcome) -> None:

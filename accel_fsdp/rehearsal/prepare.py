@@ -1,0 +1,128 @@
+"""What a rehearsal with `train/sft.py` is made of: the small model, a few rows, the arguments."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp.checkpoints import file_names
+from accel_fsdp.config import JobConfig, launch_words
+from accel_fsdp.errors import UsageError
+from accel_fsdp.linter import parse_command_line
+from accel_fsdp.models import catalogue
+from accel_fsdp.rehearsal import rows
+from accel_fsdp.rehearsal.shrink import SmallModel, shrink
+from accel_fsdp.rehearsal.small_run import SmallRun, small_run
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """In a folder of the rehearsal's own. `said` is what to tell the user."""
+
+    model: SmallModel
+    rows: Path
+    run: SmallRun
+    said: str
+
+
+def own_words(file: Path) -> tuple[str, ...]:
+    """The arguments that the YAML's own comment gives to the script; none where it has no such line."""
+    words = launch_words(file.read_text(encoding="utf-8"))
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    return tuple(words[script + 1 :])
+
+
+def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
+    """The model that is meant: the flag's, else the arguments'."""
+    return given or _text(parse_command_line(list(words)), "model_name_or_path")
+
+
+def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], folder: Path) -> Prepared:
+    """Makes the model small and the data short.
+
+    Raises:
+        UserError: the model can't be read, or nothing says which it is.
+    """
+    source, origin = _source(job, model, folder)
+    small = shrink(source, folder / "model")
+    made = rows.cut(
+        _local(_text(parse_command_line(list(words)), "dataset_name")),
+        folder / "rows",
+        chats=_has_chat_template(small.folder),
+    )
+    _without_dropout(small.folder)
+    units = ", ".join(small.layer_classes)
+    said = f"{origin}{small.parameters:,} weights, units of {units}; tokenizer {small.tokenizer}, rows {made.origin}"
+    return Prepared(small, made.folder, small_run(words), said)
+
+
+def _text(arguments: Mapping[str, Any], name: str) -> str | None:
+    value = arguments.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _local(dataset: str | None) -> str | None:
+    """Data on this machine: that of a hub would be fetched whole, for a few rows."""
+    return dataset if dataset is not None and Path(dataset).exists() else None
+
+
+def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
+    """What can be read here: the model, a bundled one's config, or any that has the YAML's layer class."""
+    if model is not None and Path(model).exists():
+        return model, ""
+    known = catalogue.canonical(model) if model else None
+    if known:
+        return _written(catalogue.entries()[known]["config"], folder / "bundled"), ""
+    if model is not None:
+        return model, ""
+    named = str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(",")[0] if job.is_fsdp else ""
+    found = of_layer_class(named) if named else {}
+    if not found:
+        raise UsageError(
+            "nothing says which model to rehearse",
+            why="its architecture decides what is sharded",
+            fix="--model ID_OR_FOLDER",
+        )
+    return _written(found, folder / "by-class"), f"a {found['model_type']}, as the YAML names {named}; "
+
+
+def of_layer_class(name: str) -> Mapping[str, Any]:
+    """The default config of an architecture with this layer class; empty if transformers has none."""
+    import transformers
+
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if f"class {name}(" in path.read_text(encoding="utf-8"):
+            try:
+                config = transformers.AutoConfig.for_model(path.parent.name)
+            except ValueError:
+                continue
+            return dict(config.to_dict())
+    return {}
+
+
+def _written(config: Mapping[str, Any], place: Path) -> str:
+    place.mkdir()
+    (place / file_names.CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    return str(place)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    from accel_fsdp.models import read_tokenizer
+
+    return bool(read_tokenizer(str(folder)).chat_template)
+
+
+def _without_dropout(folder: Path) -> None:
+    """What is drawn at random differs from rank to rank, so that losses could not be compared."""
+    path = folder / file_names.CONFIG
+    config = _still(json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _still(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    random = ("dropout", "pdrop", "drop_path", "layerdrop", "router_jitter")
+    zero = {key: 0.0 for key, value in config.items() if isinstance(value, float) and any(one in key for one in random)}
+    return {key: _still(value) for key, value in config.items()} | zero

@@ -1,0 +1,80 @@
+"""What a rehearsal says: a line for each step while it runs, and at the end what they prove and what they can't."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from accel_fsdp import console
+from accel_fsdp.config import JobConfig
+
+ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "kernels of GPUs")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was done, how long it took, and what it proved; where it failed `key`, `line` and `fix` say of what.
+
+    `key` is the YAML's key or the script's argument behind it, `line` that of the script, `output` what was printed.
+    """
+
+    name: str
+    passed: bool
+    seconds: float
+    said: str
+    key: str = ""
+    line: str = ""
+    fix: str = ""
+    output: str = ""
+
+
+@dataclass
+class Report:
+    """All steps so far. `changes` say what is smaller than in the real job, `left_out` what no step here shows."""
+
+    file: str
+    changes: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    forecast: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all went well."""
+        return all(step.passed for step in self.steps)
+
+    def as_json(self) -> str:
+        """All of it."""
+        return json.dumps({**asdict(self), "passed": self.passed}, indent=2)
+
+
+def show(step: Step) -> None:
+    """The line of a step, and what is known of its failure."""
+    mark, style = ("ok    ", "green") if step.passed else ("FAILED", "red")
+    console.put(f"{mark} {step.name} ({step.seconds:.1f} s): {step.said}", style=style)
+    if step.passed:
+        return
+    for title, text in (("key", step.key), ("line", step.line), ("fix", step.fix)):
+        if text:
+            console.put(f"       {title}: {text}")
+    if step.output:
+        console.say(step.output.rstrip(), style="dim")
+
+
+def conclude(report: Report) -> None:
+    """What was proven, in which size, and what is left for GPUs to show."""
+    if report.changes:
+        console.put(f"in small: {', '.join(report.changes)}", wrap=True)
+    if report.passed:
+        console.put(f"proven here: {', '.join(step.name for step in report.steps)}", style="green", wrap=True)
+    console.put(f"only a GPU can show: {', '.join(report.left_out)}", wrap=True)
+    if report.forecast:
+        console.put(report.forecast, wrap=True)
+
+
+def left_out(job: JobConfig) -> Iterator[str]:
+    """What only the real job on GPUs can show."""
+    yield from ONLY_GPUS
+    if job.is_fsdp and job.on("fsdp_offload_params"):
+        yield "offloading to the CPU"
+    if (precision := str(job.top("mixed_precision"))) not in ("no", "bf16"):
+        yield f"mixed_precision {precision}"

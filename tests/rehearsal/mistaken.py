@@ -1,0 +1,87 @@
+"""A training script as people write it, with one mistake: `mistaken.py NAME MODEL FOLDER`; `none` has none.
+
+It uses Accelerate and transformers alone, and knows nothing of the rehearsal.
+"""
+
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+NAME, MODEL, FOLDER = sys.argv[1:4]
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+rows = torch.randint(0, 100, (16, 12))
+loader = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+if NAME == "frozen layers":
+    for parameter in model.model.layers[0].self_attn.parameters():
+        parameter.requires_grad = False
+if NAME == "forgotten random state":
+    checkpoint = torch.utils.checkpoint.checkpoint
+    layer = model.model.layers[0]
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+if NAME == "adapter":
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+if NAME == "experts":
+
+    class Experts(nn.Module):
+        """Each rank sends its rows to another expert, and an expert is a unit."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(type(model.model.layers[0].mlp)(model.config) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts[accelerator.process_index](x)  # type: ignore[no-any-return]
+
+    model.model.layers[0].mlp = Experts()
+
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+if NAME == "optimizer of other weights":
+    optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
+    model = accelerator.prepare(model)
+elif NAME == "optimizer before prepare":
+    model = accelerator.prepare(model)
+elif NAME == "dataloader not prepared":
+    model, optimizer = accelerator.prepare(model, optimizer)
+else:
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+for step, batch in enumerate(loader):
+    batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
+    if NAME == "control flow" and step == 1 and accelerator.process_index == 1:
+        continue
+    if NAME == "part of the model":
+        hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)
+        loss = accelerator.unwrap_model(model).model.layers[0].mlp(hidden).sum()
+    else:
+        loss = model(input_ids=batch, labels=batch).loss
+    accelerator.backward(loss)
+    if NAME == "torch clips":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 1:
+        break
+
+if NAME == "generate":
+    accelerator.unwrap_model(model).generate(rows[:1].to(accelerator.device), max_new_tokens=2)
+if NAME == "saves on one rank" and accelerator.is_main_process:
+    accelerator.save_state(FOLDER)
+if NAME == "state dict on one rank" and accelerator.is_main_process:
+    accelerator.get_state_dict(model)
+if NAME == "saves shards":
+    accelerator.unwrap_model(model).save_pretrained(FOLDER)
+if NAME in ("none", "adapter"):
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        FOLDER, state_dict=state, is_main_process=accelerator.is_main_process
+    )
