@@ -121,6 +121,17 @@ def waiting(text: str) -> Iterator[None]:
 
 
 @contextmanager
+def stopwatch(text: str) -> Iterator[None]:
+    """The same with the time that it takes, for steps of a minute."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bars:
+        bars.add_task(escape(printable(text)), total=None)
+        yield
+
+
+@contextmanager
 def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A bar with GB/s and the time left while bytes are moved; yields what to call with each number of bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

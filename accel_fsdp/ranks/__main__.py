@@ -11,10 +11,7 @@ import traceback
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, hang, watch
-
-NODES = "ACCEL_FSDP_NODES"
-"""How many machines the ranks of this one stand for."""
+from accel_fsdp.ranks import events, hang, nodes, watch
 
 
 def main() -> int:
@@ -22,7 +19,7 @@ def main() -> int:
     del sys.argv[0]
     script = sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    _stand_for_nodes()
+    nodes.stand_for_several()
     if cpu.enable() and not LaunchEnvironment.now().shards:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
     watch.begin()
@@ -43,15 +40,6 @@ def main() -> int:
         return 1
     events.tell("ended", code=0)
     return 0
-
-
-def _stand_for_nodes() -> None:
-    """Lets the ranks of this machine stand for several: how they are numbered is all that a rank knows of machines."""
-    nodes = int(os.environ.get(NODES, "1"))
-    launch = LaunchEnvironment.now()
-    if nodes > 1 and launch.is_rank:
-        each = launch.world_size // nodes
-        os.environ |= {"LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": str(launch.rank % each)}
 
 
 def _exit_code(ended: SystemExit) -> int:

@@ -5,6 +5,9 @@ It changes nothing. What is replaced here calls what it replaces with the same a
 
 import dataclasses
 import functools
+import itertools
+import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+HOLD_BEFORE = "ACCEL_FSDP_HOLD_BEFORE"
+"""The variable that names a step before which the rank waits, to be killed there."""
+
+
 def begin() -> None:
     """Puts the watch in place; before the script imports anything."""
     import torch
@@ -31,6 +38,22 @@ def begin() -> None:
     _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
     _watch_prepare(Accelerator)
     _FirstStep().install()
+    if HOLD_BEFORE in os.environ:
+        _hold_before(int(os.environ[HOLD_BEFORE]))
+
+
+def _hold_before(number: int) -> None:
+    """Stops this rank for good when its optimizer is about to take this step, counted from 1."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    steps = itertools.count(1)
+
+    def hold(*_: Any) -> None:
+        if next(steps) == number:
+            events.tell("held")
+            signal.pause()
+
+    register_optimizer_step_pre_hook(hold)
 
 
 def tell_failure(error: BaseException) -> None:

@@ -100,7 +100,7 @@ def _check(file: Path, model: str | None, script: Path, words: tuple[str, ...], 
 def _taken(name: str, action: Action) -> Step:
     began = time.monotonic()
     try:
-        with console.waiting(name):
+        with console.stopwatch(name):
             said = action()
     except Failure as failed:
         took = time.monotonic() - began

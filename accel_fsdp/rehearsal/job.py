@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; `code` is None where it was ended from here, by `until` or for a hang."""
+    """How a launch ended; `code` is None where it was killed, before a step or for a hang."""
 
     code: int | None
     events: list[Event]
@@ -70,17 +70,16 @@ class Rehearsed:
     seconds: float = 600
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def launch(
-        self, name: str, scaled: ScaledJob, words: Sequence[str], until: Callable[[], bool] = lambda: False
-    ) -> Outcome:
-        """Runs the script on the job's ranks; once `until` is true all of them are killed, as by SIGKILL."""
+    def launch(self, name: str, scaled: ScaledJob, words: Sequence[str], kill_before: int | None = None) -> Outcome:
+        """Runs the script on the job's ranks; all processes are killed by SIGKILL before the step `kill_before`."""
         config = self.folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
         command = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
-        given = {"ACCEL_FSDP_NODES": str(scaled.nodes)}
-        return self._run(
-            name, [*command, "-m", "accel_fsdp.ranks", str(self.script), *words], given, scaled.processes, until
-        )
+        given = {ranks.NODES: str(scaled.nodes)}
+        if kill_before is not None:
+            given[ranks.HOLD_BEFORE] = str(kill_before)
+        ours = ["-m", "accel_fsdp.ranks", str(self.script)]
+        return self._run(name, [*command, *ours, *words], given, scaled.processes)
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
         """Runs a command of accel-fsdp."""
@@ -96,7 +95,6 @@ class Rehearsed:
         words: list[str],
         given: Mapping[str, str],
         processes: int = 1,
-        until: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
         told.mkdir()
@@ -115,21 +113,20 @@ class Rehearsed:
                 [sys.executable, *words], env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                code, hang = self._wait(process, told, processes, until)
+                code, hang = self._wait(process, told, processes)
             finally:
                 _kill(process)
         return Outcome(code, ranks.read(told), output.read_text(encoding="utf-8", errors="replace"), hang)
 
-    def _wait(
-        self, process: "subprocess.Popen[bytes]", told: Path, processes: int, until: Callable[[], bool]
-    ) -> tuple[int | None, Hang | None]:
+    def _wait(self, process: "subprocess.Popen[bytes]", told: Path, processes: int) -> tuple[int | None, Hang | None]:
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(POLL_SECONDS), None
-            if until():
+            events = ranks.read(told)
+            if sum(event.kind == "held" for event in events) == processes:
                 return None, None
-            if hang := hang_in(ranks.read(told), processes):
+            if hang := hang_in(events, processes):
                 return None, hang
         return None, Hang({})
 

@@ -83,13 +83,9 @@ class SftRehearsal:
         """The first steps up to a checkpoint; then every process is killed."""
         checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
         words = self._words("run", self.scaled.processes)
-
-        def saved() -> bool:
-            return (checkpoint / file_names.MARKER).is_file() and not completeness.flaw(checkpoint)
-
-        outcome = self._ran("saved", self.in_float32, words, saved)
-        if outcome.code is not None and not saved():
-            raise Failure("the run ended without a complete checkpoint", output=outcome.tail)
+        outcome = self._ran("saved", self.in_float32, words, kill_before=SAVED + 1)
+        if flaw := completeness.flaw(checkpoint):
+            raise Failure(f"{checkpoint.name} is not complete before step {SAVED + 1}: {flaw}", output=outcome.tail)
         shutil.copytree(checkpoint, self._output("elsewhere") / checkpoint.name)
         shutil.copytree(checkpoint, self.launcher.folder / "first")
         return self._sharded(outcome)
@@ -151,9 +147,9 @@ class SftRehearsal:
         words = self.run.words(places, ranks, self.scaled.processes, **more)
         return self.run.exact(words) if exact else words
 
-    def _ran(self, name: str, job: ScaledJob, words: list[str], until: Any = lambda: False) -> Outcome:
+    def _ran(self, name: str, job: ScaledJob, words: list[str], kill_before: int | None = None) -> Outcome:
         """A launch that must go well; what it held is compared with what the YAML asks for."""
-        outcome = self.launcher.launch(name, job, words, until)
+        outcome = self.launcher.launch(name, job, words, kill_before)
         if outcome.hang or outcome.code:
             raise of_outcome(outcome, self.launcher.script)
         self.seen[name] = outcome
