@@ -5,7 +5,6 @@ It changes nothing. What is replaced here calls what it replaces with the same a
 
 import dataclasses
 import functools
-import itertools
 import os
 import signal
 import sys
@@ -37,23 +36,7 @@ def begin() -> None:
     _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
     _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
     _watch_prepare(Accelerator)
-    _FirstStep().install()
-    if HOLD_BEFORE in os.environ:
-        _hold_before(int(os.environ[HOLD_BEFORE]))
-
-
-def _hold_before(number: int) -> None:
-    """Stops this rank for good when its optimizer is about to take this step, counted from 1."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    steps = itertools.count(1)
-
-    def hold(*_: Any) -> None:
-        if next(steps) == number:
-            events.tell("held")
-            signal.pause()
-
-    register_optimizer_step_pre_hook(hold)
+    _Steps(int(os.environ.get(HOLD_BEFORE, "0"))).install()
 
 
 def tell_failure(error: BaseException) -> None:
@@ -113,10 +96,13 @@ def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:
     events.tell(kind, holding=dataclasses.asdict(measure(model)), **more)
 
 
-class _FirstStep:
+class _Steps:
     """What the first step of an optimizer trains: the outermost modules that ran forward before it, and their rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold_before: int) -> None:
+        """`hold_before`: the step, counted from 1, before which this rank waits for good; 0 for none."""
+        self.hold_before = hold_before
+        self.taken = 0
         self.depth = 0
         self.models: dict[int, Any] = {}
         self.rows: list[int] = []
@@ -124,15 +110,15 @@ class _FirstStep:
         self.saves = Saves()
 
     def install(self) -> None:
-        """Puts its hooks in place, until the first step."""
+        """Puts its hooks in place."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self.handles: list[Any] = [
+        self.of_modules: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
-            register_optimizer_step_pre_hook(self._step),
         ]
+        register_optimizer_step_pre_hook(self._step)
 
     def _enter(self, module: "nn.Module", args: tuple[Any, ...]) -> None:
         import torch
@@ -150,8 +136,16 @@ class _FirstStep:
         self.depth -= 1
 
     def _step(self, optimizer: Any, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self.taken += 1
+        if self.taken == 1:
+            self._tell_first(optimizer)
+        if self.taken == self.hold_before:
+            events.tell("held")
+            signal.pause()
+
+    def _tell_first(self, optimizer: Any) -> None:
+        for hook in self.of_modules:
+            hook.remove()
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for model in self.models.values():
             own = {id(one) for one in model.parameters() if one.requires_grad}
