@@ -108,6 +108,18 @@ def unwrapped(model: Any) -> "nn.Module":
     return model  # type: ignore[no-any-return]
 
 
+def user_name(path: str) -> str:
+    """A module's path without the names that wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def is_unit(module: "nn.Module") -> bool:
+    """Whether FSDP gathers it."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
+
+
 def class_name(module: "nn.Module") -> str:
     """The user's own class of a module; `fully_shard` makes another one of it, FSDPLinear of Linear."""
     from torch.distributed.fsdp import FSDPModule
@@ -153,7 +165,7 @@ def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
         return
     seen: set[int] = set()
     for path, module in model.named_modules():
-        name = ".".join(part for part in path.split(".") if part not in WRAPPERS)
+        name = user_name(path)
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield _of_fsdp1(name, module)
         elif isinstance(module, FSDPModule):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.models import counting
 from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.holding import measure, unwrapped
+from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.saves import Saves
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class _Steps:
         self.depth = 0
         self.models: dict[int, Any] = {}
         self.rows: list[int] = []
+        self.units: list[int] = []
         self.awaits_rows = False
         self.saves = Saves()
 
@@ -126,7 +127,9 @@ class _Steps:
         if self.depth == 0:
             self.saves.watch()
             self.models[id(module)] = module
-            self.awaits_rows = module.training
+            self.awaits_rows = torch.is_grad_enabled()
+        if is_unit(module):
+            self.units.append(id(module))
         self.depth += 1
         if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # Transformers: what its embedding is given
             self.awaits_rows = False
@@ -147,11 +150,14 @@ class _Steps:
         for hook in self.of_modules:
             hook.remove()
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for model in self.models.values():
+        inner = {id(one) for model in self.models.values() for one in model.modules() if one is not model}
+        for model in (model for number, model in self.models.items() if number not in inner):  # others ran again
             own = {id(one) for one in model.parameters() if one.requires_grad}
             if own:
                 name = type(unwrapped(model)).__name__
                 events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own))
                 _tell_holding("stepped", model)
+                names = {id(module): user_name(path) for path, module in model.named_modules()}
+                events.tell("units", names=[names[unit] for unit in self.units if unit in names])
         events.tell("rows", hashes=self.rows)
         self.models.clear()

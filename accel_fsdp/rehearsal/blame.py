@@ -32,7 +32,7 @@ KNOWN = (
         "name a layer class that the model has: accel-fsdp check FILE --model MODEL",
     ),
     Cause(
-        "Must flatten tensors with uniform requires_grad",
+        r"Must flatten tensors with uniform .?requires_grad",
         "fsdp_use_orig_params",
         "fsdp_use_orig_params: true, or fsdp_version: 2",
     ),

@@ -24,15 +24,19 @@ TAIL_LETTERS = 4000
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that wait for each other. `waits`: for each rank the line of the script, the collective, the stack."""
+    """Ranks that wait for each other. `waits`: for each rank the line of the script, the collective, the stack.
+
+    `ended` are the ranks whose script came to its end meanwhile.
+    """
 
     waits: Mapping[int, tuple[str, str, str]]
+    ended: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         places = []
         for rank, (line, collective, _) in sorted(self.waits.items()):
-            where = f"line {line}" if line else "the end of the script"
-            places.append(f"rank {rank} waits in {collective or 'no collective'} at {where}")
+            at = "has ended" if rank in self.ended else f"waits in {collective or 'no collective'} at {line}"
+            places.append(f"rank {rank} {at}")
         return "; ".join(places)
 
 
@@ -137,10 +141,11 @@ def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
     for event in events:
         last[event.rank] = event
     waiting = {rank: event.content for rank, event in last.items() if event.kind == "still"}
-    ended = {rank for rank, event in last.items() if event.kind == "ended"}
-    if len(waiting) + len(ended) < processes or not any(one["collective"] for one in waiting.values()):
+    ended = sum(event.kind == "ended" for event in last.values())
+    if len(waiting) + ended < processes or not any(one["collective"] for one in waiting.values()):
         return None
-    return Hang({rank: (one["line"], one["collective"], one["stack"]) for rank, one in waiting.items()})
+    waits = {rank: (one["line"], one["collective"], one["stack"]) for rank, one in waiting.items()}
+    return Hang(waits, frozenset(event.rank for event in events if event.kind == "ended"))
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

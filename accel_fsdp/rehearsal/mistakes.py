@@ -1,6 +1,7 @@
 """Mistakes of training scripts that no library reports: what the ranks told, read for them. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 from accel_fsdp.config import Engine
 from accel_fsdp.ranks import Event, Holding, holdings
@@ -41,6 +42,22 @@ def _same_rows(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Fa
             SCRIPT,
             "accelerator.prepare(dataloader), or a DistributedSampler",
         )
+
+
+def _other_units(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
+    """FSDP gathers a unit from all ranks: those that run another one meanwhile mix its weights with theirs, or hang."""
+    orders = {event.rank: event.content["names"] for event in _of("units", events)}
+    first, *others = sorted(orders) or [0]
+    for rank in others:
+        for ours, theirs in zip_longest(orders[first], orders[rank], fillvalue="nothing"):
+            if ours != theirs:
+                yield Failure(
+                    f"the ranks run different units: rank {first} runs {ours or 'the model'} "
+                    f"where rank {rank} runs {theirs or 'the model'}",
+                    "fsdp_transformer_layer_cls_to_wrap",
+                    "make a unit of the layer that holds the experts, which every rank runs, not of each expert",
+                )
+                return
 
 
 def _untied(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
@@ -85,6 +102,7 @@ def _of(kind: str, events: Sequence[Event]) -> list[Event]:
 
 LOOKS: tuple[Callable[[Sequence[Event], dict[int, Holding]], Iterator[Failure]], ...] = (
     _another_optimizer,
+    _other_units,
     _same_rows,
     _untied,
     _clipped_by_torch,

@@ -44,6 +44,8 @@ def _flaw(folder: Path, weights: int) -> str:
 
 
 def _elements(found: discover.CheckpointLocation) -> int:
+    if found.kind in discover.EXPORTED:
+        return sum(prod(one.shape) for one in open_checkpoint.of_place(found.weights).values())
     reader = FileReader()
     try:
         content = open_checkpoint.read(found, reader)

@@ -54,10 +54,15 @@ def test_without_a_mistake_it_passes(fsdp: dict[str, Any], tiny_model: Path, tmp
     assert re.match(rf"FSDP{fsdp['fsdp_version']}.* units; a rank holds at most [\d,]+ of [\d,]+ weights", said)
 
 
+WITHOUT_STRATEGY = {key: value for key, value in FSDP1.items() if key != "fsdp_sharding_strategy"}
 BY_YAML = {
     "wrong class": (FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaLayer"}, "Could not find", "cls_to_wrap"),
     "dead key": (FSDP1 | {"fsdp_shardign_strategy": 2}, "AF1", "fsdp_shardign_strategy"),
-    "key of the other version": (FSDP1 | {"fsdp_reshard_after_forward": False}, "AF2", "fsdp_reshard_after_forward"),
+    "key of the other version": (
+        WITHOUT_STRATEGY | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
+        "AF302",
+        "fsdp_reshard_after_forward",
+    ),
     "size based": (FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "AF", "fsdp_auto_wrap_policy"),
 }
 
@@ -72,16 +77,28 @@ def test_of_the_yaml(name: str, tiny_model: Path, tmp_path: Path) -> None:
 
 
 BY_SCRIPT: dict[str, tuple[dict[str, Any], str, str]] = {
-    "adapter": (FSDP2 | {"fsdp_activation_checkpointing": True}, "save_pretrained left .* with 0 tensors", "is_main"),
-    "saves on one rank": (FSDP2, "rank 0 waits in .*; rank 1 waits in barrier at the end", "accelerator.save_state"),
-    "state dict on one rank": (FSDP2, "the ranks wait for each other", "accelerator.get_state_dict(model)\n"),
-    "frozen layers": (FSDP1 | {"fsdp_use_orig_params": False}, "uniform requires_grad", "accelerator.prepare(model, o"),
+    "adapter": (
+        FSDP2 | {"fsdp_activation_checkpointing": True},
+        "save_pretrained left .* with 0 tensors",
+        "state_dict=state",
+    ),
+    "saves on one rank": (FSDP2, "rank 0 waits in .*; rank 1 has ended", "accelerator.save_state"),
+    "state dict on one rank": (FSDP2, "the ranks wait for each other", "accelerator.get_state_dict(model)"),
+    "frozen layers": (
+        FSDP1 | {"fsdp_use_orig_params": False},
+        "uniform .requires_grad",
+        "accelerator.prepare(model, o",
+    ),
     "optimizer of other weights": (FSDP1, "the optimizer lacks .* of the model's trained parameters", ""),
     "torch clips": (FSDP1, "clipped by torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_"),
     "generate": (FSDP1, "weight", "generate(rows"),
     "part of the model": (FSDP2, "mixed torch.Tensor and DTensor", "model.embed_tokens(batch)"),
     "control flow": (FSDP1, "the ranks wait for each other|Connection closed", "accelerator.backward(loss)"),
-    "experts": (FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "the ranks wait for each other", ""),
+    "experts": (
+        FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"},
+        "experts.0 where rank 1 runs .*experts.1",
+        "",
+    ),
     "forgotten random state": (FSDP1, "other random numbers", ""),
     "dataloader not prepared": (FSDP2, "all 2 ranks train on the same rows", ""),
     "saves shards": (FSDP1, "save_pretrained left .* with [\\d,]+ of [\\d,]+ weights", "save_pretrained(FOLDER)"),
