@@ -6,5 +6,4 @@ from .holding import Holding as Holding
 from .holding import Unit as Unit
 from .holding import holdings as holdings
 from .holding import measure as measure
-from .nodes import NODES as NODES
 from .watch import HOLD_BEFORE as HOLD_BEFORE

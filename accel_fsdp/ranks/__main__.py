@@ -11,7 +11,7 @@ import traceback
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, hang, nodes, watch
+from accel_fsdp.ranks import events, hang, watch
 
 
 def main() -> int:
@@ -19,7 +19,6 @@ def main() -> int:
     del sys.argv[0]
     script = sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    nodes.stand_for_several()
     if cpu.enable() and not LaunchEnvironment.now().shards:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
     watch.begin()

@@ -10,7 +10,7 @@ from accel_fsdp import console, shipped
 from accel_fsdp.config import SCRIPT, read_config
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.linter import LintOptions, lint, parse_command_line
-from accel_fsdp.rehearsal import forecast, janitor, prepare
+from accel_fsdp.rehearsal import forecast, janitor, prepare, warm
 from accel_fsdp.rehearsal.blame import Failure
 from accel_fsdp.rehearsal.flags import RehearseCommand
 from accel_fsdp.rehearsal.job import Rehearsed
@@ -64,7 +64,10 @@ def _steps(
     folder: Path,
 ) -> Iterator[tuple[str, Action]]:
     script = options.script or shipped.source() / SCRIPT
-    launcher = Rehearsed(folder, script, options.timeout)
+    launcher = Rehearsed(folder, script, options.timeout, cold=options.script is not None)
+    if not launcher.cold:
+        os.environ |= janitor.mark(folder) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        warm.start_server()
     yield "check", lambda: _check(options.file, options.model, script, words, folder)
     if options.script is not None:
         yield from OwnRehearsal(launcher, scaled, words).steps()

@@ -34,6 +34,11 @@ def folder() -> Iterator[Path]:
         process.communicate()
 
 
+def mark(place: Path) -> dict[str, str]:
+    """The variable that processes of a rehearsal must have when they are executed."""
+    return {FOLDER: str(place)}
+
+
 def serve(place: str) -> None:
     """What the process does."""
     sys.stdin.buffer.read()

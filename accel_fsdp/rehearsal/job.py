@@ -2,23 +2,29 @@
 
 import contextlib
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import yaml
 
 from accel_fsdp import ranks
+from accel_fsdp.config import Engine
+from accel_fsdp.launch import launcher
 from accel_fsdp.ranks import Event, Holding
-from accel_fsdp.rehearsal import janitor
+from accel_fsdp.rehearsal import janitor, warm
 from accel_fsdp.rehearsal.scaled import ScaledJob
 
-POLL_SECONDS = 0.2
+Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 1.0
 TAIL_LETTERS = 4000
 
 
@@ -67,23 +73,33 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What all launches of a rehearsal share. `folder` is the janitor's."""
+    """What all launches of a rehearsal share. `folder` is the janitor's, and a launch may take `seconds`.
+
+    `cold`: the script may set variables that libraries read while they are imported.
+    """
 
     folder: Path
     script: Path
     seconds: float = 600
-    environment: Mapping[str, str] = field(default_factory=dict)
+    cold: bool = False
 
     def launch(self, name: str, scaled: ScaledJob, words: Sequence[str], kill_before: int | None = None) -> Outcome:
-        """Runs the script on the job's ranks; all processes are killed by SIGKILL before the step `kill_before`."""
+        """Runs the script on the job's ranks; all of them are killed by SIGKILL before the step `kill_before`.
+
+        Accelerate's own functions make of the YAML what its launcher would tell the ranks, which are started as by
+        torchrun: that launcher takes as long to load as a rank.
+
+        Raises:
+            UserError: Accelerate refuses the YAML.
+        """
         config = self.folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
-        command = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
-        given = {ranks.NODES: str(scaled.nodes)}
+        common = launcher.rank_environment(config, self.script)
         if kill_before is not None:
-            given[ranks.HOLD_BEFORE] = str(kill_before)
-        ours = ["-m", "accel_fsdp.ranks", str(self.script)]
-        return self._run(name, [*command, *ours, *words], given, scaled.processes)
+            common[ranks.HOLD_BEFORE] = str(kill_before)
+        places = _places(scaled) if scaled.job.engine is not Engine.NONE else [{}]
+        command = ["-m", "accel_fsdp.ranks", str(self.script), *words]
+        return self._run(name, command, [common | place for place in places])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
         """Runs a command of accel-fsdp."""
@@ -91,48 +107,74 @@ class Rehearsed:
 
     def python(self, name: str, words: Sequence[str]) -> Outcome:
         """Runs Python with these words, in a process of its own."""
-        return self._run(name, list(words), {})
+        return self._run(name, list(words), [{}])
 
-    def _run(
-        self,
-        name: str,
-        words: list[str],
-        given: Mapping[str, str],
-        processes: int = 1,
-    ) -> Outcome:
+    def _run(self, name: str, words: list[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
         told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
         told.mkdir()
-        environment = {
+        common = {
             **os.environ,
-            **self.environment,
-            **given,
             janitor.FOLDER: str(self.folder),
             ranks.EVENTS: str(told),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        with open(output, "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *words], env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                code, hang = self._wait(process, told, processes)
-            finally:
-                _kill(process)
+        started: list[Process] = []
+        try:
+            started += [self._start(words, {**common, **own}, output) for own in environments]
+            code, hang = self._wait(started, told)
+        finally:
+            _kill(started)
         return Outcome(code, ranks.read(told), output.read_text(encoding="utf-8", errors="replace"), hang)
 
-    def _wait(self, process: "subprocess.Popen[bytes]", told: Path, processes: int) -> tuple[int | None, Hang | None]:
+    def _start(self, words: list[str], environment: Mapping[str, str], output: Path) -> Process:
+        if not self.cold:
+            return warm.start(words, environment, output)
+        with open(output, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _wait(self, started: Sequence[Process], told: Path) -> tuple[int | None, Hang | None]:
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(POLL_SECONDS), None
+            time.sleep(POLL_SECONDS)
+            codes = [_code(process) for process in started]
+            if any(codes):
+                time.sleep(GRACE_SECONDS)  # in which the other ranks say what they failed of
+                return next(code if code > 0 else 128 - code for code in codes if code), None
+            if None not in codes:
+                return 0, None
             events = ranks.read(told)
-            if sum(event.kind == "held" for event in events) == processes:
+            if sum(event.kind == "held" for event in events) == len(started):
                 return None, None
-            if hang := hang_in(events, processes):
+            if hang := hang_in(events, len(started)):
                 return None, hang
         return None, Hang({})
+
+
+def _code(process: Process) -> int | None:
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
+def _places(scaled: ScaledJob) -> list[dict[str, str]]:
+    """Each rank's place, as torchrun tells it; several machines where the ranks stand for them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    each = scaled.ranks_per_node
+    numbers = {"WORLD_SIZE": scaled.processes, "LOCAL_WORLD_SIZE": each, "MASTER_PORT": port}
+    common = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % each), "GROUP_RANK": str(rank // each)}
+        for rank in range(scaled.processes)
+    ]
 
 
 def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
@@ -148,11 +190,12 @@ def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
     return Hang(waits, frozenset(event.rank for event in events if event.kind == "ended"))
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kills the launcher and its ranks, which have groups of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(process.pid)
-        for one in (*launcher.children(recursive=True), launcher):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGKILL)
-    process.wait()
+def _kill(started: Sequence[Process]) -> None:
+    """Kills processes and what they have started."""
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one = psutil.Process(process.pid)
+            for each in (*one.children(recursive=True), one):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        process.wait() if isinstance(process, subprocess.Popen) else process.join()

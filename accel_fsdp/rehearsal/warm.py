@@ -1,0 +1,63 @@
+"""Processes that start with the libraries imported already, which is most of the time of a short launch.
+
+A server imports them once and forks a process for each that is asked for (Python's own forkserver).
+"""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PRELOAD = "accel_fsdp.rehearsal.preload"
+
+
+def start_server() -> None:
+    """Lets the server begin to import, while this process does something else. It ends with this process."""
+    forkserver.set_forkserver_preload([PRELOAD])
+    forkserver.ensure_running()
+
+
+def start(words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
+    """Runs `-m MODULE` and its arguments in a process and a session of its own; all that it prints goes to `log`."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_become, args=(list(words), dict(environment), str(log)))
+    process.start()
+    return process
+
+
+def _become(words: list[str], environment: dict[str, str], log: str) -> None:
+    """What the forked process does: it is Python, started with these words."""
+    os.setsid()
+    place = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for number in (1, 2):
+        os.dup2(place, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()  # else each rank would draw the same numbers
+    import numpy as np
+
+    np.random.seed()
+    sys.argv = words[1:]
+    code = 1
+    try:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
