@@ -6,4 +6,4 @@ from .holding import Holding as Holding
 from .holding import Unit as Unit
 from .holding import holdings as holdings
 from .holding import measure as measure
-from .watch import HOLD_BEFORE as HOLD_BEFORE
+from .watch import HOLD_AFTER as HOLD_AFTER

@@ -31,7 +31,7 @@ class Unit:
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
     `reshards`: its weights are parted again between forward and backward. `evenly`: as one flat parameter, and not
-    each parameter by its rows.
+    each parameter by its rows. `states_alone`: the optimizer's states are parted, and the weights whole on each rank.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Unit:
     ranks: int
     reshards: bool = True
     evenly: bool = False
+    states_alone: bool = False
 
     @property
     def share(self) -> int:
@@ -64,12 +65,12 @@ class Holding:
     @property
     def weights(self) -> int:
         """Of the whole model."""
-        return self.whole + sum(unit.weights for unit in self.units)
+        return self.whole + sum(unit.weights for unit in self.units if not unit.states_alone)
 
     @property
     def held(self) -> int:
         """On this rank."""
-        return self.whole + sum(unit.held for unit in self.units)
+        return self.whole + sum(unit.held for unit in self.units if not unit.states_alone)
 
 
 def holdings(events: Iterable[Event]) -> dict[int, Holding]:
@@ -225,7 +226,7 @@ def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
     if stage in (1, 2):
         held = sum(one.numel() for one in model.optimizer.single_partition_of_fp32_groups)
         trained = sum(one.numel() for one in model.module.parameters() if one.requires_grad)
-        yield Unit("", "optimizer states", trained, held, ranks), set()
+        yield Unit("", "optimizer states", trained, held, ranks, states_alone=True), set()
     for path, module in model.module.named_modules() if stage > 2 else ():
         own = list(module.parameters(recurse=False))
         if own:

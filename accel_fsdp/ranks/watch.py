@@ -10,8 +10,10 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.checkpoints import completeness
 from accel_fsdp.models import counting
 from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-HOLD_BEFORE = "ACCEL_FSDP_HOLD_BEFORE"
-"""The variable that names a step before which the rank waits, to be killed there."""
+HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
+"""The variable that names a checkpoint: in the first step after it is complete a rank waits, to be killed there."""
 
 
 def begin() -> None:
@@ -36,7 +38,7 @@ def begin() -> None:
     _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
     _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
     _watch_prepare(Accelerator)
-    _Steps(int(os.environ.get(HOLD_BEFORE, "0"))).install()
+    _Steps(os.environ.get(HOLD_AFTER)).install()
 
 
 def tell_failure(error: BaseException) -> None:
@@ -99,10 +101,9 @@ def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:
 class _Steps:
     """What the first step of an optimizer trains: the outermost modules that ran forward before it, and their rows."""
 
-    def __init__(self, hold_before: int) -> None:
-        """`hold_before`: the step, counted from 1, before which this rank waits for good; 0 for none."""
-        self.hold_before = hold_before
-        self.taken = 0
+    def __init__(self, hold_after: str | None) -> None:
+        self.hold_after = Path(hold_after) if hold_after else None
+        self.is_first = True
         self.depth = 0
         self.models: dict[int, Any] = {}
         self.rows: list[int] = []
@@ -139,10 +140,10 @@ class _Steps:
         self.depth -= 1
 
     def _step(self, optimizer: Any, *_: Any) -> None:
-        self.taken += 1
-        if self.taken == 1:
+        if self.is_first:
+            self.is_first = False
             self._tell_first(optimizer)
-        if self.taken == self.hold_before:
+        if self.hold_after is not None and self.hold_after.is_dir() and not completeness.flaw(self.hold_after):
             events.tell("held")
             signal.pause()
 

@@ -48,7 +48,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; `code` is None where it was killed, before a step or for a hang."""
+    """How a launch ended; `code` is None where it was killed, after a checkpoint or for a hang."""
 
     code: int | None
     events: list[Event]
@@ -83,8 +83,8 @@ class Rehearsed:
     seconds: float = 600
     cold: bool = False
 
-    def launch(self, name: str, scaled: ScaledJob, words: Sequence[str], kill_before: int | None = None) -> Outcome:
-        """Runs the script on the job's ranks; all of them are killed by SIGKILL before the step `kill_before`.
+    def launch(self, name: str, scaled: ScaledJob, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
+        """Runs the script on the job's ranks; SIGKILL ends all of them in a step after the checkpoint `kill_after`.
 
         Accelerate's own functions make of the YAML what its launcher would tell the ranks, which are started as by
         torchrun: that launcher takes as long to load as a rank.
@@ -95,8 +95,8 @@ class Rehearsed:
         config = self.folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
         common = launcher.rank_environment(config, self.script)
-        if kill_before is not None:
-            common[ranks.HOLD_BEFORE] = str(kill_before)
+        if kill_after is not None:
+            common[ranks.HOLD_AFTER] = str(kill_after)
         places = _places(scaled) if scaled.job.engine is not Engine.NONE else [{}]
         command = ["-m", "accel_fsdp.ranks", str(self.script), *words]
         return self._run(name, command, [common | place for place in places])
@@ -152,7 +152,7 @@ class Rehearsed:
             if None not in codes:
                 return 0, None
             events = ranks.read(told)
-            if sum(event.kind == "held" for event in events) == len(started):
+            if any(event.kind == "held" for event in events):
                 return None, None
             if hang := hang_in(events, len(started)):
                 return None, hang

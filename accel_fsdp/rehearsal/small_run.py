@@ -57,6 +57,11 @@ class SmallRun:
         return [*self.kept, *(word for name, value in pairs.items() for word in (f"--{name}", value))]
 
     @property
+    def adapter(self) -> bool:
+        """Whether only an adapter is trained."""
+        return "--use_peft" in self.kept
+
+    @property
     def quantized(self) -> bool:
         """Whether the base is of 4-bit weights, which are packed in the dtype that is computed with."""
         return "--load_in_4bit" in self.kept
@@ -65,7 +70,7 @@ class SmallRun:
         """The words for a run in float32 without dropout, whose losses can be compared."""
         plain, _ = _without(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
         more = ["--export_dtype", "float32", *([] if self.quantized else ["--dtype", "float32"])]
-        return [*plain, *more, *(["--lora_dropout", "0"] if "--use_peft" in self.kept else [])]
+        return [*plain, *more, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
 def small_run(words: Sequence[str]) -> SmallRun:

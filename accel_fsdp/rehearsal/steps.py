@@ -83,9 +83,9 @@ class SftRehearsal:
         """The first steps up to a checkpoint; then every process is killed."""
         checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
         words = self._words("run", self.scaled.processes)
-        outcome = self._ran("saved", self.in_float32, words, kill_before=SAVED + 1)
+        outcome = self._ran("saved", self.in_float32, words, kill_after=checkpoint)
         if flaw := completeness.flaw(checkpoint):
-            raise Failure(f"{checkpoint.name} is not complete before step {SAVED + 1}: {flaw}", output=outcome.tail)
+            raise Failure(f"{checkpoint.name} is not complete: {flaw}", output=outcome.tail)
         shutil.copytree(checkpoint, self._output("elsewhere") / checkpoint.name)
         shutil.copytree(checkpoint, self.launcher.folder / "first")
         return self._sharded(outcome)
@@ -119,7 +119,8 @@ class SftRehearsal:
         """The checkpoint of a killed run as a model, in a process of its own."""
         out = self.launcher.folder / "exported"
         words = ["export", str(self.launcher.folder / "first"), str(out), "--model", str(self.model)]
-        outcome = self.launcher.command("export", [*words, "--verify", "logits"])
+        merged = ["--merge-adapter"] if self.run.adapter else []
+        outcome = self.launcher.command("export", [*words, "--verify", "logits", *merged])
         if outcome.code:
             raise Failure("the checkpoint can't be exported", output=outcome.tail)
         return "every tensor read back; its logits are the checkpoint's"
@@ -147,9 +148,9 @@ class SftRehearsal:
         words = self.run.words(places, ranks, self.scaled.processes, **more)
         return self.run.exact(words) if exact else words
 
-    def _ran(self, name: str, job: ScaledJob, words: list[str], kill_before: int | None = None) -> Outcome:
+    def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:
         """A launch that must go well; what it held is compared with what the YAML asks for."""
-        outcome = self.launcher.launch(name, job, words, kill_before)
+        outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
             raise of_outcome(outcome, self.launcher.script)
         self.seen[name] = outcome
@@ -183,7 +184,12 @@ class SftRehearsal:
 def summary(outcome: Outcome) -> str:
     """What the ranks hold, in a line."""
     held = outcome.holdings
-    first = held[min(held)]
-    most = max(one.held for one in held.values())
-    units = counted(len(first.units), "unit")
-    return f"{first.engine}, {units}; a rank holds at most {most:,} of {first.weights:,} weights"
+    most = max(held.values(), key=lambda one: one.held)
+    if most.units and all(unit.states_alone for unit in most.units):
+        (unit,) = most.units
+        states = f"the optimizer's states of {unit.held:,} of {unit.weights:,}"
+        return f"{most.engine}; a rank holds all {most.weights:,} weights, and {states}"
+    if not most.units:
+        return f"{most.engine}; each rank holds all {most.weights:,} weights"
+    units = counted(len(most.units), "unit")
+    return f"{most.engine}, {units}; a rank holds at most {most.held:,} of {most.weights:,} weights"
