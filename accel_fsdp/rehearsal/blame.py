@@ -78,6 +78,12 @@ NO_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
     r"|Cannot access accelerator device when none is available|nccl"
 )
+CONSEQUENCE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed|Application timeout"
+)
+"""What the other ranks say once one of them is gone."""
+OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
+"""How this project's own programs end."""
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
@@ -85,7 +91,11 @@ def of_outcome(outcome: Outcome, script: Path) -> Failure:
     """Why a launch failed."""
     if outcome.hang is not None:
         return _of_hang(outcome.hang, outcome)
-    said = outcome.failures[0].content if outcome.failures else {}
+    first = next((event for event in outcome.failures if not CONSEQUENCE.search(event.content["error"])), None)
+    if first is None and (ours := OURS.search(outcome.output)):
+        return Failure(f"{ours['what']}: {ours['why']}", fix=ours["fix"], output=outcome.tail)
+    first = first or next(iter(outcome.failures), None)
+    said = first.content if first else {}
     return of_message(str(said.get("error", "")), str(said.get("line", "")), outcome)
 
 

@@ -87,7 +87,7 @@ class SftRehearsal:
         if flaw := completeness.flaw(checkpoint):
             raise Failure(f"{checkpoint.name} is not complete: {flaw}", output=outcome.tail)
         shutil.copytree(checkpoint, self._output("elsewhere") / checkpoint.name)
-        shutil.copytree(checkpoint, self.launcher.folder / "first")
+        shutil.copytree(self._output("run"), self._output("killed"))
         return self._sharded(outcome)
 
     def resume(self) -> str:
@@ -116,9 +116,9 @@ class SftRehearsal:
         return self._same("elsewhere", "alone", range(SAVED + 1, STEPS + 1))
 
     def export(self) -> str:
-        """The checkpoint of a killed run as a model, in a process of its own."""
+        """The killed run as a model, in a process of its own."""
         out = self.launcher.folder / "exported"
-        words = ["export", str(self.launcher.folder / "first"), str(out), "--model", str(self.model)]
+        words = ["export", str(self._output("killed")), str(out), "--model", str(self.model)]
         merged = ["--merge-adapter"] if self.run.adapter else []
         outcome = self.launcher.command("export", [*words, "--verify", "logits", *merged])
         if outcome.code:
