@@ -68,7 +68,7 @@ KNOWN = (
         "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
     ),
     Cause(
-        "is shared with a parameter already managed",
+        r"is shared with a parameter already managed|Invariant encountered: value was None when it should not be",
         "fsdp_transformer_layer_cls_to_wrap",
         "leave the modules that share a weight, such as embedding and head, in one unit",
     ),
