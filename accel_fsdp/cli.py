@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NO_SOURCE = {"__module__": "builtins"}
 """Of a class that has no comments: else tyro parses whole modules for them, which is a quarter of `--help`'s time."""
 EXPORT_ENDED = "OUT is as it was"
+CLEANED = "nothing is left of the rehearsal"
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
             return
         code = call(words)
 
-    ends = {"launch": "interrupted", "export": f"interrupted, {EXPORT_ENDED}"}
+    ends = {"launch": "interrupted", "export": f"interrupted, {EXPORT_ENDED}", "rehearse": f"interrupted, {CLEANED}"}
     sys.exit(guard(run, ends.get(words[0] if words else "", "interrupted, nothing written")) or code)
 
 
@@ -143,17 +144,21 @@ def _migrate(options: "MigrateCommand", _: tuple[str, ...]) -> int:
 def _export(options: "ExportCommand", _: tuple[str, ...]) -> int:
     from accel_fsdp import exporter
 
-    for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
-        if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:  # nohup's
-            signal.signal(signal.Signals[name], _terminate)
+    _end_as_ctrl_c_does(EXPORT_ENDED)
     return exporter.run(options)
 
 
-def _terminate(number: int, _: object) -> None:
-    """Ends as Ctrl-C does, so that nothing half-written stays; a second signal doesn't stop the cleaning."""
-    signal.signal(number, signal.SIG_IGN)
-    os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {EXPORT_ENDED}\n".encode())
-    raise SystemExit(128 + number)
+def _end_as_ctrl_c_does(outcome: str) -> None:
+    """Lets SIGTERM and SIGHUP raise, so that nothing half-written stays; `outcome` says so."""
+
+    def terminate(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one doesn't stop the cleaning
+        os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {outcome}\n".encode())
+        raise SystemExit(128 + number)
+
+    for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
+        if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:  # nohup's
+            signal.signal(signal.Signals[name], terminate)
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -207,8 +212,7 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
 def _rehearse(options: "RehearseCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp import rehearsal
 
-    for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
-        signal.signal(signal.Signals[name], _terminate)
+    _end_as_ctrl_c_does(CLEANED)
     return rehearsal.rehearse(options, script_args)
 
 

@@ -12,8 +12,9 @@ import psutil
 from accel_fsdp.ranks import events, script
 
 EVERY_SECONDS = 1.0
-STILL_SECONDS = 20.0
-"""A rank that stood on the same lines, without computing, for as long as this is told of."""
+COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 45.0
+"""How long a rank stands on the same lines, without computing, before that is told: in a collective, and in anything
+else, such as a download."""
 BUSY = 0.2
 """The part of a core above which a process counts as computing."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
@@ -39,7 +40,7 @@ def _watch(main: int) -> None:
             if told:
                 events.tell("moved")
             place, since, busy, told = here, now, computed, False
-        elif not told and now - since > STILL_SECONDS:
+        elif not told and now - since > (COLLECTIVE_SECONDS if _collective(frame) else OTHER_SECONDS):
             events.tell("still", stack=here, collective=_collective(frame), line=script.line_of_stack(frame))
             told = True
 

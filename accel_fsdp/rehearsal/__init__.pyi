@@ -1,4 +1,6 @@
+from . import janitor as janitor
 from . import rows as rows
+from . import scaled as scaled
 from .command import rehearse as rehearse
 from .flags import RehearseCommand as RehearseCommand
 from .on_cpu import measured as measured

@@ -65,9 +65,10 @@ def _steps(
 ) -> Iterator[tuple[str, Action]]:
     script = options.script or shipped.source() / SCRIPT
     launcher = Rehearsed(folder, script, options.timeout, cold=options.script is not None)
+    os.environ |= janitor.mark(folder) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # which torch makes when it is imported
     if not launcher.cold:
-        os.environ |= janitor.mark(folder) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        warm.start_server()
+        warm.start_server(folder)
     yield "check", lambda: _check(options.file, options.model, script, words, folder)
     if options.script is not None:
         yield from OwnRehearsal(launcher, scaled, words).steps()

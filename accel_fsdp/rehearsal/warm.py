@@ -9,6 +9,7 @@ import os
 import random
 import runpy
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -17,10 +18,14 @@ from pathlib import Path
 PRELOAD = "accel_fsdp.rehearsal.preload"
 
 
-def start_server() -> None:
-    """Lets the server begin to import, while this process does something else. It ends with this process."""
+def start_server(folder: Path) -> None:
+    """Lets the server begin to import, while this process does something else; its socket lies in `folder`."""
     forkserver.set_forkserver_preload([PRELOAD])
-    forkserver.ensure_running()
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
 
 
 def start(words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:

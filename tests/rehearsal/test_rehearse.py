@@ -1,0 +1,146 @@
+"""`accel-fsdp rehearse` on real ranks, as users run it: every step of a job in small, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from conftest import ROOT, accel_fsdp
+
+from accel_fsdp.config import JobConfig
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.rehearsal import janitor, scaled
+
+CONFIGS = ROOT / "accelerate_configs"
+RESUMED = ["check", "make the model small", "train in bf16", "train and save", "resume after SIGKILL"]
+SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("fsdp2_lora", "FSDP2, 5 units; a rank holds at most 319,808 of 639,616 weights"),
+        ("fsdp1_hybrid_shard", "FSDP1 HYBRID_SHARD, 3 units; a rank holds at most 278,848 of 557,696 weights"),
+        ("zero2", "a rank holds all 557,696 weights, and the optimizer's states of 278,848 of 557,696"),
+    ],
+)
+def test_every_step_passes(name: str, holds: str) -> None:
+    finished = accel_fsdp("rehearse", CONFIGS / f"{name}.yaml", "--json")
+    report = json.loads(finished.output[finished.output.index("{\n") :])
+    assert finished.code == 0, finished.output
+    names = [step["name"] for step in report["steps"]]
+    others = [] if name == "zero2" else [f"resume on {'2 ranks' if 'hybrid' in name else '1 rank'}"]
+    assert names == [*RESUMED, "compare with one process", *others, "export", "reload"]
+    assert all(step["passed"] for step in report["steps"])
+    assert holds in report["steps"][2]["said"]
+    assert "losses of steps 1 to 4 are those of one process" in report["steps"][5]["said"]
+    assert report["forecast"].startswith("predicted for the real job: ")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """The name of a socket has at most 107 letters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def rehearsing(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A rehearsal that keeps its things in `folder`, once its ranks train."""
+    words = [sys.executable, "-m", "accel_fsdp", "rehearse", str(CONFIGS / "fsdp2.yaml")]
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        assert process.stdout
+        for line in process.stdout:
+            if "make the model small" in line:
+                break
+        time.sleep(2)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def left(folder: Path) -> list[object]:
+    """Processes of a rehearsal in this folder, and what lies there."""
+    found: list[object] = list(folder.iterdir())
+    for process in psutil.process_iter():
+        try:
+            place = process.environ().get(janitor.FOLDER, "")
+        except (psutil.Error, OSError):
+            continue
+        if place.startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+def test_nothing_is_left_behind(number: signal.Signals, short_folder: Path) -> None:
+    with rehearsing(short_folder) as process:
+        assert len(left(short_folder)) > 2  # its folder and its processes
+        process.send_signal(number)
+        said = process.communicate(timeout=30)[0]
+    end = time.monotonic() + 20
+    while left(short_folder) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert left(short_folder) == []
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+    assert process.returncode == codes[number]
+    assert number == signal.SIGKILL or "nothing is left" in said
+
+
+def test_launch_on_cpu_shows_what_each_rank_holds(tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    text = (CONFIGS / "fsdp2.yaml").read_text()
+    config.write_text(text.replace("num_processes: 8", "num_processes: 2"))
+    words = [config, SCRIPT, "none", tiny_model, tmp_path / "saved"]
+    finished = accel_fsdp("launch", "--cpu", *words)
+    assert finished.code == 0, finished.output
+    assert "running real FSDP on 2 CPU processes (gloo)" in finished.output
+    rows = [line.split() for line in finished.output.splitlines()]
+    (layer,) = [row for row in rows if row[:1] == ["LlamaDecoderLayer"]]
+    assert layer[1] == "2"
+    assert int(layer[3].replace(",", "")) * 2 == int(layer[2].replace(",", ""))
+    shown = accel_fsdp("launch", "--cpu", "--dry-run", *words).output
+    assert f"-m accel_fsdp.ranks {SCRIPT} none" in shown
+
+
+def job(**values: object) -> JobConfig:
+    return JobConfig({"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2, **values})
+
+
+def test_the_shape_of_a_mesh_stays() -> None:
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}
+    found = scaled.scale(job(fsdp_config={"fsdp_version": 2}, parallelism_config=mesh))
+    small = yaml.safe_load(yaml.safe_dump(dict(found.job.values)))
+    assert (found.processes, small["num_processes"], small["num_machines"]) == (4, 4, 1)
+    assert list(small["parallelism_config"].values()) == [2, 2]
+    assert found.changes == ("num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2")
+
+
+def test_hybrid_of_fsdp1_has_two_nodes() -> None:
+    found = scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": 4}))
+    assert (found.processes, found.nodes, found.ranks_per_node) == (4, 2, 2)
+
+
+def test_what_cannot_be_rehearsed_is_said() -> None:
+    with pytest.raises(UserError, match="tp_size can't be rehearsed"):
+        scaled.scale(job(parallelism_config={"parallelism_config_tp_size": 2}))
+    with pytest.raises(UserError, match="TPU can't be rehearsed"):
+        scaled.scale(JobConfig({"distributed_type": "XLA"}))
+    with pytest.raises(UsageError, match="--processes 1"):
+        scaled.scale(job(fsdp_config={}), processes=1)
+    with pytest.raises(UsageError, match="--processes 3"):
+        scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD"}), processes=3)
