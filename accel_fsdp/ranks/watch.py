@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
-from accel_fsdp.models import counting
 from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.saves import Saves
@@ -76,22 +75,30 @@ def _tell_checkpoint(*_: Any, preserve_rng_state: bool = True, **__: Any) -> Non
 
 
 def _watch_prepare(accelerator: Any) -> None:
-    """Measures each model that Accelerate prepares, and counts its weights before."""
+    """Measures each model that Accelerate prepares, and looks before which of its modules share a weight."""
     original = accelerator.prepare
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        before = [sum(counting.weights(one).values()) for one in args if isinstance(one, torch.nn.Module)]
+        before = [_shared(one) for one in args if isinstance(one, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
         models = [one for one in made if isinstance(one, torch.nn.Module)]
-        for model, weights in zip(models, before, strict=False):
-            _tell_holding("prepared", model, before=weights)
+        for model, shared in zip(models, before, strict=False):
+            _tell_holding("prepared", model, shared=shared)
         return result
 
     accelerator.prepare = prepare
+
+
+def _shared(model: "nn.Module") -> list[list[str]]:
+    """The names of each weight that has several, such as that of embedding and head."""
+    names: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(one), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
 
 
 def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:

@@ -40,7 +40,8 @@ class Hang:
 
     def __str__(self) -> str:
         places = []
-        for rank, (line, collective, _) in sorted(self.waits.items()):
+        for rank in sorted(self.waits.keys() | self.ended):
+            line, collective, _ = self.waits.get(rank, ("", "", ""))
             at = "has ended" if rank in self.ended else f"waits in {collective or 'no collective'} at {line}"
             places.append(f"rank {rank} {at}")
         return "; ".join(places)

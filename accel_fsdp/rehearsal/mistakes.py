@@ -61,15 +61,26 @@ def _other_units(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[
 
 
 def _untied(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """A weight that two modules share is two weights once they are in different units of FSDP1."""
+    """FSDP1 gathers a weight with the unit that has it first; a module of another unit then sees a shard of it."""
     for event in _of("prepared", events)[:1]:
-        before, after = event.content["before"], held[event.rank].weights
-        if after > before:
-            yield Failure(
-                f"sharding made {after:,} weights of {before:,}: a weight that modules share was divided",
-                "fsdp_transformer_layer_cls_to_wrap",
-                "leave the modules that share a weight, such as embedding and head, in one unit",
-            )
+        holding = held[event.rank]
+        if not holding.engine.startswith(Engine.FSDP1.value):
+            continue
+        for names in event.content["shared"]:
+            units = {name: _unit_of(name, holding) for name in names}
+            if len(set(units.values())) > 1:
+                places = " and ".join(f"{name} in the unit {unit or 'of the model'}" for name, unit in units.items())
+                yield Failure(
+                    f"one weight is in several units: {places}",
+                    "fsdp_transformer_layer_cls_to_wrap",
+                    "leave the modules that share a weight, such as embedding and head, in one unit",
+                )
+
+
+def _unit_of(name: str, holding: Holding) -> str:
+    """The path of the innermost unit that has this weight."""
+    found = (unit.name for unit in holding.units if not unit.name or name.startswith(f"{unit.name}."))
+    return max(found, key=len, default="")
 
 
 def _clipped_by_torch(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:

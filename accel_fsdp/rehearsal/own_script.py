@@ -11,11 +11,6 @@ from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.rehearsal.steps import summary
 
-SAVE = (
-    "save on all ranks: accelerator.save_state(folder); or "
-    "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
-)
-
 
 @dataclass(frozen=True)
 class OwnRehearsal:
@@ -33,14 +28,14 @@ class OwnRehearsal:
         """To its end; then what the ranks held is compared with what the YAML asks for."""
         outcome = self.launcher.launch("script", self.scaled, self.words)
         self._judge(outcome)
+        for mistake in mistakes.found(outcome.events):  # which may be what it failed of
+            raise mistake
         if outcome.hang or outcome.code:
             raise of_outcome(outcome, self.launcher.script)
         if not outcome.holdings:
             raise Failure("the script trained no model", key=mistakes.SCRIPT, output=outcome.tail)
-        for mistake in mistakes.found(outcome.events):
-            raise mistake
-        for bad in saved.bad(outcome.events, outcome.holdings[0].weights):
-            raise Failure(bad.what, key=mistakes.SCRIPT, line=bad.line, fix=SAVE)
+        for bad in saved.bad(self.scaled.job, outcome.events, outcome.holdings[0].weights):
+            raise Failure(bad.what, bad.key, bad.fix, bad.line)
         losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
         if not all(math.isfinite(one) for one in losses):
             raise Failure("a loss is NaN or infinite", key=mistakes.SCRIPT, output=outcome.tail)

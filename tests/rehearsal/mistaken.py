@@ -26,6 +26,8 @@ if NAME == "forgotten random state":
     layer = model.model.layers[0]
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+if NAME == "tied":
+    model.lm_head.weight = model.model.embed_tokens.weight
 if NAME == "adapter":
     from peft import LoraConfig, get_peft_model
 
