@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.saves import Saves
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+RELIES_ON = (Internal("accelerate:Accelerator.prepare", "self args device_placement"),)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete a rank waits, to be killed there."""
 
@@ -31,12 +33,11 @@ def begin() -> None:
     """Puts the watch in place; before the script imports anything."""
     import torch
     import torch.utils.checkpoint
-    from accelerate import Accelerator
 
     _after(torch.Tensor, "backward", _tell_loss)
     _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
     _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
-    _watch_prepare(Accelerator)
+    _watch_prepare()
     _Steps(os.environ.get(HOLD_AFTER)).install()
 
 
@@ -74,14 +75,15 @@ def _tell_checkpoint(*_: Any, preserve_rng_state: bool = True, **__: Any) -> Non
         events.tell("forgot-rng", line=script.line_of_stack(sys._getframe(2)))
 
 
-def _watch_prepare(accelerator: Any) -> None:
+def _watch_prepare() -> None:
     """Measures each model that Accelerate prepares, and looks before which of its modules share a weight."""
-    original = accelerator.prepare
+    import torch
+    from accelerate import Accelerator
+
+    original = Accelerator.prepare
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
         before = [_shared(one) for one in args if isinstance(one, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
@@ -90,7 +92,7 @@ def _watch_prepare(accelerator: Any) -> None:
             _tell_holding("prepared", model, shared=shared)
         return result
 
-    accelerator.prepare = prepare
+    Accelerator.prepare = prepare
 
 
 def _shared(model: "nn.Module") -> list[list[str]]:

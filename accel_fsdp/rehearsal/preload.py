@@ -6,8 +6,8 @@ from torch.distributed import checkpoint, fsdp, tensor  # noqa: F401
 from torch.optim import adamw  # noqa: F401
 from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
-from accel_fsdp import exporter, training  # noqa: F401
-from accel_fsdp.training import arguments, losses, progress, trainer  # noqa: F401
+from accel_fsdp.exporter import verification  # noqa: F401
+from accel_fsdp.training import arguments, losses, trainer  # noqa: F401
 from accel_fsdp.training.data import batching, tokenizing  # noqa: F401
 
 gc.collect()

@@ -82,7 +82,7 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
         raise UsageError(
             "nothing says which model to rehearse",
             why="its architecture decides what is sharded",
-            fix="--model ID_OR_FOLDER",
+            fix="accel-fsdp rehearse FILE --model ID_OR_FOLDER",
         )
     return _written(found, folder / "by-class"), f"a {found['model_type']}, as the YAML names {named}; "
 

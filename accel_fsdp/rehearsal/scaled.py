@@ -51,7 +51,7 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
             why="copies of a model that is sharded need an even number of processes, 4 or more"
             if least > 2
             else "nothing is sharded over fewer than 2",
-            fix=f"--processes {least}",
+            fix=f"accel-fsdp rehearse FILE --processes {least}",
         )
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
     changes = [f"num_processes {job.number('num_processes') or 'not given'} -> {ranks}"]

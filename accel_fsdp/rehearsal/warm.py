@@ -9,7 +9,6 @@ import os
 import random
 import runpy
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -21,11 +20,8 @@ PRELOAD = "accel_fsdp.rehearsal.preload"
 def start_server(folder: Path) -> None:
     """Lets the server begin to import, while this process does something else; its socket lies in `folder`."""
     forkserver.set_forkserver_preload([PRELOAD])
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    try:
-        forkserver.ensure_running()
-    finally:
-        tempfile.tempdir = before
+    multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
+    forkserver.ensure_running()
 
 
 def start(words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
