@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_fsdp.rehearsal import without_gpu
 from accel_fsdp.rehearsal.job import Hang, Outcome
 
 
@@ -74,10 +75,6 @@ KNOWN = (
     ),
 )
 """From the list of known pains: what is said where only a run shows it."""
-NO_GPU = re.compile(
-    r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
-    r"|Cannot access accelerator device when none is available|nccl"
-)
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
@@ -85,16 +82,22 @@ def of_outcome(outcome: Outcome, script: Path) -> Failure:
     """Why a launch failed."""
     if outcome.hang is not None:
         return _of_hang(outcome.hang, outcome)
-    said = outcome.failures[0].content if outcome.failures else {}
+    said = outcome.failures[0].content if outcome.failures else next((one for one in outcome.ends if one["code"]), {})
     return of_message(str(said.get("error", "")), str(said.get("line", "")), outcome)
+
+
+def of_no_training(outcome: Outcome) -> Failure:
+    """Why a script came to its end without a model."""
+    line = next((str(one["line"]) for one in outcome.ends if one["line"]), "")
+    what = "the script ended itself before it trained a model" if line else "the script trained no model"
+    return Failure(what, key="the script", line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     """By the first rank's error; the first line of it says what is wrong."""
     text = error or outcome.tail
     what = error.splitlines()[0] if error else f"a rank ended with exit code {outcome.code}"
-    if NO_GPU.search(error):
-        fix = 'accelerator.device, or model.to(torch.device("cpu")) where torch.cuda.is_available() is false'
+    if fix := without_gpu.instead(error, line):
         return Failure(what, key="the script", fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.said, text):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -58,6 +59,11 @@ class Outcome:
     def failures(self) -> list[Event]:
         """What the ranks failed of, the first one first."""
         return [event for event in self.events if event.kind == "failed"]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """How scripts ended by themselves, the first one first."""
+        return [event.content for event in self.events if event.kind == "ended"]
 
     @property
     def tail(self) -> str:

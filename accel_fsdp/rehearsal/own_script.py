@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.rehearsal import mistakes, saved, verdict
-from accel_fsdp.rehearsal.blame import Failure, of_outcome
+from accel_fsdp.rehearsal.blame import Failure, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.rehearsal.steps import summary
@@ -34,9 +34,9 @@ class OwnRehearsal:
         outcome = self.launcher.launch("script", self.scaled, self.words)
         self._judge(outcome)
         if outcome.hang or outcome.code:
-            raise of_outcome(outcome, self.launcher.script)
+            raise self._failed(outcome)
         if not outcome.holdings:
-            raise Failure("the script trained no model", key=mistakes.SCRIPT, output=outcome.tail)
+            raise of_no_training(outcome)
         for mistake in mistakes.found(outcome.events):
             raise mistake
         for bad in saved.bad(outcome.events, outcome.holdings[0].weights):
@@ -45,6 +45,12 @@ class OwnRehearsal:
         if not all(math.isfinite(one) for one in losses):
             raise Failure("a loss is NaN or infinite", key=mistakes.SCRIPT, output=outcome.tail)
         return summary(outcome)
+
+    def _failed(self, outcome: Outcome) -> Failure:
+        failure = of_outcome(outcome, self.launcher.script)
+        if any(event.kind == "stepped" for event in outcome.events):
+            failure.what += f"; until then it trained: {summary(outcome)}"
+        return failure
 
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:
