@@ -19,8 +19,10 @@ def main() -> int:
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     nodes.stand_for_several()
-    if cpu.enable() and not LaunchEnvironment.now().shards:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
+    if cpu.enable():
+        cpu.allow_bf16()
+        if not LaunchEnvironment.now().shards:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
     watch.begin()
     hang.begin()
     try:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
 from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-
+RELIES_ON = (Internal("accelerate:Accelerator.prepare"),)
 HOLD_BEFORE = "ACCEL_FSDP_HOLD_BEFORE"
 """The variable that names a step before which the rank waits, to be killed there."""
 
@@ -30,12 +31,11 @@ def begin() -> None:
     """Puts the watch in place; before the script imports anything."""
     import torch
     import torch.utils.checkpoint
-    from accelerate import Accelerator
 
     _after(torch.Tensor, "backward", _tell_loss)
     _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
     _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
-    _watch_prepare(Accelerator)
+    _watch_prepare()
     _Steps(int(os.environ.get(HOLD_BEFORE, "0"))).install()
 
 
@@ -73,9 +73,11 @@ def _tell_checkpoint(*_: Any, preserve_rng_state: bool = True, **__: Any) -> Non
         events.tell("forgot-rng", line=script.line_of_stack(sys._getframe(2)))
 
 
-def _watch_prepare(accelerator: Any) -> None:
+def _watch_prepare() -> None:
     """Measures each model that Accelerate prepares, and counts its weights before."""
-    original = accelerator.prepare
+    from accelerate import Accelerator
+
+    original = Accelerator.prepare
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +91,7 @@ def _watch_prepare(accelerator: Any) -> None:
             _tell_holding("prepared", model, before=weights)
         return result
 
-    accelerator.prepare = prepare
+    Accelerator.prepare = prepare
 
 
 def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:

@@ -69,6 +69,17 @@ KNOWN = (
         "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
     ),
     Cause(
+        "fp16 mixed precision requires a GPU",
+        "mixed_precision",
+        "mixed_precision: bf16 in a rehearsal, as fp16 scales losses on GPUs alone",
+    ),
+    Cause("--tf32 requires", "--tf32", "leave out --tf32 in a rehearsal: it chooses kernels of GPUs"),
+    Cause(
+        r"Flash ?Attention ?[234]",
+        "attn_implementation",
+        "attn_implementation sdpa in a rehearsal: Flash Attention is a kernel of GPUs",
+    ),
+    Cause(
         "is shared with a parameter already managed",
         "fsdp_transformer_layer_cls_to_wrap",
         "leave the modules that share a weight, such as embedding and head, in one unit",

@@ -15,6 +15,10 @@ SAVE = (
     "save on all ranks: accelerator.save_state(folder); or "
     "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
 )
+SAVE_OF_TRAINER = (
+    "fsdp_state_dict_type: FULL_STATE_DICT, as Trainer.save_model writes nothing otherwise; "
+    "or export the script's last checkpoint: accel-fsdp export"
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class OwnRehearsal:
         for mistake in mistakes.found(outcome.events):
             raise mistake
         for bad in saved.bad(outcome.events, outcome.holdings[0].weights):
-            raise Failure(bad.what, key=mistakes.SCRIPT, line=bad.line, fix=SAVE)
+            raise self._unsaved(bad)
         losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
         if not all(math.isfinite(one) for one in losses):
             raise Failure("a loss is NaN or infinite", key=mistakes.SCRIPT, output=outcome.tail)
@@ -51,6 +55,11 @@ class OwnRehearsal:
         if any(event.kind == "stepped" for event in outcome.events):
             failure.what += f"; until then it trained: {summary(outcome)}"
         return failure
+
+    def _unsaved(self, bad: saved.BadSave) -> Failure:
+        if bad.call == "Trainer.save_model" and self.scaled.job.is_fsdp and not self.scaled.job.full_state_dict:
+            return Failure(bad.what, key="fsdp_state_dict_type", line=bad.line, fix=SAVE_OF_TRAINER)
+        return Failure(bad.what, key=mistakes.SCRIPT, line=bad.line, fix=SAVE)
 
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:

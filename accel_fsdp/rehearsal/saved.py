@@ -14,6 +14,7 @@ from accel_fsdp.ranks import Event
 class BadSave:
     """A folder that holds no whole model, and the line of the script that saved it."""
 
+    call: str
     what: str
     line: str
 
@@ -23,7 +24,7 @@ def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
     said = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
     for folder, content in said.items():
         if flaw := _flaw(Path(folder), weights):
-            yield BadSave(f"{content['call']} left {folder} {flaw}", content["line"])
+            yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"])
 
 
 def _flaw(folder: Path, weights: int) -> str:

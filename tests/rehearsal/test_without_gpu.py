@@ -26,6 +26,7 @@ CALLS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_of_cuda(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
