@@ -110,6 +110,10 @@ def allow_bf16() -> None:
             return sys._getframe(1).f_globals.get("__name__") == "transformers.training_args" or original()
 
         utils.is_torch_bf16_gpu_available = available
+        if "transformers.training_args" in sys.modules:
+            from transformers import training_args
+
+            training_args.is_torch_bf16_gpu_available = available
 
 
 def init_process_group(timeout_seconds: float) -> None:

@@ -43,7 +43,7 @@ class OwnRehearsal:
             raise of_no_training(outcome)
         for mistake in mistakes.found(outcome.events):
             raise mistake
-        for bad in saved.bad(outcome.events, outcome.holdings[0].weights):
+        for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
         losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
         if not all(math.isfinite(one) for one in losses):
