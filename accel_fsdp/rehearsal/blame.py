@@ -69,6 +69,12 @@ KNOWN = (
         "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
     ),
     Cause(
+        "data pointer on an invalid python storage",
+        "the script",
+        "the weights are shards: on all ranks, model.save_pretrained(folder, "
+        "state_dict=accelerator.get_state_dict(model)) of the unwrapped model",
+    ),
+    Cause(
         "fp16 mixed precision requires a GPU",
         "mixed_precision",
         "mixed_precision: bf16 in a rehearsal, as fp16 scales losses on GPUs alone",

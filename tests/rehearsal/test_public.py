@@ -65,6 +65,15 @@ def test_trainer_in_bf16(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path)
     assert step["passed"], step
 
 
+def test_save_pretrained_of_fsdp2s_shards(tiny_model: Path, tmp_path: Path) -> None:
+    """As in transformers' run_glue_no_trainer.py: what safetensors says of it names neither."""
+    script = HERE / "mistaken.py"
+    step = rehearsed(yaml_file(tmp_path, FSDP2), script, "saves shards", tiny_model, tmp_path / "saved")
+    assert not step["passed"]
+    assert "until then it trained: FSDP2" in step["said"]
+    assert "state_dict=accelerator.get_state_dict(model)" in step["fix"]
+
+
 def test_a_script_that_ends_for_want_of_a_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nimport torch\nif not torch.cuda.is_available():\n    sys.exit()\n")
