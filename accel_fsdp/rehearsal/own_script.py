@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from accel_fsdp.config import Engine
 from accel_fsdp.rehearsal import mistakes, saved, verdict
 from accel_fsdp.rehearsal.blame import Failure, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
@@ -18,6 +19,11 @@ SAVE = (
 SAVE_OF_TRAINER = (
     "fsdp_state_dict_type: FULL_STATE_DICT, as Trainer.save_model writes nothing otherwise; "
     "or export the script's last checkpoint: accel-fsdp export"
+)
+
+SAVE_OF_ADAPTER = (
+    "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
+    "or train/sft.py, which mends that"
 )
 
 
@@ -57,9 +63,14 @@ class OwnRehearsal:
         return failure
 
     def _unsaved(self, bad: saved.BadSave) -> Failure:
-        if bad.call == "Trainer.save_model" and self.scaled.job.is_fsdp and not self.scaled.job.full_state_dict:
-            return Failure(bad.what, key="fsdp_state_dict_type", line=bad.line, fix=SAVE_OF_TRAINER)
-        return Failure(bad.what, key=mistakes.SCRIPT, line=bad.line, fix=SAVE)
+        key, fix = mistakes.SCRIPT, SAVE
+        job = self.scaled.job
+        checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
+        if bad.is_adapter and (checkpointed or job.engine is Engine.FSDP1):
+            key, fix = "fsdp_activation_checkpointing" if checkpointed else "fsdp_version", SAVE_OF_ADAPTER
+        elif bad.call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict:
+            key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
+        return Failure(bad.what, key=key, line=bad.line, fix=fix)
 
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:

@@ -12,11 +12,12 @@ from accel_fsdp.ranks import Event
 
 @dataclass(frozen=True)
 class BadSave:
-    """A folder that holds no whole model, and the line of the script that saved it."""
+    """A folder that holds no whole model, and the line of the script that saved it by a `call`."""
 
     call: str
     what: str
     line: str
+    is_adapter: bool
 
 
 def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
@@ -24,7 +25,8 @@ def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
     said = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
     for folder, content in said.items():
         if flaw := _flaw(Path(folder), weights):
-            yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"])
+            is_adapter = Path(folder, "adapter_config.json").is_file()
+            yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"], is_adapter)
 
 
 def _flaw(folder: Path, weights: int) -> str:
