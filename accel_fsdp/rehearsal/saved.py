@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from accel_fsdp.checkpoints import FileReader, discover, open_checkpoint
+from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint
 from accel_fsdp.errors import UserError
 from accel_fsdp.ranks import Event
 
@@ -25,7 +25,7 @@ def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
     said = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
     for folder, content in said.items():
         if flaw := _flaw(Path(folder), weights):
-            is_adapter = Path(folder, "adapter_config.json").is_file()
+            is_adapter = Path(folder, file_names.ADAPTER_CONFIG).is_file()
             yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"], is_adapter)
 
 
