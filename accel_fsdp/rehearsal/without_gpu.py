@@ -18,7 +18,7 @@ GO_ON = 'let it go on without a GPU: device "cpu", backend "gloo"'
 CALLED = re.compile(r"\b(cuda|accelerator)\.\w+\(")
 MISSING = re.compile(r"no attribute '(\w+)'|name '(\w+)' is not defined|variable '(\w+)'")
 ASKS = re.compile(r"\b(cuda|accelerator)\b.*\bis_available\b|\bis_available\b.*\b(cuda|accelerator)\b")
-SPEAKS_OF_ONE = re.compile(r"gpu|cuda|accelerator", re.IGNORECASE)
+SPEAKS_OF_ONE = re.compile(r"gpu|cuda|torch\.accelerator", re.IGNORECASE)
 LINES_BEFORE = 3
 
 

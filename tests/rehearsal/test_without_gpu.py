@@ -70,6 +70,6 @@ def test_an_end_for_want_of_a_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nif torch.accelerator.device_count() < 2:\n    print('no')\n    sys.exit()\n")
     assert without_gpu.why_ended(f"{script}:4") == without_gpu.GO_ON
-    script.write_text("import sys\nsys.exit()\n")
-    assert without_gpu.why_ended(f"{script}:2") == ""
+    script.write_text("import sys\naccelerator.end_training()\nsys.exit()\n")
+    assert without_gpu.why_ended(f"{script}:3") == ""
     assert without_gpu.why_ended("") == ""
