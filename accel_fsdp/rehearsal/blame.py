@@ -88,7 +88,8 @@ KNOWN = (
     Cause(
         "is shared with a parameter already managed",
         "fsdp_transformer_layer_cls_to_wrap",
-        "leave the modules that share a weight, such as embedding and head, in one unit",
+        "leave the modules that share a weight, such as embedding and head, in one unit; or fsdp_version: 1, where "
+        "Accelerate itself makes a unit of the head, as of BERT's, whose bias is shared",
     ),
 )
 """From the list of known pains: what is said where only a run shows it."""
