@@ -34,6 +34,10 @@ RELIES_ON_FSDP1 = (
     Internal(f"{HANDLE}.to_cpu", "self"),
     Internal(f"{OPTIM_UTILS}:_unflatten_orig_param_states", "fsdp_param_info output_states state_name *"),
 )
+RELIES_ON_TRANSFORMERS = (
+    Internal("transformers.utils:is_torch_bf16_gpu_available", ""),
+    Internal("transformers.training_args:is_torch_bf16_gpu_available", ""),
+)
 _patched = False
 
 
@@ -88,6 +92,28 @@ def mend_fsdp1() -> None:
     _patch_sync_module_states()
     _patch_full_state_dict()
     _patch_full_optimizer_state()
+
+
+def allow_bf16() -> None:
+    """transformers 5.23: `TrainingArguments` refuses bf16 without a GPU, unless `use_cpu` is set; CPUs compute in it.
+
+    For scripts that don't set it, such as TRL's, whose default is bf16. Others who ask are told that no GPU has bf16.
+    """
+    with contextlib.suppress(ModuleNotFoundError):
+        from transformers import utils
+
+        library_internals.check(RELIES_ON_TRANSFORMERS[0], why="bf16 would be refused on CPU")
+
+        original = utils.is_torch_bf16_gpu_available
+
+        def available() -> bool:
+            return sys._getframe(1).f_globals.get("__name__") == "transformers.training_args" or original()
+
+        utils.is_torch_bf16_gpu_available = available
+        if "transformers.training_args" in sys.modules:
+            from transformers import training_args
+
+            training_args.is_torch_bf16_gpu_available = available
 
 
 def init_process_group(timeout_seconds: float) -> None:

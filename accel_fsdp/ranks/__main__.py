@@ -11,23 +11,25 @@ import traceback
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, hang, watch
+from accel_fsdp.ranks import events, hang, script, watch
 
 
 def main() -> int:
     """Runs the script whose name and arguments follow; returns its exit code."""
     del sys.argv[0]
-    script = sys.argv[0]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
-    if cpu.enable() and not LaunchEnvironment.now().shards:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    if cpu.enable():
+        cpu.allow_bf16()
+        if not LaunchEnvironment.now().shards:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
     watch.begin()
     hang.begin()
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         code = _exit_code(ended)
-        events.tell("ended", code=code)
+        error = ended.code if isinstance(ended.code, str) else ""
+        events.tell("ended", code=code, error=error, line=script.line_of_error(ended))
         return code
     except UserError as error:
         watch.tell_failure(error)
@@ -37,7 +39,7 @@ def main() -> int:
         watch.tell_failure(error)
         _print_without_runner(error)
         return 1
-    events.tell("ended", code=0)
+    events.tell("ended", code=0, error="", line="")
     return 0
 
 

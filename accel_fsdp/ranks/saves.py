@@ -44,7 +44,7 @@ class Saves:
             finally:
                 self.depth -= 1
             if self.depth == 0:
-                self._tell(original.__name__, args, kwargs, result)
+                self._tell(original.__qualname__, args, kwargs, result)
             return result
 
         return saving
@@ -54,7 +54,7 @@ class Saves:
         folder = given or next((one for one in args[1:] if isinstance(one, str | os.PathLike)), None)
         if folder is None and isinstance(result, str | os.PathLike):  # save_state names a folder of its own
             folder = result
-        if folder is None and call == "save_model":
+        if folder is None and call == "Trainer.save_model":
             folder = args[0].args.output_dir
         if folder is not None:
             line = script.line_of_stack(sys._getframe(1))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_fsdp.rehearsal import without_gpu
 from accel_fsdp.rehearsal.job import Hang, Outcome
 
 
@@ -68,19 +69,31 @@ KNOWN = (
         "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
     ),
     Cause(
+        "data pointer on an invalid python storage",
+        "the script",
+        "the weights are shards: on all ranks, model.save_pretrained(folder, "
+        "state_dict=accelerator.get_state_dict(model)) of the unwrapped model",
+    ),
+    Cause(
+        "fp16 mixed precision requires a GPU",
+        "mixed_precision",
+        "mixed_precision: bf16 in a rehearsal, as fp16 scales losses on GPUs alone",
+    ),
+    Cause("--tf32 requires", "--tf32", "leave out --tf32 in a rehearsal: it chooses kernels of GPUs"),
+    Cause(
+        r"Flash ?Attention ?[234]",
+        "attn_implementation",
+        "attn_implementation sdpa in a rehearsal: Flash Attention is a kernel of GPUs",
+    ),
+    Cause(
         r"is shared with a parameter already managed|Invariant encountered: value was None when it should not be",
         "fsdp_transformer_layer_cls_to_wrap",
-        "leave the modules that share a weight, such as embedding and head, in one unit",
+        "leave the modules that share a weight, such as embedding and head, in one unit; or fsdp_version: 1, where "
+        "Accelerate itself makes a unit of the head, as of BERT's, whose bias is shared",
     ),
 )
 """From the list of known pains: what is said where only a run shows it."""
-NO_GPU = re.compile(
-    r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
-    r"|Cannot access accelerator device when none is available|nccl"
-)
-CONSEQUENCE = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed|Application timeout"
-)
+CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
 """What the other ranks say once one of them is gone."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 """How this project's own programs end."""
@@ -91,20 +104,26 @@ def of_outcome(outcome: Outcome, script: Path) -> Failure:
     """Why a launch failed."""
     if outcome.hang is not None:
         return _of_hang(outcome.hang, outcome)
-    first = next((event for event in outcome.failures if not CONSEQUENCE.search(event.content["error"])), None)
-    if first is None and (ours := OURS.search(outcome.output)):
+    failures = [event.content for event in outcome.failures]
+    said = next((one for one in failures if not CONSEQUENCE.search(one["error"])), None)
+    if said is None and (ours := OURS.search(outcome.output)):
         return Failure(f"{ours['what']}: {ours['why']}", fix=ours["fix"], output=outcome.tail)
-    first = first or next(iter(outcome.failures), None)
-    said = first.content if first else {}
+    said = said or next(iter(failures), None) or next((one for one in outcome.ends if one["code"]), {})
     return of_message(str(said.get("error", "")), str(said.get("line", "")), outcome)
+
+
+def of_no_training(outcome: Outcome) -> Failure:
+    """Why a script came to its end without a model."""
+    line = next((str(one["line"]) for one in outcome.ends if one["line"]), "")
+    what = "the script ended itself before it trained a model" if line else "the script trained no model"
+    return Failure(what, key="the script", line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     """By the first rank's error; the first line of it says what is wrong."""
     text = error or outcome.tail
     what = error.splitlines()[0] if error else f"a rank ended with exit code {outcome.code}"
-    if NO_GPU.search(error):
-        fix = 'accelerator.device, or model.to(torch.device("cpu")) where torch.cuda.is_available() is false'
+    if fix := without_gpu.instead(error, line):
         return Failure(what, key="the script", fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.said, text):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 import yaml
@@ -65,6 +65,11 @@ class Outcome:
     def failures(self) -> list[Event]:
         """What the ranks failed of, the first one first."""
         return [event for event in self.events if event.kind == "failed"]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """How scripts ended by themselves, the first one first."""
+        return [event.content for event in self.events if event.kind == "ended"]
 
     @property
     def tail(self) -> str:

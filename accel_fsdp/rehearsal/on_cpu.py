@@ -1,11 +1,11 @@
 """`accel-fsdp launch --cpu`: a job as it is, on CPU processes, and afterwards what each of its ranks held."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from accel_fsdp import console, ranks
 from accel_fsdp.config import JobConfig
-from accel_fsdp.rehearsal import janitor, verdict
+from accel_fsdp.rehearsal import janitor, verdict, without_gpu
 from accel_fsdp.rehearsal.scaled import ScaledJob
 
 
@@ -19,14 +19,23 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
         os.environ[ranks.EVENTS] = str(folder)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         code = launch()
-        holdings = ranks.holdings(ranks.read(folder))
+        events = ranks.read(folder)
+    holdings = ranks.holdings(events)
+    _say_what_needs_a_gpu(events)
     if not holdings:
         console.say("no model was trained, so nothing was measured", style="yellow")
         return code
     console.show_table(verdict.TITLES, verdict.table(holdings), [""] * len(verdict.table(holdings)), to_stderr=True)
     nodes = job.number("num_machines") or 1
     scaled = ScaledJob(job, job.number("num_processes") or len(holdings), nodes, ())
-    wrong = list(verdict.differences(verdict.of_job(scaled, verdict.repeated(holdings[0])), holdings))
+    wrong = list(verdict.differences(verdict.of_job(scaled, verdict.repeated(next(iter(holdings.values())))), holdings))
     for one in wrong:
         console.say(f"not what the YAML asks for: {one.what} ({one.key})", style="red")
     return code or int(bool(wrong))
+
+
+def _say_what_needs_a_gpu(events: Sequence[ranks.Event]) -> None:
+    """Below the traceback, of the rank that failed first."""
+    failed = next((event.content for event in events if event.kind == "failed"), None)
+    if failed and (fix := without_gpu.instead(failed["error"], failed["line"])):
+        console.say(f"{failed['line']}: {fix}", style="red")

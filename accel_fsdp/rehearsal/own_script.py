@@ -5,11 +5,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from accel_fsdp.config import Engine
 from accel_fsdp.rehearsal import mistakes, saved, verdict
-from accel_fsdp.rehearsal.blame import Failure, of_outcome
+from accel_fsdp.rehearsal.blame import Failure, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.rehearsal.steps import summary
+
+SAVE = (
+    "save on all ranks: accelerator.save_state(folder); or "
+    "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
+)
+SAVE_OF_TRAINER = (
+    "fsdp_state_dict_type: FULL_STATE_DICT, as Trainer.save_model writes nothing otherwise; "
+    "or export the script's last checkpoint: accel-fsdp export"
+)
+
+SAVE_OF_ADAPTER = (
+    "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
+    "or train/sft.py, which mends that"
+)
 
 
 @dataclass(frozen=True)
@@ -31,15 +46,31 @@ class OwnRehearsal:
         for mistake in mistakes.found(outcome.events):  # which may be what it failed of
             raise mistake
         if outcome.hang or outcome.code:
-            raise of_outcome(outcome, self.launcher.script)
+            raise self._failed(outcome)
         if not outcome.holdings:
-            raise Failure("the script trained no model", key=mistakes.SCRIPT, output=outcome.tail)
-        for bad in saved.bad(self.scaled.job, outcome.events, outcome.holdings[0].weights):
-            raise Failure(bad.what, bad.key, bad.fix, bad.line)
+            raise of_no_training(outcome)
+        for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
+            raise self._unsaved(bad)
         losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
         if not all(math.isfinite(one) for one in losses):
             raise Failure("a loss is NaN or infinite", key=mistakes.SCRIPT, output=outcome.tail)
         return summary(outcome)
+
+    def _failed(self, outcome: Outcome) -> Failure:
+        failure = of_outcome(outcome, self.launcher.script)
+        if any(event.kind == "stepped" for event in outcome.events):
+            failure.what += f"; until then it trained: {summary(outcome)}"
+        return failure
+
+    def _unsaved(self, bad: saved.BadSave) -> Failure:
+        key, fix = mistakes.SCRIPT, SAVE
+        job = self.scaled.job
+        checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
+        if bad.is_adapter and (checkpointed or job.engine is Engine.FSDP1):
+            key, fix = "fsdp_activation_checkpointing" if checkpointed else "fsdp_version", SAVE_OF_ADAPTER
+        elif bad.call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict:
+            key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
+        return Failure(bad.what, key=key, line=bad.line, fix=fix)
 
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:

@@ -1,6 +1,7 @@
 """What a rehearsal says: a line for each step while it runs, and at the end what they prove and what they can't."""
 
 import json
+import linecache
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -53,11 +54,18 @@ def show(step: Step) -> None:
     console.put(f"{mark} {step.name} ({step.seconds:.1f} s): {step.said}", style=style)
     if step.passed:
         return
-    for title, text in (("key", step.key), ("line", step.line), ("fix", step.fix)):
+    for title, text in (("key", step.key), ("line", with_source(step.line)), ("fix", step.fix)):
         if text:
             console.put(f"       {title}: {text}")
     if step.output:
         console.say(step.output.rstrip(), style="dim")
+
+
+def with_source(line: str) -> str:
+    """A file:line and what it says; Python's own words for an error may be as short as the name of a member."""
+    file, _, number = line.rpartition(":")
+    source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    return f"{line}: {source}" if source else line
 
 
 def conclude(report: Report) -> None:

@@ -6,42 +6,27 @@ from math import prod
 from pathlib import Path
 
 from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint
-from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.ranks import Event
 
 
 @dataclass(frozen=True)
 class BadSave:
-    """A folder that holds no whole model, the line of the script that saved it, and what is known to be behind it."""
+    """A folder that holds no whole model, and the line of the script that saved it by a `call`."""
 
+    call: str
     what: str
     line: str
-    key: str = "the script"
-    fix: str = (
-        "save on all ranks: accelerator.save_state(folder); or "
-        "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
-    )
+    is_adapter: bool
 
 
-def bad(job: JobConfig, events: Sequence[Event], weights: int) -> Iterator[BadSave]:
+def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
     """The folders that hold less than a model of so many weights; adapters that hold nothing."""
     said = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
     for folder, content in said.items():
         if flaw := _flaw(Path(folder), weights):
-            what = f"{content['call']} left {folder} {flaw}"
-            is_adapter = (Path(folder) / file_names.ADAPTER_CONFIG).is_file()
-            yield _of_adapter(job, what, content["line"]) if is_adapter else BadSave(what, content["line"])
-
-
-def _of_adapter(job: JobConfig, what: str, line: str) -> BadSave:
-    """PEFT takes its weights by names, and Accelerate's wrappers stand in the middle of these (accelerate 1.15)."""
-    if job.engine is Engine.FSDP1:
-        return BadSave(what, line, "fsdp_version", "fsdp_version: 2; or train/sft.py, which mends it")
-    if job.on("fsdp_activation_checkpointing"):
-        fix = "fsdp_activation_checkpointing: false and gradient_checkpointing in the script; or train/sft.py"
-        return BadSave(what, line, "fsdp_activation_checkpointing", fix)
-    return BadSave(what, line)
+            is_adapter = Path(folder, file_names.ADAPTER_CONFIG).is_file()
+            yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"], is_adapter)
 
 
 def _flaw(folder: Path, weights: int) -> str:

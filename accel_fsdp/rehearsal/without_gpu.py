@@ -1,0 +1,71 @@
+"""What a script does that only a GPU can do, and what to write instead: one line for each."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+RAISED = re.compile(
+    r"Torch not compiled with \w+ enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
+    r"|Cannot access accelerator device when none is available|compiled without CUDA|requires CUDA support"
+    r"|dummy base class|'_cuda_\w+'|Cannot get CUDA generator|deserialize object on a CUDA device|NCCL|nccl"
+)
+"""How torch says that there is no GPU, with and without CUDA in it."""
+BACKEND = "init_process_group() without a backend: torch then takes gloo on CPU and NCCL on GPUs"
+CALL = "if torch.cuda.is_available(): before the call"
+DEVICE = 'accelerator.device, or model.to(torch.device("cpu")) where torch.cuda.is_available() is false'
+GO_ON = 'let it go on without a GPU: device "cpu", backend "gloo"'
+CALLED = re.compile(r"\bcuda\.\w+\(|\btorch\.accelerator\.\w+\(")
+MISSING = re.compile(r"no attribute '(\w+)'|name '(\w+)' is not defined|variable '(\w+)'")
+ASKS = re.compile(r"\b(cuda|accelerator)\b.*\bis_available\b|\bis_available\b.*\b(cuda|accelerator)\b")
+SPEAKS_OF_ONE = re.compile(r"gpu|cuda|torch\.accelerator", re.IGNORECASE)
+LINES_BEFORE = 3
+
+
+def instead(error: str, line: str) -> str:
+    """What to write in the script's `line`, which raised `error`; empty where no GPU is missing."""
+    if RAISED.search(error):
+        if "nccl" in error.lower():
+            return BACKEND
+        called = CALLED.search(_source(line)) and ".to(" not in _source(line)
+        return CALL if called else DEVICE
+    return _set_with_gpu_alone(error, line)
+
+
+def why_ended(line: str) -> str:
+    """What to write where a script ends by itself, if it does so for want of a GPU; else empty."""
+    return GO_ON if SPEAKS_OF_ONE.search(_source(line, LINES_BEFORE)) else ""
+
+
+def _set_with_gpu_alone(error: str, line: str) -> str:
+    """Of a name that is missing because the script sets it where it has asked for a GPU."""
+    found = MISSING.search(error)
+    file = _file(line)
+    if found is None or not file.is_file():
+        return ""
+    name = next(filter(None, found.groups()))
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If) and ASKS.search(ast.unparse(node.test)) and name in _set_in(node):
+            return f"set {name} without a GPU too: line {node.lineno} sets it if {ast.unparse(node.test)}, false here"
+    return ""
+
+
+def _set_in(branch: ast.If) -> Iterator[str]:
+    """The names and attributes that its body assigns."""
+    for node in (inner for statement in branch.body for inner in ast.walk(statement)):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _source(line: str, before: int = 0) -> str:
+    """The text of a file:line, with so many lines before it."""
+    file = _file(line)
+    if not file.is_file():
+        return ""
+    number = int(line.rpartition(":")[2])
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[max(0, number - 1 - before) : number])
+
+
+def _file(line: str) -> Path:
+    return Path(line.rpartition(":")[0])

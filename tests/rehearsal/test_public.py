@@ -1,0 +1,130 @@
+"""Scripts as others write them: what they hold and learn, and what they do that a rehearsal must not take amiss."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, accel_fsdp, accelerate_launch, run
+from test_mistakes import FSDP1, FSDP2, yaml_file
+
+from accel_fsdp import ranks
+
+HERE = ROOT / "tests/rehearsal"
+BOTH = pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
+
+
+def rehearsed(file: Path, script: Path, *words: str | Path) -> dict[str, Any]:
+    """The last step of its report."""
+    finished = accel_fsdp("rehearse", "--json", file, "--script", script, "--", *words)
+    report = json.loads(finished.output[finished.output.index("{\n") :])
+    step: dict[str, Any] = report["steps"][-1]
+    return step
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What the processes of plain.py wrote down."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.mark.parametrize("fsdp", [FSDP1 | {"fsdp_sync_module_states": False}, FSDP2], ids=["fsdp1", "fsdp2"])
+def test_accelerate_alone_shards_nothing_and_a_rehearsal_does(
+    fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same losses as one process has. Where FSDP1 syncs module states, Accelerate stops instead."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = yaml_file(tmp_path, fsdp, num_processes=2)
+    alone, launched, sharded = (tmp_path / name for name in ("alone", "launched", "sharded"))
+    for folder in (alone, launched, sharded):
+        folder.mkdir()
+    assert run([sys.executable, HERE / "plain.py", tiny_model, alone]).code == 0
+    assert accelerate_launch(file, HERE / "plain.py", tiny_model, launched).code == 0
+    assert rehearsed(file, HERE / "plain.py", tiny_model, sharded)["passed"]
+    (one,) = told(alone)
+    assert [(rank["engine"], rank["held"]) for rank in told(launched)] == [("one process", one["weights"])] * 2
+    for rank in told(sharded):
+        assert rank["engine"].startswith(f"FSDP{fsdp['fsdp_version']}")
+        assert rank["held"] < 0.6 * rank["weights"]
+        assert rank["losses"] == pytest.approx(one["losses"], abs=1e-4)
+    assert one["losses"][-1] < one["losses"][0] - 0.01
+    assert sum(rank["held"] for rank in told(sharded)) >= one["weights"]
+
+
+@BOTH
+def test_trainer_in_bf16(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    """It runs where no GPU has bf16; `save_model` writes nothing of shards, which the key decides."""
+    script = HERE / "with_trainer.py"
+    step = rehearsed(yaml_file(tmp_path, fsdp), script, tiny_model, tmp_path / "saved")
+    assert not step["passed"]
+    assert "Trainer.save_model left" in step["said"]
+    assert step["key"] == "fsdp_state_dict_type"
+    assert step["line"] == f"{script}:{len(script.read_text().splitlines())}"
+    full = yaml_file(tmp_path, fsdp | {"fsdp_state_dict_type": "FULL_STATE_DICT"})
+    step = rehearsed(full, script, tiny_model, tmp_path / "full")
+    assert step["passed"], step
+
+
+def test_save_pretrained_of_fsdp2s_shards(tiny_model: Path, tmp_path: Path) -> None:
+    """As in transformers' run_glue_no_trainer.py: what safetensors says of it names neither."""
+    script = HERE / "mistaken.py"
+    step = rehearsed(yaml_file(tmp_path, FSDP2), script, "saves shards", tiny_model, tmp_path / "saved")
+    assert not step["passed"]
+    assert "until then it trained: FSDP2" in step["said"]
+    assert "state_dict=accelerator.get_state_dict(model)" in step["fix"]
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "key"),
+    [(FSDP1, "fsdp_version"), (FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing")],
+    ids=["fsdp1", "fsdp2"],
+)
+def test_an_empty_adapter(fsdp: dict[str, Any], key: str, tiny_model: Path, tmp_path: Path) -> None:
+    """As TRL's sft.py --use_peft leaves one."""
+    step = rehearsed(yaml_file(tmp_path, fsdp), HERE / "mistaken.py", "adapter", tiny_model, tmp_path / "saved")
+    assert "with 0 tensors" in step["said"]
+    assert step["key"] == key
+    assert "PEFT" in step["fix"]
+
+
+def test_a_script_that_ends_for_want_of_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nimport torch\nif not torch.cuda.is_available():\n    sys.exit()\n")
+    step = rehearsed(yaml_file(tmp_path, FSDP1), script)
+    assert not step["passed"]
+    assert step["said"] == "the script ended itself before it trained a model"
+    assert step["line"] == f"{script}:4"
+    assert "without a GPU" in step["fix"]
+
+
+REFERENCE = """
+import torch
+model, reference = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.ones(2, 4)
+(reference(rows).detach() - model(rows)).pow(2).mean().backward()
+optimizer.step()
+"""
+
+
+def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
+    """As in DPO: it runs, its weights could be trained, and no optimizer has them."""
+    script = tmp_path / "train.py"
+    script.write_text(REFERENCE)
+    done = run([sys.executable, "-m", "accel_fsdp.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
+    assert done.code == 0, done.output
+    said = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
+    assert said == [{"model": "Linear", "missing": 0, "strange": 0}]
+
+
+def test_the_line_and_what_to_write_instead_are_shown(tmp_path: Path) -> None:
+    """By both commands."""
+    script = tmp_path / "train.py"
+    script.write_text('import torch\nbatch = torch.ones(1)\nbatch = batch.to("cuda")\n')
+    file = yaml_file(tmp_path, FSDP1, num_processes=2)
+    rehearsal = accel_fsdp("rehearse", file, "--script", script)
+    launch = accel_fsdp("launch", "--cpu", file, script)
+    assert (rehearsal.code, launch.code) == (1, 1)
+    assert f'line: {script}:3: batch = batch.to("cuda")' in rehearsal.output
+    for said in (rehearsal.output, launch.output):
+        assert "accelerator.device, or model.to(" in " ".join(said.split())
