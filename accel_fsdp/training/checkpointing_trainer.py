@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,7 +21,7 @@ from transformers import Trainer, set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
-from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
+from accel_fsdp.checkpoints import Origin, completeness, file_names, optimizer_names, summary, tensor_names
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
@@ -43,6 +43,7 @@ RELIES_ON = (
     Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
     Internal(f"{TRAINER}._load_rng_state", "self checkpoint"),
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
+    Internal("torch.distributed.fsdp._common_utils:_get_param_to_fqns", "model dedup_shared_params"),
     Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
 )
 SHOWN_SECONDS = 30
@@ -339,15 +340,46 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
         """
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
-            from torch.distributed.checkpoint.state_dict import _init_optim_state
+        with self._as_trained(checkpoint if plugin is not None else None):
+            if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
+                from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-            _init_optim_state(self.optimizer.optimizer)
-        with self._as_stored(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+                _init_optim_state(self.optimizer.optimizer)
+            with self._as_stored(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if checkpoint is not None and isinstance(schedule, LambdaLR):
             self._take_rates(schedule)
+
+    @contextlib.contextmanager
+    def _as_trained(self, checkpoint: str | None) -> Iterator[None]:
+        """Keeps torch from asking for states that a checkpoint rightly lacks: of parameters without a gradient so far.
+
+        It creates a state for whatever asks for gradients, and wants each from the checkpoint (torch 2.13); such are
+        the image encoder and experts that no row has reached. Whatever was not trained at all is missed as ever.
+        """
+        without = [] if checkpoint is None or self._on_tpu else self._without_state(Path(checkpoint))
+        for one in without:
+            one.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for one in without:
+                one.requires_grad_(True)
+
+    def _without_state(self, checkpoint: Path) -> list[torch.nn.Parameter]:
+        from torch.distributed.fsdp._common_utils import _get_param_to_fqns
+
+        stored = broadcast_object_list([_names_in(checkpoint) if self.args.process_index == 0 else None])[0]
+        if stored is None or not stored.with_state:
+            return []
+        named = _get_param_to_fqns(self.model, dedup_shared_params=False)
+        names = {one: {tensor_names.clean_name(name) for name in names} for one, names in named.items()}
+        return [
+            one
+            for one, own in names.items()
+            if one.requires_grad and own & stored.trained and not own & stored.with_state
+        ]
 
     def _take_rates(self, schedule: LambdaLR) -> None:
         """This run's rate for the next step: the stored one is zero where the schedule had come to its end."""
@@ -403,6 +435,14 @@ def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
         yield
     finally:
         plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
+
+
+def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
+    """None where they can't be read here: torch then says what is wrong, or knows tensors that our reader doesn't."""
+    try:
+        return optimizer_names.read(checkpoint)
+    except UserError:
+        return None
 
 
 def _is_no_absence(record: logging.LogRecord) -> bool:
