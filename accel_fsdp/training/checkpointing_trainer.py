@@ -1,6 +1,7 @@
 """A Trainer whose checkpoints survive: whole or not at all, resumed with every part, saved when it is told to stop."""
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -315,11 +316,38 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             trained = [tensor_names.clean_name(name) for name, p in self.model.named_parameters() if p.requires_grad]
             resuming.check_adapter(Path(resume_from_checkpoint), trained)
         with self._as_stored(resume_from_checkpoint), self._without_frozen():
-            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
+            if self._is_filed_otherwise():
+                self._load_filed(resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model=model)
 
     def _load_best_model(self) -> None:
-        with self._as_stored(self.state.best_model_checkpoint), self._without_frozen():
-            super()._load_best_model()
+        checkpoint = self.state.best_model_checkpoint
+        with self._as_stored(checkpoint), self._without_frozen():
+            if self._is_filed_otherwise() and checkpoint is not None:
+                self._load_filed(checkpoint)
+            else:
+                super()._load_best_model()
+
+    def _is_filed_otherwise(self) -> bool:
+        """Whether `save_pretrained` gives the weights other names or shapes in files than they have in the model.
+
+        Such are the fused experts of a mixture, and models with images. Trainer takes from such a file what has the
+        model's names, and goes on from the untrained rest with no more than a warning (transformers 5.23).
+        """
+        own_format = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._on_tpu
+        whole = not own_format and not hasattr(self.model, "peft_config")
+        return whole and bool(getattr(self.model, "_weight_conversions", None))
+
+    def _load_filed(self, checkpoint: str) -> None:
+        """As transformers loads them from a model's folder; float32 holds exactly whatever is stored."""
+        config = copy.deepcopy(self.model.config)
+        loaded, found = type(self.model).from_pretrained(
+            checkpoint, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        if found["missing_keys"]:
+            raise KeyError(f"it lacks {min(found['missing_keys'])}")
+        self.model.load_state_dict(loaded.state_dict())
 
     @contextlib.contextmanager
     def _without_frozen(self) -> Iterator[None]:

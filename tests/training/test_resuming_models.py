@@ -1,14 +1,26 @@
-"""Runs that go on with parameters which no gradient reaches, and which the optimizer therefore knows nothing of."""
+"""Resumes of models that aren't as plain as a Llama.
+
+Some have parameters which no gradient reaches, and for which the optimizer therefore has no state. Some have other
+names and shapes in files than in memory.
+"""
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, accelerate_launch, made_yaml
+from conftest import PROBE, Finished, accelerate_launch, made_yaml
 from reference import job_words, losses_of
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from safetensors.torch import load_file
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from accel_fsdp.checkpoints import FileReader, discover, open_checkpoint, part_of
 
@@ -24,18 +36,24 @@ ENGINES = {
 }
 
 
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512, "pad_token_id": 0}
+
+
+def written(folder: Path, model: PreTrainedModel, tokenizer_of: Path) -> Path:
+    folder.mkdir()
+    for path in (*tokenizer_of.glob("*token*"), tokenizer_of / "chat_template.jinja"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def with_images(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 that could look at images, with the tokenizer of the tiny model."""
-    folder = tmp_path_factory.mktemp("model") / "tiny-gemma"
-    folder.mkdir()
-    for path in (*tiny_model.glob("*token*"), tiny_model / "chat_template.jinja"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**small, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512, "pad_token_id": 0}
     config = Gemma3Config(
-        text_config=text,
-        vision_config={**small, "image_size": 16, "patch_size": 4, "vision_use_head": False},
+        text_config=TEXT,
+        vision_config={**SMALL, "image_size": 16, "patch_size": 4, "vision_use_head": False},
         mm_tokens_per_image=4,
         image_token_index=511,
         boi_token_index=510,
@@ -43,8 +61,17 @@ def with_images(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
-    return folder
+    model = Gemma3ForConditionalGeneration(config)
+    return written(tmp_path_factory.mktemp("model") / "tiny-gemma", model, tiny_model)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files hold each expert by itself, the model all of a layer in one tensor."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts, eos_token_id=2))
+    return written(tmp_path_factory.mktemp("model") / "tiny-experts", model, tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +111,28 @@ def test_what_had_no_state_has_none_after_a_resume(name: str, runs: Path) -> Non
     assert any(name.startswith("state.model.language_model.") for name in before)
     assert not [name for name in before if name.startswith(f"state.{UNREACHED}")]
     assert after == before
+
+
+@pytest.mark.parametrize("kind", ["with_images", "with_experts"])
+def test_weights_of_other_names_in_files_are_loaded(
+    kind: str, sft: Callable[..., Finished], request: pytest.FixtureRequest, text_data: Path, tmp_path: Path
+) -> None:
+    """Without FSDP, where Trainer writes them as `save_pretrained` does; to go on, and at the end as the best ones."""
+    model, straight, resumed = request.getfixturevalue(kind), tmp_path / "straight", tmp_path / "resumed"
+    middle = straight / f"checkpoint-{SAVED}"
+    best = ("--load_best_model_at_end", "true", "--eval_strategy", "steps", "--eval_steps", str(SAVED))
+    best += ("--dataset_test_split", "train", "--greater_is_better", "true")  # that with the largest loss
+    first = sft(*job_words(model, text_data, straight, STEPS, 4, save_steps=SAVED), *best)
+    assert first.code == 0, first.output
+    words = job_words(model, text_data, resumed, STEPS, 4, save_steps=SAVED)
+    second = sft(*words, "--resume_from_checkpoint", middle)
+    assert second.code == 0, second.output
+    assert losses_of(resumed, STEPS) == losses_of(straight, STEPS)
+    assert_same(straight / "final", middle)
+    assert_same(resumed / "final", straight / f"checkpoint-{STEPS}")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    found, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
