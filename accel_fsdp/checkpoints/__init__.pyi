@@ -5,6 +5,7 @@ from . import discover as discover
 from . import file_names as file_names
 from . import finite as finite
 from . import open_checkpoint as open_checkpoint
+from . import optimizer_names as optimizer_names
 from . import safetensors_header as safetensors_header
 from . import summary as summary
 from . import tensor_names as tensor_names

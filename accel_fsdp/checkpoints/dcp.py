@@ -4,6 +4,8 @@
 the types of DCP's metadata and turns them into inert values.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,13 +122,36 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
     Raises:
         UserError: a file is missing, damaged, outside of the folder, or names code.
     """
+    with _listing(folder) as metadata:
+        return _entries(folder, reader, metadata)
+
+
+def listed(folder: Path, reader: FileReader, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
+    """The paths of all that a folder lists, with the pickled value where it is `wanted`, else None.
+
+    Raises:
+        UserError: as `entries`; or what is wanted is no pickled value.
+    """
+    with _listing(folder) as metadata:
+        items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
+        found = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
+        return {path: _value(reader, items[name, None]) if wanted(path) else None for name, path in found.items()}
+
+
+def _value(reader: FileReader, item: _Item) -> Any:
+    return Archive(reader, item.path, item.start, item.length).load(TENSORS)
+
+
+@contextlib.contextmanager
+def _listing(folder: Path) -> Iterator[dict[str, Any]]:
+    """What `.metadata` holds; what goes wrong with it in the block is damage."""
     path = folder / file_names.DCP_METADATA
     content = untrusted_files.read_bytes(path, LARGEST_METADATA)
     if content is None:
         raise damaged(path, "is missing")
     metadata = unpickle(content, ADMITTED, path)
     try:
-        return _entries(folder, reader, metadata.state)
+        yield metadata.state
     except ERRORS as error:
         raise damaged(path, f"is damaged: {type(error).__name__} in what it lists") from error
 

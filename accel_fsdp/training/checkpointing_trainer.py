@@ -1,6 +1,7 @@
 """A Trainer whose checkpoints survive: whole or not at all, resumed with every part, saved when it is told to stop."""
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,7 +22,7 @@ from transformers import Trainer, set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import atomic_files, console, disks
-from accel_fsdp.checkpoints import Origin, completeness, file_names, summary, tensor_names
+from accel_fsdp.checkpoints import Origin, completeness, file_names, optimizer_names, summary, tensor_names
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
@@ -43,6 +44,7 @@ RELIES_ON = (
     Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
     Internal(f"{TRAINER}._load_rng_state", "self checkpoint"),
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
+    Internal("torch.distributed.fsdp._common_utils:_get_param_to_fqns", "model dedup_shared_params"),
     Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
 )
 SHOWN_SECONDS = 30
@@ -314,11 +316,38 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
             trained = [tensor_names.clean_name(name) for name, p in self.model.named_parameters() if p.requires_grad]
             resuming.check_adapter(Path(resume_from_checkpoint), trained)
         with self._as_stored(resume_from_checkpoint), self._without_frozen():
-            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
+            if self._is_filed_otherwise():
+                self._load_filed(resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model=model)
 
     def _load_best_model(self) -> None:
-        with self._as_stored(self.state.best_model_checkpoint), self._without_frozen():
-            super()._load_best_model()
+        checkpoint = self.state.best_model_checkpoint
+        with self._as_stored(checkpoint), self._without_frozen():
+            if self._is_filed_otherwise() and checkpoint is not None:
+                self._load_filed(checkpoint)
+            else:
+                super()._load_best_model()
+
+    def _is_filed_otherwise(self) -> bool:
+        """Whether `save_pretrained` gives the weights other names or shapes in files than they have in the model.
+
+        Such are the fused experts of a mixture, and models with images. Trainer takes from such a file what has the
+        model's names, and goes on from the untrained rest with no more than a warning (transformers 5.23).
+        """
+        own_format = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._on_tpu
+        whole = not own_format and not hasattr(self.model, "peft_config")
+        return whole and bool(getattr(self.model, "_weight_conversions", None))
+
+    def _load_filed(self, checkpoint: str) -> None:
+        """As transformers loads them from a model's folder; float32 holds exactly whatever is stored."""
+        config = copy.deepcopy(self.model.config)
+        loaded, found = type(self.model).from_pretrained(
+            checkpoint, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        if found["missing_keys"]:
+            raise KeyError(f"it lacks {min(found['missing_keys'])}")
+        self.model.load_state_dict(loaded.state_dict())
 
     @contextlib.contextmanager
     def _without_frozen(self) -> Iterator[None]:
@@ -339,15 +368,46 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
         """
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
-            from torch.distributed.checkpoint.state_dict import _init_optim_state
+        with self._as_trained(checkpoint if plugin is not None else None):
+            if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
+                from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-            _init_optim_state(self.optimizer.optimizer)
-        with self._as_stored(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+                _init_optim_state(self.optimizer.optimizer)
+            with self._as_stored(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if checkpoint is not None and isinstance(schedule, LambdaLR):
             self._take_rates(schedule)
+
+    @contextlib.contextmanager
+    def _as_trained(self, checkpoint: str | None) -> Iterator[None]:
+        """Keeps torch from asking for states that a checkpoint rightly lacks: of parameters without a gradient so far.
+
+        It creates a state for whatever asks for gradients, and wants each from the checkpoint (torch 2.13); such are
+        the image encoder and experts that no row has reached. Whatever was not trained at all is missed as ever.
+        """
+        without = [] if checkpoint is None or self._on_tpu else self._without_state(Path(checkpoint))
+        for one in without:
+            one.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for one in without:
+                one.requires_grad_(True)
+
+    def _without_state(self, checkpoint: Path) -> list[torch.nn.Parameter]:
+        from torch.distributed.fsdp._common_utils import _get_param_to_fqns
+
+        stored = broadcast_object_list([_names_in(checkpoint) if self.args.process_index == 0 else None])[0]
+        if stored is None or not stored.with_state:
+            return []
+        named = _get_param_to_fqns(self.model, dedup_shared_params=False)
+        names = {one: {tensor_names.clean_name(name) for name in names} for one, names in named.items()}
+        return [
+            one
+            for one, own in names.items()
+            if one.requires_grad and own & stored.trained and not own & stored.with_state
+        ]
 
     def _take_rates(self, schedule: LambdaLR) -> None:
         """This run's rate for the next step: the stored one is zero where the schedule had come to its end."""
@@ -403,6 +463,14 @@ def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
         yield
     finally:
         plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
+
+
+def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
+    """None where they can't be read here: torch then says what is wrong, or knows tensors that our reader doesn't."""
+    try:
+        return optimizer_names.read(checkpoint)
+    except UserError:
+        return None
 
 
 def _is_no_absence(record: logging.LogRecord) -> bool:
