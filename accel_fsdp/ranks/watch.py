@@ -160,14 +160,22 @@ class _Steps:
         for hook in self.of_modules:
             hook.remove()
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        inner = {id(one) for model in self.models.values() for one in model.modules() if one is not model}
-        for model in (model for number, model in self.models.items() if number not in inner):  # others ran again
-            own = {id(one) for one in model.parameters() if one.requires_grad}
-            if own:
-                name = type(unwrapped(model)).__name__
-                events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own))
-                _tell_holding("stepped", model)
-                names = {id(module): user_name(path) for path, module in model.named_modules()}
-                events.tell("units", names=[names[unit] for unit in self.units if unit in names])
+        for model, own in self._trained_by(trained):
+            name = type(unwrapped(model)).__name__
+            events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own))
+            _tell_holding("stepped", model)
+            names = {id(module): user_name(path) for path, module in model.named_modules()}
+            events.tell("units", names=[names[unit] for unit in self.units if unit in names])
         events.tell("rows", hashes=self.rows)
         self.models.clear()
+
+    def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
+        """The outermost modules of which an optimizer has parameters; all that can be trained, if it has of none.
+
+        A reference model of DPO has gradients and no optimizer.
+        """
+        inner = {id(one) for model in self.models.values() for one in model.modules() if one is not model}
+        outer = [model for number, model in self.models.items() if number not in inner]  # others ran again
+        able = [(model, {id(one) for one in model.parameters() if one.requires_grad}) for model in outer]
+        able = [(model, own) for model, own in able if own]
+        return [(model, own) for model, own in able if own & trained] or able
