@@ -72,8 +72,9 @@ def conclude(report: Report) -> None:
     """What was proven, in which size, and what is left for GPUs to show."""
     if report.changes:
         console.put(f"in small: {', '.join(report.changes)}", wrap=True)
-    if report.passed:
-        console.put(f"proven here: {', '.join(step.name for step in report.steps)}", style="green", wrap=True)
+    if not report.passed:
+        return
+    console.put(f"proven here: {', '.join(step.name for step in report.steps)}", style="green", wrap=True)
     console.put(f"only a GPU can show: {', '.join(report.left_out)}", wrap=True)
     if report.forecast:
         console.put(report.forecast, wrap=True)
