@@ -21,32 +21,29 @@ RELIES_ON = (
     Internal(f"{FLAT}._numels"),
     Internal("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"),
 )
+DEEPSPEED_PADDING = 1024
+"""Elements at most by which DeepSpeed fills up its groups of parameters."""
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
 """The names under which wrappers hold what they wrap; `module` is DDP's and DeepSpeed's."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together. `weights` counts all of it, `held` this rank's part with its padding.
+    """What is gathered together. `weights` counts all of it, `held` this rank's part, `share` the most of any rank.
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
-    `reshards`: its weights are parted again between forward and backward. `evenly`: as one flat parameter, and not
-    each parameter by its rows. `states_alone`: the optimizer's states are parted, and the weights whole on each rank.
+    `reshards`: its weights are parted again between forward and backward. `states_alone`: the optimizer's states are
+    parted, and the weights whole on each rank.
     """
 
     name: str
     kind: str
     weights: int
     held: int
+    share: int
     ranks: int
     reshards: bool = True
-    evenly: bool = False
     states_alone: bool = False
-
-    @property
-    def share(self) -> int:
-        """What each rank holds of a unit that is parted evenly."""
-        return -(-self.weights // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -182,15 +179,9 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
     weights = sum(numel * counting.per_element(info.module, info.param_name, flat) for info, numel in infos)
     alone = module.sharding_strategy == ShardingStrategy.NO_SHARD
     reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-    unit = Unit(
-        name,
-        class_name(module),
-        weights,
-        flat.numel() * weights // elements,
-        1 if alone else several,
-        reshards,
-        evenly=True,
-    )
+    ranks = 1 if alone else several
+    held, share = flat.numel() * weights // elements, _part(elements, ranks) * weights // elements
+    unit = Unit(name, class_name(module), weights, held, share, ranks, reshards)
     views = {id(one) for one in module.parameters(recurse=True)} if module._use_orig_params else set()
     return unit, {id(flat), *views}
 
@@ -204,18 +195,23 @@ def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, se
         parameters = [one.sharded_param for one in group.fsdp_params]
         owned = {id(one.sharded_param): one._module_info for one in group.fsdp_params}
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
-        mesh = group.mesh_info
-        yield (
-            Unit(
-                name,
-                class_name(module),
-                sum(p.numel() * count for p, count in zip(parameters, several, strict=True)),
-                sum(p.to_local().numel() * count for p, count in zip(parameters, several, strict=True)),
-                getattr(mesh, "shard_mesh_size", 1),
-                group.post_forward_mesh_info is not None,
-            ),
-            set(owned),
+        ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
+        pairs = list(zip(parameters, several, strict=True))
+        unit = Unit(
+            name,
+            class_name(module),
+            weights=sum(p.numel() * count for p, count in pairs),
+            held=sum(p.to_local().numel() * count for p, count in pairs),
+            share=sum(_part(len(p), ranks) * p.shape[1:].numel() * count for p, count in pairs),
+            ranks=ranks,
+            reshards=group.post_forward_mesh_info is not None,
         )
+        yield unit, set(owned)
+
+
+def _part(whole: int, ranks: int) -> int:
+    """The largest of as many parts."""
+    return -(-whole // ranks)
 
 
 def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
@@ -226,9 +222,11 @@ def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
     if stage in (1, 2):
         held = sum(one.numel() for one in model.optimizer.single_partition_of_fp32_groups)
         trained = sum(one.numel() for one in model.module.parameters() if one.requires_grad)
-        yield Unit("", "optimizer states", trained, held, ranks, states_alone=True), set()
+        share = _part(trained, ranks) + DEEPSPEED_PADDING
+        yield Unit("", "optimizer states", trained, held, share, ranks, states_alone=True), set()
     for path, module in model.module.named_modules() if stage > 2 else ():
         own = list(module.parameters(recurse=False))
         if own:
             total, held = sum(one.ds_numel for one in own), sum(one.ds_tensor.ds_numel for one in own)
-            yield Unit(path, type(module).__name__, total, held, ranks), {id(one) for one in own}
+            share = sum(_part(one.ds_numel, ranks) for one in own)
+            yield Unit(path, type(module).__name__, total, held, share, ranks), {id(one) for one in own}

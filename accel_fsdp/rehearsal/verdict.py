@@ -67,7 +67,7 @@ def _of_units(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
             shared = f"shared by {counted(unit.ranks, 'rank')}, not {asked.shard_ranks}"
             yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
             return
-        if unit.held > unit.share + _slack(unit):
+        if unit.held > unit.share:
             yield Wrong(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
     inner = [unit for unit in holding.units if unit.kind in asked.classes]
@@ -75,11 +75,6 @@ def _of_units(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
         kept = "gathered" if asked.reshards else "sharded"
         key = "fsdp_reshard_after_forward" if asked.engine is Engine.FSDP2 else "fsdp_sharding_strategy"
         yield Wrong(f"units stay {kept} between forward and backward", key)
-
-
-def _slack(unit: Unit) -> int:
-    """FSDP2 parts each parameter by rows: of a few rows the first ranks hold more."""
-    return 0 if unit.evenly else unit.weights // 2
 
 
 def _name(unit: Unit) -> str:

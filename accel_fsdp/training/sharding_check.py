@@ -24,7 +24,7 @@ def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
     if holding.whole and not allow_whole:
         raise unsharded(f"{holding.whole:,} of {holding.weights:,} weights are in no unit")
     for unit in holding.units:
-        if unit.evenly and unit.held != unit.share:
+        if unit.held > unit.share:
             raise unsharded(f"a unit of {unit.weights:,} weights has {unit.held:,} on this rank of {unit.ranks}")
     return holding
 
