@@ -97,6 +97,7 @@ CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket 
 """What the other ranks say once one of them is gone."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 """How this project's own programs end."""
+ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
@@ -134,6 +135,7 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
 def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
     stacks = "\n".join(f"rank {rank}:\n{stack}" for rank, (_, _, stack) in sorted(hang.waits.items()))
     lines: Mapping[str, str] = {collective: line for line, collective, _ in hang.waits.values() if line}
-    line = next((one for collective, one in lines.items() if collective), "")
+    line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
+    fix = ABSENT if "" in lines else HANGING
     what = f"the ranks wait for each other: {hang}" if hang.waits else "the launch took too long and was ended"
-    return Failure(what, key="the script", fix=HANGING, line=line, output=stacks or outcome.tail)
+    return Failure(what, key="the script", fix=fix, line=line, output=stacks or outcome.tail)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_fsdp import console, shipped
 from accel_fsdp.config import SCRIPT, read_config
-from accel_fsdp.errors import UserError, require
+from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.linter import LintOptions, lint, parse_command_line
 from accel_fsdp.rehearsal import forecast, janitor, prepare, warm
 from accel_fsdp.rehearsal.blame import Failure
@@ -33,6 +33,12 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
     """
     require("rehearsing", "torch", "accelerate", "transformers")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
+    if options.script is not None and not options.script.is_file():
+        raise UsageError(
+            f"script {options.script} does not exist",
+            why="there is nothing to rehearse",
+            fix="accel-fsdp rehearse FILE --script SCRIPT, with the path of a training script",
+        )
     job = read_config(options.file)[0]
     scaled = scale(job, options.processes)
     words = words or (() if options.script else prepare.own_words(options.file))

@@ -42,7 +42,13 @@ class Hang:
         places = []
         for rank in sorted(self.waits.keys() | self.ended):
             line, collective, _ = self.waits.get(rank, ("", "", ""))
-            at = "has ended" if rank in self.ended else f"waits in {collective or 'no collective'} at {line}"
+            at = (
+                "has ended"
+                if rank in self.ended
+                else f"waits in {collective} at {line}"
+                if collective
+                else f"stands at {line}"
+            )
             places.append(f"rank {rank} {at}")
         return "; ".join(places)
 

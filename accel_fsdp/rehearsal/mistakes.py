@@ -24,7 +24,7 @@ def _another_optimizer(events: Sequence[Event], held: dict[int, Holding]) -> Ite
         if holding is None or holding.engine.startswith(Engine.DEEPSPEED.value):  # which makes its own of each
             continue
         missing, strange = event.content["missing"], event.content["strange"]
-        if strange or missing:
+        if strange:  # what it lacks may be another optimizer's
             what = f"the optimizer lacks {missing} of the model's trained parameters and has {strange} of no model's"
             yield Failure(
                 what,

@@ -85,5 +85,5 @@ def left_out(job: JobConfig) -> Iterator[str]:
     yield from ONLY_GPUS
     if job.is_fsdp and job.on("fsdp_offload_params"):
         yield "offloading to the CPU"
-    if (precision := str(job.top("mixed_precision"))) not in ("no", "bf16"):
+    if (precision := str(job.top("mixed_precision"))) in ("fp16", "fp8"):
         yield f"mixed_precision {precision}"

@@ -54,7 +54,8 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
             fix=f"accel-fsdp rehearse FILE --processes {least}",
         )
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
-    changes = [f"num_processes {job.number('num_processes') or 'not given'} -> {ranks}"]
+    given = job.number("num_processes")
+    changes = [f"num_processes {given or 'not given'} -> {ranks}"] if given != ranks else []
     if job.number("num_machines") > 1:
         changes.append(f"num_machines {job.number('num_machines')} -> 1")
     values |= {"num_processes": ranks, "num_machines": 1}
