@@ -343,7 +343,7 @@ class SurvivingTrainer(Trainer):  # type: ignore[misc]
         """As transformers loads them from a model's folder; float32 holds exactly whatever is stored."""
         config = copy.deepcopy(self.model.config)
         loaded, found = type(self.model).from_pretrained(
-            checkpoint, config=config, dtype=torch.float32, output_loading_info=True
+            checkpoint, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
         if found["missing_keys"]:
             raise KeyError(f"it lacks {min(found['missing_keys'])}")
