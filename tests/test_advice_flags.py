@@ -25,7 +25,7 @@ PRINTED_BY = {
     "check": "linter/ checkpoints/summary",
     "migrate": "migration/",
     "launch": "launch/",
-    "rehearse": "rehearsal/",
+    "rehearse": "training/rehearsal/ models/shrink/",
     "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint cli",
     "train/sft.py": "training/ models/causal atomic_files",
     "": "config/ wizard/ models/",

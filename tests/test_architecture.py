@@ -19,15 +19,17 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"helpers"},
     {"checkpoints", "config", "hardware"},
     {"models"},
+    {"models.shrink"},
     {"prediction.memory"},
     {"prediction"},
     {"prediction.tracing"},
     {"linter.rules"},
-    {"linter", "migration", "wizard", "exporter", "launch", "ranks"},
+    {"linter", "migration", "wizard", "exporter", "launch.ranks"},
+    {"launch"},
     {"planner"},
     {"training.data"},
     {"training"},
-    {"rehearsal"},
+    {"training.rehearsal"},
     {"commands"},
 ]
 COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs", "testing"}
@@ -38,9 +40,9 @@ MAY_PRINT = {
     "errors",
     "cpu",
     "launch.launcher",
-    "ranks.__main__",
+    "launch.ranks.__main__",
 }  # all but console speak before it can be imported
-PATCHING = {"cpu", "ranks.saves", "ranks.watch", "training.peft_patches"}
+PATCHING = {"cpu", "launch.ranks.saves", "launch.ranks.watch", "training.peft_patches"}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

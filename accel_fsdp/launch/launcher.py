@@ -25,7 +25,7 @@ REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Conn
 TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 """What torchrun has told the ranks itself."""
 
-ON_CPU = ("-m", "accel_fsdp.ranks")
+ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 """What stands before a script that is to shard on CPU processes: a module that prepares them and then runs it."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

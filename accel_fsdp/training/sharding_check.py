@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.ranks import Holding, measure
+from accel_fsdp.launch.ranks import Holding, measure
 from accel_fsdp.units import millions
 
 if TYPE_CHECKING:

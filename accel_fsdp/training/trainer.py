@@ -19,10 +19,10 @@ from accel_fsdp import atomic_files, console, cpu, disks, library_internals
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
+from accel_fsdp.launch.ranks import holding as holdings
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, inspect_model
-from accel_fsdp.ranks import holding as holdings
 from accel_fsdp.training import (
     checkpointing_trainer,
     gather,

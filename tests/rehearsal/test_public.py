@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, accel_fsdp, accelerate_launch, run
 from test_mistakes import FSDP1, FSDP2, yaml_file
 
-from accel_fsdp import ranks
+from accel_fsdp.launch import ranks
 
 HERE = ROOT / "tests/rehearsal"
 BOTH = pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
@@ -111,7 +111,7 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     """As in DPO: it runs, its weights could be trained, and no optimizer has them."""
     script = tmp_path / "train.py"
     script.write_text(REFERENCE)
-    done = run([sys.executable, "-m", "accel_fsdp.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
+    done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
     said = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
     assert said == [{"model": "Linear", "missing": 0, "strange": 0}]

@@ -18,7 +18,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.rehearsal import janitor, scaled
+from accel_fsdp.training.rehearsal import janitor, scaled
 
 CONFIGS = ROOT / "accelerate_configs"
 RESUMED = ["check", "make the model small", "train in bf16", "train and save", "resume after SIGKILL"]
@@ -114,7 +114,7 @@ def test_launch_on_cpu_shows_what_each_rank_holds(tiny_model: Path, tmp_path: Pa
     assert layer[1] == "2"
     assert int(layer[3].replace(",", "")) * 2 == int(layer[2].replace(",", ""))
     shown = accel_fsdp("launch", "--cpu", "--dry-run", *words).output
-    assert f"-m accel_fsdp.ranks {SCRIPT} none" in shown
+    assert f"-m accel_fsdp.launch.ranks {SCRIPT} none" in shown
 
 
 def job(**values: object) -> JobConfig:

@@ -10,8 +10,8 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.rehearsal import cut
 from accel_fsdp.training.data import DataArguments, load, tokenizing
+from accel_fsdp.training.rehearsal import cut
 
 
 def read(folder: Path, split: str = "train") -> list[dict[str, Any]]:
@@ -89,12 +89,3 @@ def test_what_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "cut").exists()
     with pytest.raises(UserError, match=r"\./nowhere\.jsonl does not exist"):
         cut("nowhere.jsonl", tmp_path / "cut", 4)
-
-
-def test_the_users_data_are_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text(json.dumps(rows(1)[0]))
-    for target in (tmp_path / "data", tmp_path):
-        with pytest.raises(UserError, match="holds the data set itself"):
-            cut(str(tmp_path / "data"), target)
-    assert (tmp_path / "data" / "train.jsonl").is_file()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_fsdp.rehearsal import without_gpu
+from accel_fsdp.training.rehearsal import without_gpu
 
 CALLS = {
     'dist.init_process_group("nccl")': without_gpu.BACKEND,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp.ranks import events, script
+from accel_fsdp.launch.ranks import events, script
 
 CALLS = (
     ("accelerate.accelerator", "Accelerator", "save_state"),

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.rehearsal import fewer_layers, narrower
-from accel_fsdp.rehearsal.config_parts import TOKENS, Part, parts_of
+from accel_fsdp.models.shrink import fewer_layers, narrower
+from accel_fsdp.models.shrink.config_parts import TOKENS, Part, parts_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.config import Engine
-from accel_fsdp.rehearsal import mistakes, saved, verdict
-from accel_fsdp.rehearsal.blame import Failure, of_no_training, of_outcome
-from accel_fsdp.rehearsal.job import Outcome, Rehearsed
-from accel_fsdp.rehearsal.scaled import ScaledJob
-from accel_fsdp.rehearsal.steps import summary
+from accel_fsdp.training.rehearsal import mistakes, saved, verdict
+from accel_fsdp.training.rehearsal.blame import Failure, of_no_training, of_outcome
+from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.training.rehearsal.scaled import ScaledJob
+from accel_fsdp.training.rehearsal.steps import summary
 
 SAVE = (
     "save on all ranks: accelerator.save_state(folder); or "

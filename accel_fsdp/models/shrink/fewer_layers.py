@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from accel_fsdp.rehearsal import layer_kinds
-from accel_fsdp.rehearsal.config_parts import DEPTHS, OF_LAYERS, TOKENS, Part
+from accel_fsdp.models.shrink import layer_kinds
+from accel_fsdp.models.shrink.config_parts import DEPTHS, OF_LAYERS, TOKENS, Part
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,7 @@ import psutil
 
 FOLDER = "ACCEL_FSDP_REHEARSAL"
 """The variable by which processes of a rehearsal are known: it names the folder."""
-SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.rehearsal import janitor; janitor.serve({!r})"
+SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.training.rehearsal import janitor; janitor.serve({!r})"
 
 
 @contextlib.contextmanager

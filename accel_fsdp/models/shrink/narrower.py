@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from accel_fsdp.rehearsal.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, OF_LAYERS, Part
+from accel_fsdp.models.shrink.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, OF_LAYERS, Part
 
 HEAD_WIDTH, HEADS, GROUPS, WIDTH = 16, 4, 2, 64
 MOST_HEADS_OF_ONE_GROUP = 8

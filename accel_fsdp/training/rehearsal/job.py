@@ -1,4 +1,4 @@
-"""One launch of a rehearsal: its ranks under `accel_fsdp.ranks`, what they tell, and how it ends. A hang is ended."""
+"""One launch of a rehearsal: its ranks under `launch.ranks`, what they tell, and how it ends. A hang is ended."""
 
 import contextlib
 import os
@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 import psutil
 import yaml
 
-from accel_fsdp import ranks
 from accel_fsdp.config import Engine
-from accel_fsdp.launch import launcher
-from accel_fsdp.ranks import Event, Holding
-from accel_fsdp.rehearsal import janitor, warm
-from accel_fsdp.rehearsal.scaled import ScaledJob
+from accel_fsdp.launch import launcher, ranks
+from accel_fsdp.launch.ranks import Event, Holding
+from accel_fsdp.training.rehearsal import janitor, warm
+from accel_fsdp.training.rehearsal.scaled import ScaledJob
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 POLL_SECONDS = 0.1
@@ -110,7 +109,7 @@ class Rehearsed:
         if kill_after is not None:
             common[ranks.HOLD_AFTER] = str(kill_after)
         places = _places(scaled) if scaled.job.engine is not Engine.NONE else [{}]
-        command = ["-m", "accel_fsdp.ranks", str(self.script), *words]
+        command = ["-m", "accel_fsdp.launch.ranks", str(self.script), *words]
         return self._run(name, command, [common | place for place in places])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import Engine, deepspeed_name
+from accel_fsdp.launch.ranks.events import Event
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
-from accel_fsdp.ranks.events import Event
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from types import FrameType
 
 import psutil
 
-from accel_fsdp.ranks import events, script
+from accel_fsdp.launch.ranks import events, script
 
 EVERY_SECONDS = 1.0
 COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 45.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint
 from accel_fsdp.errors import UserError
-from accel_fsdp.ranks import Event
+from accel_fsdp.launch.ranks import Event
 
 
 @dataclass(frozen=True)

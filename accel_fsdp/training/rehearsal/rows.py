@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_fsdp import atomic_files
-from accel_fsdp.rehearsal import targets
 from accel_fsdp.training.data import load
 
 WORDS = (
@@ -63,7 +62,6 @@ def cut(
     Raises:
         UserError: there is no such file, it can't be read, or the data set lacks a split.
     """
-    targets.check(target, dataset, "data set")
     if dataset is not None:
         load.check_name(dataset)
     name = dataset if dataset is not None and Path(dataset).exists() else None

@@ -14,9 +14,9 @@ from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, inspect_model, remote_code
-from accel_fsdp.rehearsal import layer_kinds, made_up_tokenizer, small_config, targets
-from accel_fsdp.rehearsal.config_parts import TOKENS, parts_of
-from accel_fsdp.rehearsal.small_config import ATTEMPTS, Attempt, Change, Words
+from accel_fsdp.models.shrink import layer_kinds, made_up_tokenizer, small_config
+from accel_fsdp.models.shrink.config_parts import TOKENS, parts_of
+from accel_fsdp.models.shrink.small_config import ATTEMPTS, Attempt, Change, Words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,10 +63,8 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
     replaced. The same `seed` gives the same weights.
 
     Raises:
-        UserError: the model can't be read without its own code, is no language model, can't be made small enough, or
-            lies in `target`.
+        UserError: the model can't be read without its own code, is no language model, or can't be made small enough.
     """
-    targets.check(target, model, "model")
     config = models.read_config(model)
     real = _on_meta(model, config)
     tokenizer = _tokenizer(model)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
+from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
+from accel_fsdp.launch.ranks.saves import Saves
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
-from accel_fsdp.ranks.saves import Saves
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_fsdp.rehearsal import without_gpu
-from accel_fsdp.rehearsal.job import Hang, Outcome
+from accel_fsdp.training.rehearsal import without_gpu
+from accel_fsdp.training.rehearsal.job import Hang, Outcome
 
 
 class Failure(Exception):

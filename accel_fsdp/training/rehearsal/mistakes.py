@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
 from accel_fsdp.config import Engine
-from accel_fsdp.ranks import Event, Holding, holdings
-from accel_fsdp.rehearsal.blame import Failure
+from accel_fsdp.launch.ranks import Event, Holding, holdings
+from accel_fsdp.training.rehearsal.blame import Failure
 
 SCRIPT = "the script"
 

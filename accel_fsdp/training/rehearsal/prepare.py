@@ -11,9 +11,9 @@ from accel_fsdp.config import JobConfig, launch_words
 from accel_fsdp.errors import UsageError
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.models import catalogue
-from accel_fsdp.rehearsal import rows
-from accel_fsdp.rehearsal.shrink import SmallModel, shrink
-from accel_fsdp.rehearsal.small_run import SmallRun, small_run
+from accel_fsdp.models.shrink import SmallModel, shrink
+from accel_fsdp.training.rehearsal import rows
+from accel_fsdp.training.rehearsal.small_run import SmallRun, small_run
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,3 @@ from .flags import RehearseCommand as RehearseCommand
 from .on_cpu import measured as measured
 from .rows import Rows as Rows
 from .rows import cut as cut
-from .shrink import SmallModel as SmallModel
-from .shrink import shrink as shrink
-from .small_config import Change as Change

@@ -11,11 +11,11 @@ from typing import Any
 
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import Engine, JobConfig
-from accel_fsdp.rehearsal import verdict
-from accel_fsdp.rehearsal.blame import Failure, of_outcome
-from accel_fsdp.rehearsal.job import Outcome, Rehearsed
-from accel_fsdp.rehearsal.scaled import ScaledJob, without_mesh
-from accel_fsdp.rehearsal.small_run import SAVED, STEPS, SmallRun
+from accel_fsdp.training.rehearsal import verdict
+from accel_fsdp.training.rehearsal.blame import Failure, of_outcome
+from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.training.rehearsal.scaled import ScaledJob, without_mesh
+from accel_fsdp.training.rehearsal.small_run import SAVED, STEPS, SmallRun
 from accel_fsdp.units import counted
 
 EXACT = 1e-4
@@ -128,7 +128,7 @@ class SftRehearsal:
     def reload(self) -> str:
         """What the run exported, in a fresh process, beside what one process trained."""
         folders = [str(self._output(name) / file_names.FINAL) for name in ("run", "alone")]
-        outcome = self.launcher.python("reload", ["-m", "accel_fsdp.rehearsal.reload", *folders])
+        outcome = self.launcher.python("reload", ["-m", "accel_fsdp.training.rehearsal.reload", *folders])
         if outcome.code:
             raise Failure("what the run exported can't be loaded", output=outcome.tail)
         apart, largest = (float(word) for word in outcome.output.split()[-2:])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from accel_fsdp.rehearsal.config_parts import TOKENS
+from accel_fsdp.models.shrink.config_parts import TOKENS
 
 BYTES = 256
 ALWAYS = ("pad", "eos", "mask", "im_start", "im_end")

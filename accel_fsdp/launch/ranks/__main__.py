@@ -1,4 +1,4 @@
-"""Runs a script as one rank, with gloo as its FSDP device where there is no GPU: `python -m accel_fsdp.ranks SCRIPT`.
+"""`python -m accel_fsdp.launch.ranks SCRIPT` runs a script as one rank, with gloo as its FSDP device without a GPU.
 
 The script is not edited. `sys.argv`, `__main__` and `sys.path` are as if Python had been started with it.
 """
@@ -10,8 +10,8 @@ import traceback
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch.ranks import events, hang, script, watch
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, hang, script, watch
 
 
 def main() -> int:
