@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from accel_fsdp import atomic_files, console, shipped
-from accel_fsdp.config import SCRIPT, THIS_FILE, launch_words
+from accel_fsdp.config import SCRIPT, THIS_FILE, script_arguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 CONFIG = "fsdp2"
@@ -62,8 +62,7 @@ def _needed(text: str, path: str) -> str:
 
     Such as `--use_peft ` for an adapter: without it every weight would be trained.
     """
-    words = launch_words(text)
-    rest = iter(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
+    rest = iter(script_arguments(text))
     needed = []
     for word in rest:
         if word in CHOSEN:

@@ -12,7 +12,7 @@ from .header import COMMAND as COMMAND
 from .header import MADE_HERE as MADE_HERE
 from .header import SCRIPT as SCRIPT
 from .header import THIS_FILE as THIS_FILE
-from .header import launch_words as launch_words
+from .header import script_arguments as script_arguments
 from .header import with_header as with_header
 from .job_config import FALSE_WORDS as FALSE_WORDS
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT
@@ -46,6 +46,7 @@ from .vocabulary import DTYPES as DTYPES
 from .vocabulary import ENGINE_KINDS as ENGINE_KINDS
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
+from .vocabulary import HYBRID as HYBRID
 from .vocabulary import LONG_DTYPES as LONG_DTYPES
 from .vocabulary import LOW_DTYPES as LOW_DTYPES
 from .vocabulary import OTHER_ENGINES as OTHER_ENGINES

@@ -49,11 +49,12 @@ def with_header(text: str, lines: list[str]) -> str:
     return "".join([*old[: max(found - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
 
 
-def launch_words(text: str) -> list[str]:
-    """The words of the launch command in our own header; none where it has no such line."""
+def script_arguments(text: str) -> tuple[str, ...]:
+    """What the launch command in our own header gives to its script; nothing where there is no such line."""
     lines = text.splitlines()
     at = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
-    return shlex.split(lines[at].removeprefix("#")) if at < len(lines) else []
+    words = shlex.split(lines[at].removeprefix("#")) if at < len(lines) else []
+    return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
 
 
 def retitle(text: str, title: str) -> str:

@@ -61,11 +61,13 @@ STRATEGIES: dict[int, str] = {
 """Accelerate's numbers and names (`FSDP_SHARDING_STRATEGY` in accelerate.utils.constants, 1-based)."""
 STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
 """torch's numbers (`torch.distributed.fsdp.StateDictType`), which Accelerate takes in place of the names."""
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Copies of the model, one on each machine, sharded inside of it."""
 RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 """FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
 ZERO_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 """The stage of DeepSpeed's ZeRO that shards the same; a hybrid strategy does so inside each machine, ZeRO over all."""
-ZERO_TWINS = {stage: name for name, stage in ZERO_STAGES.items() if not name.startswith("HYBRID")}
+ZERO_TWINS = {stage: name for name, stage in ZERO_STAGES.items() if name not in HYBRID}
 """A stage as FSDP1's strategy over all ranks. Stage 1 shards the optimizer state alone, which FSDP has no name for."""
 LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names of dtypes, as torch names them."""

@@ -4,7 +4,7 @@ Activation checkpointing is no key of `deepspeed_config`: it counts as broken, b
 the training script is given `--gradient_checkpointing true`.
 """
 
-from accel_fsdp.config import DISTRIBUTED_TYPES, ZERO_STAGES, ZERO_TWINS, Engine, zero_name
+from accel_fsdp.config import DISTRIBUTED_TYPES, HYBRID, ZERO_STAGES, ZERO_TWINS, Engine, zero_name
 from accel_fsdp.migration.changes import ChangeKind, Draft, as_int
 from accel_fsdp.migration.fsdp import casts_buffers, fsdp2_strategy
 
@@ -62,7 +62,7 @@ def _strategy_to_stage(draft: Draft, stage: int) -> None:
     twin = ZERO_STAGES[strategy]
     same = twin == stage
     why = f"{strategy} is {zero_name(twin)}" + ("" if same else "; another was asked for")
-    hybrid = strategy.startswith("HYBRID")
+    hybrid = strategy in HYBRID
     if hybrid:
         why = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON"
     kind: ChangeKind = "renamed" if same and not hybrid else "changed"

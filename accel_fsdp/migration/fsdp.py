@@ -3,7 +3,7 @@
 FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
 """
 
-from accel_fsdp.config import DISTRIBUTED_TYPES, RESHARDS, STATE_DICT_TYPES, Engine
+from accel_fsdp.config import DISTRIBUTED_TYPES, HYBRID, RESHARDS, STATE_DICT_TYPES, Engine
 from accel_fsdp.migration.changes import SIZES, Change, Draft, as_int
 from accel_fsdp.units import counted
 
@@ -18,9 +18,9 @@ def to_fsdp2(draft: Draft) -> None:
         to_ddp(draft, "fsdp_sharding_strategy", "NO_SHARD is DDP")
         return
     draft.row("fsdp_version", "changed", "the new engine", value=2)
-    why = "inside each machine: parallelism_config" if strategy.startswith("HYBRID") else f"{strategy} in FSDP2's words"
+    why = "inside each machine: parallelism_config" if strategy in HYBRID else f"{strategy} in FSDP2's words"
     draft.row("fsdp_sharding_strategy", "renamed", why, value=RESHARDS[strategy], new_key="fsdp_reshard_after_forward")
-    if strategy.startswith("HYBRID"):
+    if strategy in HYBRID:
         _add_mesh(draft)
     draft.row("fsdp_backward_prefetch", "lost", "FSDP2 prefetches by itself")
     draft.row("fsdp_forward_prefetch", "lost", "FSDP2 has none; speed only")

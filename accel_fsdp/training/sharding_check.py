@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import Holding, measure
 from accel_fsdp.units import millions
@@ -23,8 +24,9 @@ def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
         raise unsharded(f"{type(model).__name__} was not wrapped at all")
     if holding.whole and not allow_whole:
         raise unsharded(f"{holding.whole:,} of {holding.weights:,} weights are in no unit")
+    padded = holding.engine.startswith(Engine.FSDP1.value)  # each rank's part is as long as the longest
     for unit in holding.units:
-        if unit.held > unit.share:
+        if unit.held > unit.share or (padded and unit.held != unit.share):
             raise unsharded(f"a unit of {unit.weights:,} weights has {unit.held:,} on this rank of {unit.ranks}")
     return holding
 

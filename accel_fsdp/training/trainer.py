@@ -241,7 +241,7 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
         launch = LaunchEnvironment.now()
         no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")
         holding = sharding_check.measured(kwargs["model"], allow_whole=launch.ignores_modules)
-        if args.world_size > 1 and not no_shard and all(unit.ranks == 1 for unit in holding.units):
+        if args.world_size > 1 and not no_shard and any(unit.ranks == 1 for unit in holding.units):
             raise sharding_check.unsharded("its shards are shared by one rank only")
         if state.is_world_process_zero:
             console.say(f"sharding: {sharding_check.shown(holding)}", style="cyan")

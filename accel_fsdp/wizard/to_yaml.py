@@ -9,6 +9,7 @@ from accel_fsdp.config import (
     COMMAND,
     DISTRIBUTED_TYPES,
     FSDP_VERSIONS,
+    HYBRID,
     OTHER_ENGINES,
     RESHARDS,
     STRATEGIES,
@@ -72,7 +73,7 @@ def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
     """FSDP2 spells hybrid sharding as a device mesh: one replica per machine, shards inside each."""
     strategy = STRATEGIES[answers.strategy]
     values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): RESHARDS[strategy]}
-    if strategy.startswith("HYBRID"):
+    if strategy in HYBRID:
         sizes = {"replicate": answers.num_machines, "shard": answers.num_processes // answers.num_machines}
         values |= {("parallelism_config", f"parallelism_config_dp_{name}_size"): n for name, n in sizes.items()}
     return values

@@ -1,6 +1,7 @@
 from . import holding as holding
 from .events import EVENTS as EVENTS
 from .events import Event as Event
+from .events import EventReader as EventReader
 from .events import read as read
 from .holding import Holding as Holding
 from .holding import Unit as Unit

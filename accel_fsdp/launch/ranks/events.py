@@ -34,11 +34,27 @@ def tell(kind: str, **content: Any) -> None:
         file.write(line + "\n")
 
 
+class EventReader:
+    """Reads what the ranks tell while they tell it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read_bytes: dict[Path, int] = {}
+
+    def new(self) -> list[Event]:
+        """What they have told since the last call, in the order in which it happened."""
+        events = []
+        for path in self.folder.glob("*.jsonl"):
+            with open(path, "rb") as file:
+                file.seek(self._read_bytes.get(path, 0))
+                lines = [line for line in file if line.endswith(b"\n")]
+            self._read_bytes[path] = self._read_bytes.get(path, 0) + sum(map(len, lines))
+            for line in lines:
+                content = json.loads(line)
+                events.append(Event(int(path.stem), content.pop("seconds"), content.pop("kind"), content))
+        return sorted(events, key=lambda event: event.seconds)
+
+
 def read(folder: Path) -> list[Event]:
     """All that the ranks have told so far, in the order in which it happened."""
-    events = []
-    for path in folder.glob("*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            content = json.loads(line)
-            events.append(Event(int(path.stem), content.pop("seconds"), content.pop("kind"), content))
-    return sorted(events, key=lambda event: event.seconds)
+    return EventReader(folder).new()

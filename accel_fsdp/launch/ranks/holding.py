@@ -21,8 +21,9 @@ RELIES_ON = (
     Internal(f"{FLAT}._numels"),
     Internal("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"),
 )
-DEEPSPEED_PADDING = 1024
-"""Elements at most by which DeepSpeed fills up its groups of parameters."""
+DEEPSPEED_ALIGNMENT = 2
+"""Elements: DeepSpeed fills up each rank's part of a group of parameters to a multiple of so many
+(`DeepSpeedZeroOptimizer.nccl_start_alignment_factor`)."""
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
 """The names under which wrappers hold what they wrap; `module` is DDP's and DeepSpeed's."""
 
@@ -220,9 +221,10 @@ def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
 
     ranks, stage = dist.get_world_size(), model.zero_optimization_stage()
     if stage in (1, 2):
-        held = sum(one.numel() for one in model.optimizer.single_partition_of_fp32_groups)
+        parts = model.optimizer.single_partition_of_fp32_groups
+        held = sum(one.numel() for one in parts)
         trained = sum(one.numel() for one in model.module.parameters() if one.requires_grad)
-        share = _part(trained, ranks) + DEEPSPEED_PADDING
+        share = _part(trained, ranks) + DEEPSPEED_ALIGNMENT * len(parts)
         yield Unit("", "optimizer states", trained, held, share, ranks, states_alone=True), set()
     for path, module in model.module.named_modules() if stage > 2 else ():
         own = list(module.parameters(recurse=False))

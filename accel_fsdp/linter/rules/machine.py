@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from accel_fsdp.config import BY_NAME, FALSE_WORDS, TRUE_WORDS, UNLESS_OURS, Engine
+from accel_fsdp.config import BY_NAME, FALSE_WORDS, HYBRID, TRUE_WORDS, UNLESS_OURS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib, counted
@@ -186,7 +186,7 @@ def more_processes_than_gpus(subject: Subject) -> Iterator[Finding]:
 def hybrid_on_some_gpus(subject: Subject) -> Iterator[Finding]:
     """FSDP1's hybrid strategies with fewer processes than visible GPUs: the groups are made from the GPU count."""
     gpus = _gpus(subject)
-    if subject.engine is Engine.FSDP1 and subject.strategy.startswith("HYBRID") and 0 < subject.ranks_here < gpus:
+    if subject.engine is Engine.FSDP1 and subject.strategy in HYBRID and 0 < subject.ranks_here < gpus:
         yield Finding(
             "num_processes",
             f"hybrid sharding of {subject.ranks_here} processes where {gpus} GPUs are visible",

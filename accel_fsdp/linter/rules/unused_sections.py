@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.config import Edit, Engine, known_fields
+from accel_fsdp.config import HYBRID, Edit, Engine, known_fields
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 OFFLOADS = ("optimizer", "param")
@@ -210,7 +210,7 @@ def copies_of_one_rank(subject: Subject) -> Iterator[Finding]:
 
     (FSDP2's mesh of such copies is refused: AF323.)
     """
-    hybrid = subject.engine is Engine.FSDP1 and subject.strategy.startswith("HYBRID")
+    hybrid = subject.engine is Engine.FSDP1 and subject.strategy in HYBRID
     if hybrid and subject.ranks_here == 1:
         yield Finding(
             "num_processes",

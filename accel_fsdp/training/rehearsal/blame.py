@@ -3,10 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from accel_fsdp.training.rehearsal import without_gpu
+from accel_fsdp.training.rehearsal import verdict, without_gpu
 from accel_fsdp.training.rehearsal.job import Hang, Outcome
+from accel_fsdp.training.rehearsal.scaled import ScaledJob
+
+SCRIPT = "the script"
+"""The key of what the YAML can't mend."""
 
 
 class Failure(Exception):
@@ -65,12 +68,12 @@ KNOWN = (
     Cause(
         r"got mixed torch.Tensor and DTensor|'weight' must be 2-D|size mismatch, got input"
         r"|must be at least 1-dimensional|Expected weight to be 2-D|weight should have at least",
-        "the script",
+        SCRIPT,
         "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
     ),
     Cause(
         "data pointer on an invalid python storage",
-        "the script",
+        SCRIPT,
         "the weights are shards: on all ranks, model.save_pretrained(folder, "
         "state_dict=accelerator.get_state_dict(model)) of the unwrapped model",
     ),
@@ -101,7 +104,17 @@ ABSENT = "this rank never comes to what the others wait for: see why it stays at
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
-def of_outcome(outcome: Outcome, script: Path) -> Failure:
+def judge(scaled: ScaledJob, classes: tuple[str, ...], outcome: Outcome) -> None:
+    """Compares what the ranks held with what the YAML asks for.
+
+    Raises:
+        Failure: it is something else.
+    """
+    for wrong in verdict.differences(verdict.of_job(scaled, classes), outcome.holdings):
+        raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
+
+
+def of_outcome(outcome: Outcome) -> Failure:
     """Why a launch failed."""
     if outcome.hang is not None:
         return _of_hang(outcome.hang, outcome)
@@ -117,7 +130,7 @@ def of_no_training(outcome: Outcome) -> Failure:
     """Why a script came to its end without a model."""
     line = next((str(one["line"]) for one in outcome.ends if one["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
-    return Failure(what, key="the script", line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
+    return Failure(what, key=SCRIPT, line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
@@ -125,7 +138,7 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     text = error or outcome.tail
     what = error.splitlines()[0] if error else f"a rank ended with exit code {outcome.code}"
     if fix := without_gpu.instead(error, line):
-        return Failure(what, key="the script", fix=fix, line=line, output=outcome.tail)
+        return Failure(what, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.said, text):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
@@ -138,4 +151,4 @@ def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
     fix = ABSENT if "" in lines else HANGING
     what = f"the ranks wait for each other: {hang}" if hang.waits else "the launch took too long and was ended"
-    return Failure(what, key="the script", fix=fix, line=line, output=stacks or outcome.tail)
+    return Failure(what, key=SCRIPT, fix=fix, line=line, output=stacks or outcome.tail)

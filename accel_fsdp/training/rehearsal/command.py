@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from accel_fsdp import console, shipped
-from accel_fsdp.config import SCRIPT, read_config
+from accel_fsdp.config import SCRIPT, read_config, script_arguments
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.linter import LintOptions, lint, parse_command_line
 from accel_fsdp.training.rehearsal import forecast, janitor, prepare, warm
@@ -41,7 +41,7 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
         )
     job = read_config(options.file)[0]
     scaled = scale(job, options.processes)
-    words = words or (() if options.script else prepare.own_words(options.file))
+    words = words or (() if options.script else script_arguments(options.file.read_text(encoding="utf-8")))
     model = prepare.model_of(options.model, words)
     report = Report(str(options.file), list(scaled.changes), left_out=list(left_out(job)))
     with janitor.folder() as folder:
@@ -71,7 +71,7 @@ def _steps(
 ) -> Iterator[tuple[str, Action]]:
     script = options.script or shipped.source() / SCRIPT
     launcher = Rehearsed(folder, script, options.timeout, cold=options.script is not None)
-    os.environ |= janitor.mark(folder) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # which torch makes when it is imported
     if not launcher.cold:
         warm.start_server(folder)

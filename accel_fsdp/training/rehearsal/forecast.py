@@ -9,6 +9,7 @@ from accel_fsdp.linter import parse_command_line
 from accel_fsdp.prediction import from_yaml, name_of, predicted
 from accel_fsdp.prediction.memory import OptimizerName, Recipe
 from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.training.rehearsal.small_run import sizes_of
 from accel_fsdp.units import about_gib, counted
 
 
@@ -32,17 +33,13 @@ def _recipe(arguments: dict[str, Any]) -> Recipe:
     """What the arguments of `train/sft.py` say; Trainer's defaults where they don't."""
     adapter = "use_peft" in arguments
     optimizer = str(arguments.get("optim", "adamw_torch_fused"))
+    sizes = sizes_of(arguments)
     recipe = Recipe(
         method=("qlora" if "load_in_4bit" in arguments else "lora") if adapter else "full",
         dtype="bfloat16" if adapter else "float32",
-        rows=_number(arguments, "per_device_train_batch_size", 8),
-        length=_number(arguments, "max_length", 1024),
-        accumulation=_number(arguments, "gradient_accumulation_steps", 1),
+        rows=sizes["per_device_train_batch_size"],
+        length=sizes["max_length"],
+        accumulation=sizes["gradient_accumulation_steps"],
         checkpointing="full" if str(arguments.get("gradient_checkpointing", False)).lower() == "true" else "none",
     )
     return replace(recipe, optimizer=optimizer) if optimizer in get_args(OptimizerName) else recipe  # type: ignore[arg-type]
-
-
-def _number(arguments: dict[str, Any], name: str, default: int) -> int:
-    text = str(arguments.get(name, default))
-    return int(text) if text.isdecimal() and int(text) else default

@@ -28,15 +28,12 @@ def folder() -> Iterator[Path]:
     words = [sys.executable, "-c", serving]
     ours = {name: value for name, value in os.environ.items() if name != FOLDER}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=ours)
+    os.environ[FOLDER] = str(place)  # for the processes that are started from now on
     try:
         yield place
     finally:
         process.communicate()
-
-
-def mark(place: Path) -> dict[str, str]:
-    """The variable that processes of a rehearsal must have when they are executed."""
-    return {FOLDER: str(place)}
+        os.environ.pop(FOLDER)
 
 
 def serve(place: str) -> None:

@@ -1,6 +1,7 @@
 """One launch of a rehearsal: its ranks under `launch.ranks`, what they tell, and how it ends. A hang is ended."""
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import yaml
 from accel_fsdp.config import Engine
 from accel_fsdp.launch import launcher, ranks
 from accel_fsdp.launch.ranks import Event, Holding
-from accel_fsdp.training.rehearsal import janitor, warm
+from accel_fsdp.training.rehearsal import warm
 from accel_fsdp.training.rehearsal.scaled import ScaledJob
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
@@ -77,6 +78,16 @@ class Outcome:
         return [event.content for event in self.events if event.kind == "ended"]
 
     @property
+    def losses(self) -> list[float]:
+        """Of the steps that ranks took."""
+        return [event.content["value"] for event in self.events if event.kind == "loss"]
+
+    @property
+    def has_finite_losses(self) -> bool:
+        """Whether none of them is NaN or infinite."""
+        return all(math.isfinite(one) for one in self.losses)
+
+    @property
     def tail(self) -> str:
         """The end of what was printed."""
         return self.output[-TAIL_LETTERS:]
@@ -123,14 +134,7 @@ class Rehearsed:
     def _run(self, name: str, words: list[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
         told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
         told.mkdir()
-        common = {
-            **os.environ,
-            janitor.FOLDER: str(self.folder),
-            ranks.EVENTS: str(told),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        common = {**os.environ, ranks.EVENTS: str(told)}
         started: list[Process] = []
         try:
             started += [self._start(words, {**common, **own}, output) for own in environments]
@@ -154,6 +158,7 @@ class Rehearsed:
 
     def _wait(self, started: Sequence[Process], told: Path) -> tuple[int | None, Hang | None]:
         end = time.monotonic() + self.seconds
+        reader, events = ranks.EventReader(told), []
         while time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             codes = [_code(process) for process in started]
@@ -162,8 +167,10 @@ class Rehearsed:
                 return next(code if code > 0 else 128 - code for code in codes if code), None
             if None not in codes:
                 return 0, None
-            events = ranks.read(told)
-            if any(event.kind == "held" for event in events):
+            if not (new := reader.new()):
+                continue
+            events += new
+            if any(event.kind == "held" for event in new):
                 return None, None
             if hang := hang_in(events, len(started)):
                 return None, hang

@@ -5,9 +5,7 @@ from itertools import zip_longest
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Event, Holding, holdings
-from accel_fsdp.training.rehearsal.blame import Failure
-
-SCRIPT = "the script"
+from accel_fsdp.training.rehearsal.blame import SCRIPT, Failure
 
 
 def found(events: Sequence[Event]) -> Iterator[Failure]:

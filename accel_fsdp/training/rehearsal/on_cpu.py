@@ -26,7 +26,8 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     if not holdings:
         console.say("no model was trained, so nothing was measured", style="yellow")
         return code
-    console.show_table(verdict.TITLES, verdict.table(holdings), [""] * len(verdict.table(holdings)), to_stderr=True)
+    rows = verdict.table(holdings)
+    console.show_table(verdict.TITLES, rows, [""] * len(rows), to_stderr=True)
     nodes = job.number("num_machines") or 1
     scaled = ScaledJob(job, job.number("num_processes") or len(holdings), nodes, ())
     wrong = list(verdict.differences(verdict.of_job(scaled, verdict.repeated(next(iter(holdings.values())))), holdings))

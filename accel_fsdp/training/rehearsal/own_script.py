@@ -1,16 +1,14 @@
 """The steps of a rehearsal with a script of the user's own, which nothing here knows: run it, measure it, watch it."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.training.rehearsal import mistakes, saved, verdict
-from accel_fsdp.training.rehearsal.blame import Failure, of_no_training, of_outcome
+from accel_fsdp.training.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.training.rehearsal.scaled import ScaledJob
-from accel_fsdp.training.rehearsal.steps import summary
 
 SAVE = (
     "save on all ranks: accelerator.save_state(folder); or "
@@ -51,19 +49,18 @@ class OwnRehearsal:
             raise of_no_training(outcome)
         for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
-        losses = [event.content["value"] for event in outcome.events if event.kind == "loss"]
-        if not all(math.isfinite(one) for one in losses):
-            raise Failure("a loss is NaN or infinite", key=mistakes.SCRIPT, output=outcome.tail)
-        return summary(outcome)
+        if not outcome.has_finite_losses:
+            raise Failure("a loss is NaN or infinite", key=SCRIPT, output=outcome.tail)
+        return verdict.summary(outcome.holdings)
 
     def _failed(self, outcome: Outcome) -> Failure:
-        failure = of_outcome(outcome, self.launcher.script)
+        failure = of_outcome(outcome)
         if any(event.kind == "stepped" for event in outcome.events):
-            failure.what += f"; until then it trained: {summary(outcome)}"
+            failure.what += f"; until then it trained: {verdict.summary(outcome.holdings)}"
         return failure
 
     def _unsaved(self, bad: saved.BadSave) -> Failure:
-        key, fix = mistakes.SCRIPT, SAVE
+        key, fix = SCRIPT, SAVE
         job = self.scaled.job
         checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
         if bad.is_adapter and (checkpointed or job.engine is Engine.FSDP1):
@@ -75,5 +72,4 @@ class OwnRehearsal:
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
-            for wrong in verdict.differences(verdict.of_job(self.scaled, classes), outcome.holdings):
-                raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
+            judge(self.scaled, classes, outcome)

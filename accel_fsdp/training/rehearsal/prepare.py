@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.config import JobConfig, launch_words
+from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.models import catalogue
@@ -24,13 +24,6 @@ class Prepared:
     rows: Path
     run: SmallRun
     said: str
-
-
-def own_words(file: Path) -> tuple[str, ...]:
-    """The arguments that the YAML's own comment gives to the script; none where it has no such line."""
-    words = launch_words(file.read_text(encoding="utf-8"))
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
-    return tuple(words[script + 1 :])
 
 
 def model_of(given: str | None, words: tuple[str, ...]) -> str | None:

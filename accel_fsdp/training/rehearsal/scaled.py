@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.config import HYBRID, Engine, JobConfig
 from accel_fsdp.errors import UsageError, UserError
 
 PROCESSES = 2
@@ -15,7 +15,6 @@ OF_MACHINES = (
 )
 """Keys about the machines that the real job runs on."""
 REPLICAS, SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
-HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ SET: Mapping[str, str] = {
     "lr_scheduler_type": "linear",
 }
 """What a rehearsal decides: a rate at which four steps differ, and each step logged."""
+SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
+"""Arguments about sizes, and the defaults of Trainer and `train/sft.py`."""
 DROPPED = (
     *("num_train_epochs", "dataset_config", "dataset_train_split", "dataset_test_split", "model_revision"),
     *("save_total_limit", "load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"),
@@ -76,21 +78,22 @@ class SmallRun:
 def small_run(words: Sequence[str]) -> SmallRun:
     """What becomes of the user's arguments."""
     given = parse_command_line(list(words))
-    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
+    sizes = sizes_of(given)
     ours = {*SET, *sizes, "model_name_or_path", "dataset_name", "output_dir"}
     kept, left = _without(words, {*ours, *DROPPED, *OF_GPUS})
     return SmallRun(
         kept,
-        rows=min(_number(given, sizes[0], 8), ROWS),
-        accumulation=min(_number(given, sizes[1], 1), 2),
-        max_length=min(_number(given, sizes[2], 1024), TOKENS),
+        rows=min(sizes["per_device_train_batch_size"], ROWS),
+        accumulation=min(sizes["gradient_accumulation_steps"], 2),
+        max_length=min(sizes["max_length"], TOKENS),
         left_out=tuple(sorted({name for name in left if name in OF_GPUS})),
     )
 
 
-def _number(given: Mapping[str, object], name: str, default: int) -> int:
-    text = str(given.get(name, default))
-    return int(text) if text.isdecimal() and int(text) else default
+def sizes_of(given: Mapping[str, object]) -> dict[str, int]:
+    """Rows of a rank's micro-batch, micro-batches of a step, tokens of a row: what is given, else the defaults."""
+    texts = {name: str(given.get(name)) for name in SIZES}
+    return {name: int(texts[name]) if texts[name].isdecimal() and int(texts[name]) else SIZES[name] for name in SIZES}
 
 
 def _without(words: Sequence[str], names: set[str]) -> tuple[tuple[str, ...], list[str]]:

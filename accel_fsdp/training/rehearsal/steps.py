@@ -1,10 +1,9 @@
 """The steps of a rehearsal with `train/sft.py`, in their order. Each says what it proved, or why it failed."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.training.rehearsal import verdict
-from accel_fsdp.training.rehearsal.blame import Failure, of_outcome
+from accel_fsdp.training.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.training.rehearsal.scaled import ScaledJob, without_mesh
 from accel_fsdp.training.rehearsal.small_run import SAVED, STEPS, SmallRun
@@ -34,7 +33,6 @@ class SftRehearsal:
     model: Path
     rows: Path
     classes: tuple[str, ...]
-    seen: dict[str, Outcome] = field(default_factory=dict)
 
     def steps(self) -> Iterator[tuple[str, Any]]:
         """Their names, and what does them: a function that returns what it proved, or raises `Failure`."""
@@ -74,9 +72,8 @@ class SftRehearsal:
         """Two steps in the YAML's own precision."""
         words = self._words("written", self.scaled.processes, exact=False, max_steps="2", save_strategy="no")
         outcome = self._ran("written", self.scaled, words)
-        losses = self._logged(outcome)
-        if not losses or not all(math.isfinite(one) for one in losses):
-            raise Failure(f"losses {losses}", key="mixed_precision", fix="bf16, which has the range of float32")
+        if not outcome.losses or not outcome.has_finite_losses:
+            raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         return self._sharded(outcome)
 
     def train_and_save(self) -> str:
@@ -149,21 +146,15 @@ class SftRehearsal:
         return self.run.exact(words) if exact else words
 
     def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:
-        """A launch that must go well; what it held is compared with what the YAML asks for."""
+        """A launch that must go well."""
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
-            raise of_outcome(outcome, self.launcher.script)
-        self.seen[name] = outcome
+            raise of_outcome(outcome)
         return outcome
 
     def _sharded(self, outcome: Outcome) -> str:
-        asked = verdict.of_job(self.scaled, self.classes)
-        for wrong in verdict.differences(asked, outcome.holdings):
-            raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
-        return summary(outcome)
-
-    def _logged(self, outcome: Outcome) -> list[float]:
-        return [event.content["value"] for event in outcome.events if event.kind == "loss"]
+        judge(self.scaled, self.classes, outcome)
+        return verdict.summary(outcome.holdings)
 
     def _losses(self, name: str) -> Mapping[int, float]:
         """What Trainer logged for each step."""
@@ -179,17 +170,3 @@ class SftRehearsal:
             shown = f"{ours[worst]:.6f}, and {theirs[worst]:.6f} in one process"
             raise Failure(f"step {worst} has a loss of {shown}", fix="compare what differs between the two jobs")
         return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"
-
-
-def summary(outcome: Outcome) -> str:
-    """What the ranks hold, in a line."""
-    held = outcome.holdings
-    most = max(held.values(), key=lambda one: one.held)
-    if most.units and all(unit.states_alone for unit in most.units):
-        (unit,) = most.units
-        states = f"the optimizer's states of {unit.held:,} of {unit.weights:,}"
-        return f"{most.engine}; a rank holds all {most.weights:,} weights, and {states}"
-    if not most.units:
-        return f"{most.engine}; each rank holds all {most.weights:,} weights"
-    units = counted(len(most.units), "unit")
-    return f"{most.engine}, {units}; a rank holds at most {most.held:,} of {most.weights:,} weights"

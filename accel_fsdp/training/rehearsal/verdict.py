@@ -106,7 +106,7 @@ TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
 def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
     """What the ranks hold, one row for all units of a class and size; of the ranks that hold most."""
     counts: Counter[Unit] = Counter()
-    most = max(ranks.values(), key=lambda holding: holding.held)
+    most = _fullest(ranks)
     for unit in most.units:
         counts[replace(unit, name="")] += 1
     rows = [
@@ -122,3 +122,21 @@ def repeated(holding: Holding) -> tuple[str, ...]:
     kinds = Counter(unit.kind for unit in holding.units if unit.name)
     (kind, count), *_ = kinds.most_common(1) or [("", 0)]
     return (kind,) if count > 1 else ()
+
+
+def summary(ranks: Mapping[int, Holding]) -> str:
+    """What the ranks hold, in a line."""
+    most = _fullest(ranks)
+    if most.units and all(unit.states_alone for unit in most.units):
+        (unit,) = most.units
+        states = f"the optimizer's states of {unit.held:,} of {unit.weights:,}"
+        return f"{most.engine}; a rank holds all {most.weights:,} weights, and {states}"
+    if not most.units:
+        return f"{most.engine}; each rank holds all {most.weights:,} weights"
+    units = counted(len(most.units), "unit")
+    return f"{most.engine}, {units}; a rank holds at most {most.held:,} of {most.weights:,} weights"
+
+
+def _fullest(ranks: Mapping[int, Holding]) -> Holding:
+    """Of the rank that holds most."""
+    return max(ranks.values(), key=lambda holding: holding.held)
