@@ -31,6 +31,7 @@ from accel_fsdp.training import (
     preemption,
     preflight,
     progress,
+    resuming_trainer,
     run_plan,
     sharding_check,
 )
@@ -53,7 +54,7 @@ def check_libraries() -> None:
     Raises:
         UserError: transformers, torch or accelerate have changed inside.
     """
-    modules = (checkpointing_trainer, losses, preemption, gather, holdings)
+    modules = (checkpointing_trainer, resuming_trainer, losses, preemption, gather, holdings)
     used = (*RELIES_ON, *(one for module in modules for one in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
