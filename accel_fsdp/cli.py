@@ -167,7 +167,10 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
     if words[:1] != ["launch"]:
         return words, ()
-    values = {i + 1 for i, word in enumerate(words) if word.replace("-", "_") == "__machine_rank"}
+    from accel_fsdp.launch import place
+
+    flags = {f"__{name}" for name in place.FLAGS}
+    values = {i + 1 for i, word in enumerate(words) if word.replace("-", "_") in flags}
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
     end = positions[1] + 1 if len(positions) > 1 else len(words)
     script_args = tuple(words[end:])
@@ -183,22 +186,27 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp import console, linter
     from accel_fsdp.config import read_config
-    from accel_fsdp.launch import launcher
+    from accel_fsdp.launch import launcher, place
 
-    read = read_config(options.file)
+    job, document = read_config(options.file)
+    values = job.values
+    flags = {name: getattr(options, name) for name in place.FLAGS}
+    here = place.settle(place.now(), flags, values, str(options.file))
+    read = dataclasses.replace(job, values={**values, **here.values}), document
     if linter.stops(options.file, read, options.script, script_args, options.no_check):
         return 1
     parses = is_installed("accelerate") or not options.dry_run
-    values = read[0].values
     make = launcher.launcher_args if parses else launcher.unparsed_args
     args = make(options.file, options.script, script_args, values, options.cpu)
-    launcher.take_machine_rank(args, values, options.machine_rank)
+    launcher.take_place(args, here, values)
     if options.cpu and not options.dry_run:
         from accel_fsdp.training import rehearsal
 
         return rehearsal.measured(read[0], lambda: launcher.launch(args))
     if not options.dry_run:
         return launcher.launch(args)
+    if here.engine:
+        console.put(f"# {here.engine}: {here}")
     for name, value in sorted(launcher.environment(args).items()) if parses else ():
         console.put(f"{name}={shlex.quote(value)}")
     console.put(shlex.join(launcher.command(args)))

@@ -1,2 +1,3 @@
 from . import launcher as launcher
+from . import place as place
 from .flags import LaunchCommand as LaunchCommand

@@ -6,6 +6,8 @@ from typing import Annotated, Optional
 
 import tyro
 
+FOUND = "(default: what SLURM, Kubernetes, SkyPilot or dstack say, else the YAML)"
+
 
 @dataclass(frozen=True)
 class LaunchCommand:
@@ -19,9 +21,25 @@ class LaunchCommand:
     dry_run: Annotated[
         bool, tyro.conf.arg(help="Print the command and the environment of the ranks; start nothing.")
     ] = False
+    num_machines: Annotated[
+        Optional[int],
+        tyro.conf.arg(metavar="N", help="How many machines take part.", help_behavior_hint=FOUND),
+    ] = None
+    num_processes: Annotated[
+        Optional[int],
+        tyro.conf.arg(metavar="N", help="Processes of all machines together.", help_behavior_hint=FOUND),
+    ] = None
     machine_rank: Annotated[
         Optional[int],
-        tyro.conf.arg(metavar="N", help="Which of the YAML's machines this is, from 0.", help_behavior_hint=""),
+        tyro.conf.arg(metavar="N", help="Which of the machines this is, from 0.", help_behavior_hint=FOUND),
+    ] = None
+    main_process_ip: Annotated[
+        Optional[str],
+        tyro.conf.arg(metavar="ADDRESS", help="Address of machine 0.", help_behavior_hint=FOUND),
+    ] = None
+    main_process_port: Annotated[
+        Optional[int],
+        tyro.conf.arg(metavar="PORT", help="Port of machine 0 at which all meet.", help_behavior_hint=FOUND),
     ] = None
     cpu: Annotated[
         bool,

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel_fsdp import cpu
-from accel_fsdp.config import yaml_file
-from accel_fsdp.errors import UsageError, UserError, require
+from accel_fsdp.config import DDP_TYPES, yaml_file
+from accel_fsdp.errors import UserError, require
+from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch.place import Place
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
-from accel_fsdp.units import counted
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
 """How the launcher stops at what it can't use."""
@@ -27,6 +28,12 @@ TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 
 ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 """What stands before a script that is to shard on CPU processes: a module that prepares them and then runs it."""
+
+DEFAULT_PORT = 29500
+"""Accelerate's, for several machines."""
+
+TORCHRUN_TYPES = ("FSDP", "DEEPSPEED", *DDP_TYPES)
+"""Values of `distributed_type` for which Accelerate calls torchrun."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
@@ -60,21 +67,20 @@ def launcher_args(
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
     fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if named else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
-    args.launcher_words = words
+    args.launcher_words, args.place = words, Place()
     return args
 
 
 def unparsed_args(
-    config_file: Path, script: Path, script_args: tuple[str, ...], values: Mapping[str, Any], on_cpu: bool = False
+    config_file: Path, script: Path, script_args: tuple[str, ...], _: Mapping[str, Any], on_cpu: bool = False
 ) -> SimpleNamespace:
-    """What `take_machine_rank` and `command` ask of `launcher_args`, where Accelerate isn't there to parse.
+    """What `take_place` and `command` ask of `launcher_args`, where Accelerate isn't there to parse.
 
     Raises:
         UserError: there is no such script.
     """
-    machines = values.get("num_machines") or 1
     words = _words(config_file, script, script_args, on_cpu)
-    return SimpleNamespace(config_file=config_file, num_machines=machines, launcher_words=words)
+    return SimpleNamespace(config_file=config_file, launcher_words=words)
 
 
 def _words(config_file: Path, script: Path, script_args: tuple[str, ...], on_cpu: bool) -> list[str]:
@@ -89,36 +95,30 @@ def _words(config_file: Path, script: Path, script_args: tuple[str, ...], on_cpu
     return ["--config_file", str(config_file), *before, str(script), *script_args]
 
 
-def take_machine_rank(args: Any, values: Mapping[str, Any], rank: int | None) -> None:
-    """Sets which machine this is: as the flag says, else as the YAML does.
+def take_place(args: Any, place: Place, values: Mapping[str, Any]) -> None:
+    """Gives the launcher this machine's place, in words that `accelerate launch` takes too.
+
+    Several machines meet by c10d: it waits for those that come late, and the first tells where its rank 0 is reached.
 
     Raises:
-        UsageError: there are several machines and neither says so, they contradict each other, or there is no such one.
+        UserError: DeepSpeed would start the other machines' ranks itself, which an engine does already.
     """
-    named, machines = values.get("machine_rank"), int(args.num_machines)
-    if rank is None and (machines == 1 or named is not None):
-        return
-    fix = f"accel-fsdp launch --machine-rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
-    if rank is None:
-        raise UsageError(
-            f"{args.config_file} is for {machines} machines, and nothing says which of them this is",
-            why="each would start as the first one, and wait for the others until a timeout",
-            fix=fix,
-        )
-    if not 0 <= rank < machines:
-        raise UsageError(
-            f"--machine-rank {rank} of {counted(machines, 'machine')}",
-            why="the machines are numbered from 0",
-            fix=fix if machines > 1 else "leave out --machine-rank; num_machines in the YAML says how many there are",
-        )
-    if named and named != rank:  # a 0 is what `accelerate config` writes into files that all machines share
-        raise UsageError(
-            f"--machine-rank {rank} on the command line, machine_rank: {named} in {args.config_file}",
-            why="one of them is another machine's",
-            fix="remove machine_rank from the YAML, which all machines can then share",
-        )
-    args.machine_rank = rank
-    args.launcher_words[:0] = ["--machine_rank", str(rank)]
+    args.place, words = place, []
+    for name, said in place.said.items():
+        setattr(args, name, said.value)
+        if values.get(name) != said.value:
+            words += [f"--{name}", str(said.value)]
+    launcher = str((values.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher", "pdsh"))
+    if place.machines > 1 and values.get("distributed_type") == "DEEPSPEED" and launcher != "standard":
+        if place.engine:
+            raise UserError(
+                f"{place.engine} starts this command on each machine, and DeepSpeed's {launcher} would do so again",
+                why="every rank would be started several times",
+                fix="deepspeed_multinode_launcher: standard, in the YAML's deepspeed_config",
+            )
+    elif place.machines > 1 and values.get("distributed_type") in TORCHRUN_TYPES:
+        words += ["--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
+    args.launcher_words[:0] = words
 
 
 def _refused(config_file: Path, error: Exception) -> UserError:
@@ -233,6 +233,10 @@ def launch(args: Any) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    meeting = str(args.place.value("main_process_ip", "")) if distributed(args) and args.place.machines > 1 else ""
+    if meeting:
+        port = int(args.place.value("main_process_port", DEFAULT_PORT))
+        rendezvous.check(meeting, port, int(args.place.value("machine_rank", 0)))
     if distributed(args):
         with warnings.catch_warnings():  # the launcher itself repeats them
             warnings.simplefilter("ignore")
@@ -241,6 +245,8 @@ def launch(args: Any) -> int:
     parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = SIGNALS
+    if meeting:
+        parsed.local_addr = rendezvous.own_address(meeting) or None  # else what its name is resolved to elsewhere
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
         launch_command(parsed)

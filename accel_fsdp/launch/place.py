@@ -1,0 +1,322 @@
+"""Where a launcher runs: which machine of how many, as flags, SLURM, Kubernetes, SkyPilot or dstack say it.
+
+Each engine's variables are read here alone. The names are those of `accelerate launch`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.units import counted
+
+SCONTROL_SECONDS = 30
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Of SLURM jobs: by their number, so that two of them on one machine don't meet; below what Linux gives away itself."""
+FLAGS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
+"""What a place consists of, as `accel-fsdp launch` and `accelerate launch` call it."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A value, and the variable, flag or key that it comes from. `at_most`: GPUs, of which a flag may leave some idle."""
+
+    value: Any
+    source: str
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is known of it, by the names of FLAGS; `engine` is empty where none says anything."""
+
+    engine: str = ""
+    said: Mapping[str, Said] = field(default_factory=dict)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Of one name."""
+        return self.said[name].value if name in self.said else default
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Of all names that are known."""
+        return {name: said.value for name, said in self.said.items()}
+
+    @property
+    def machines(self) -> int:
+        """How many there are."""
+        return int(self.value("num_machines", 1))
+
+    def __str__(self) -> str:
+        """For people: what was found, and from where."""
+        return ", ".join(f"{name} {said.value} ({said.source})" for name, said in self.said.items())
+
+
+def find(variables: Mapping[str, str]) -> Place:
+    """What the engine that started this process says.
+
+    Raises:
+        UserError: a variable holds no number, or this process was started in a way that leaves machines out.
+    """
+    for engine, reader in ENGINES.items():
+        if found := reader(Variables(engine, variables)):
+            return Place(engine, found)
+    return Place()
+
+
+def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], file: str) -> Place:
+    """The place of this launch: flags, else the engine, else the YAML's `values`.
+
+    Raises:
+        UserError: a flag or the YAML contradicts the engine; several machines, and nothing says which of them this is.
+    """
+    by_flag = {name: Said(value, _flag(name)) for name, value in flags.items() if value is not None}
+    in_file = {name: said for name in FLAGS if (said := _in_file(name, values.get(name), file)) is not None}
+    if place.engine:
+        for name in by_flag.keys() & place.said.keys():
+            _refuse_contradiction(place, name, by_flag[name], "leave out the flag")
+    told = {**place.said, **by_flag}
+    for name in [one for one in FLAGS if one in in_file and one in told]:
+        _compare_with_file(place, name, told[name], in_file[name])
+    settled = Place(place.engine, {name: said for name in FLAGS if (said := told.get(name) or in_file.get(name))})
+    _check_rank(settled, told, in_file, file)
+    _check_processes(settled)
+    return settled
+
+
+def _in_file(name: str, value: Any, file: str) -> Said | None:
+    """What the YAML says; None where it says nothing that could be meant, which Accelerate's parser refuses."""
+    if name == "main_process_ip":
+        return Said(value, file) if isinstance(value, str) and value else None
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    return Said(number, file) if isinstance(number, int) and not isinstance(number, bool) else None
+
+
+def _compare_with_file(place: Place, name: str, told: Said, in_file: Said) -> None:
+    """A flag replaces what the file says, but for the machine's number, where one of the two is another machine's.
+
+    An address in a file may be an older job's. `accelerate config` writes machine_rank: 0 into files for all machines.
+    """
+    if name in ("main_process_ip", "main_process_port") or told.value == in_file.value:
+        return
+    if name == "machine_rank":
+        if in_file.value != 0:
+            raise UsageError(
+                f"{told.source} {told.value}, and machine_rank: {in_file.value} in {in_file.source}",
+                why="one of them is another machine's",
+                fix="remove machine_rank from the YAML, which all machines can then share",
+            )
+    elif not told.source.startswith("--"):
+        _refuse_contradiction(place, name, in_file, f"{name}: {told.value} in the YAML, or {_flag(name)} {told.value}")
+
+
+def _refuse_contradiction(place: Place, name: str, other: Said, fix: str) -> None:
+    said = place.said.get(name)
+    if said is None or said.value == other.value:
+        return
+    if said.at_most and other.source.startswith("--") and other.value < said.value:
+        return
+    there = f"{other.source} {other.value}" if other.source.startswith("--") else f"{name}: {other.value}"
+    where = "" if other.source.startswith("--") else f" in {other.source}"
+    raise UserError(
+        f"{place.engine} says {name} {said.value} ({said.source}), and {there} stands{where or ' on the command line'}",
+        why="some ranks would wait for others that never come, or each machine would train alone",
+        fix=fix,
+    )
+
+
+def _check_rank(settled: Place, told: Mapping[str, Said], in_file: Mapping[str, Said], file: str) -> None:
+    machines, rank = settled.machines, settled.value("machine_rank")
+    fix = f"accel-fsdp launch --machine-rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
+    if rank is None and machines > 1:
+        raise UsageError(
+            f"{file} is for {machines} machines, and nothing says which of them this is",
+            why="each would start as the first one, and wait for the others until a timeout",
+            fix=fix,
+        )
+    if rank is not None and not 0 <= rank < machines and ("machine_rank" in told or machines > 1):
+        raise UsageError(
+            f"{settled.said['machine_rank'].source} {rank} of {counted(machines, 'machine')}",
+            why="the machines are numbered from 0",
+            fix=fix if machines > 1 else "num_machines in the YAML, or --num-machines, says how many there are",
+        )
+
+
+def _check_processes(settled: Place) -> None:
+    processes = settled.value("num_processes")
+    if isinstance(processes, int) and processes % settled.machines:
+        raise UsageError(
+            f"num_processes {processes} on {counted(settled.machines, 'machine')}",
+            why="each machine starts as many as the others",
+            fix=f"a multiple of {settled.machines}: accel-fsdp launch --num-processes N FILE SCRIPT",
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+class Variables:
+    """The variables of one engine."""
+
+    def __init__(self, engine: str, variables: Mapping[str, str]) -> None:
+        self.engine, self.all = engine, variables
+
+    def number(self, *names: str) -> Said | None:
+        """The first of them that is set.
+
+        Raises:
+            UserError: it is no number.
+        """
+        said = self.text(*names)
+        if said is None:
+            return None
+        if not said.value.isdecimal():
+            raise UserError(
+                f"{said.source}={said.value} is no number",
+                why=f"{self.engine} says with it how many processes or machines there are, or which one this is",
+                fix=f"set {said.source} to a number, or use torchrun, which knows other words: torchrun train/sft.py",
+            )
+        return Said(int(said.value), said.source)
+
+    def text(self, *names: str) -> Said | None:
+        """The first of them that is set, as it is."""
+        return next((Said(self.all[name].strip(), name) for name in names if self.all.get(name, "").strip()), None)
+
+
+def _known(**said: Said | None) -> dict[str, Said]:
+    return {name: one for name, one in said.items() if one is not None}
+
+
+def _times(each: Said | None, machines: Said | None, at_most: bool = True) -> Said | None:
+    """Processes of all machines, a GPU each."""
+    if each is None or machines is None or not each.value:
+        return None
+    return Said(each.value * machines.value, f"{each.source} x {machines.source}", at_most)
+
+
+def _of_skypilot(variables: Variables) -> dict[str, Said]:
+    machines, addresses = variables.number("SKYPILOT_NUM_NODES"), variables.text("SKYPILOT_NODE_IPS")
+    if machines is None:
+        return {}
+    return _known(
+        num_machines=machines,
+        num_processes=_times(variables.number("SKYPILOT_NUM_GPUS_PER_NODE"), machines),
+        machine_rank=variables.number("SKYPILOT_NODE_RANK"),
+        main_process_ip=Said(addresses.value.split()[0], addresses.source) if addresses else None,
+    )
+
+
+def _of_dstack(variables: Variables) -> dict[str, Said]:
+    machines = variables.number("DSTACK_NODES_NUM")
+    if machines is None:
+        return {}
+    return _known(
+        num_machines=machines,
+        num_processes=_times(variables.number("DSTACK_GPUS_PER_NODE"), machines),
+        machine_rank=variables.number("DSTACK_NODE_RANK"),
+        main_process_ip=variables.text("DSTACK_MASTER_NODE_IP"),
+    )
+
+
+def _of_kubeflow(variables: Variables) -> dict[str, Said]:
+    """Kubeflow's Trainer and its newer PyTorchJobs, for torchrun, which reads these as defaults of its flags."""
+    nodes = variables.text("PET_NNODES")
+    if nodes is None:
+        return {}
+    if ":" in nodes.value:
+        raise UserError(
+            f"PET_NNODES={nodes.value}: an elastic job, of as many machines as there are",
+            why="Accelerate's launcher starts a fixed number",
+            fix="torchrun train/sft.py --accelerate_config FILE, or a number of machines",
+        )
+    machines, each = variables.number("PET_NNODES"), variables.text("PET_NPROC_PER_NODE")
+    several = each is not None and each.value not in ("auto", "gpu", "cpu")  # words for what torchrun finds there
+    return _known(
+        num_machines=machines,
+        num_processes=_times(variables.number("PET_NPROC_PER_NODE"), machines, at_most=False) if several else None,
+        machine_rank=variables.number("PET_NODE_RANK", "PET_GROUP_RANK"),
+        main_process_ip=variables.text("PET_MASTER_ADDR"),
+        main_process_port=variables.number("PET_MASTER_PORT"),
+    )
+
+
+def _of_pytorchjob(variables: Variables) -> dict[str, Said]:
+    """PyTorchJobs of older operators: WORLD_SIZE counts pods there, and RANK is the pod's. No rank of torchrun."""
+    if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
+        return {}
+    return _known(
+        num_machines=variables.number("WORLD_SIZE"),
+        machine_rank=variables.number("RANK"),
+        main_process_ip=variables.text("MASTER_ADDR"),
+        main_process_port=variables.number("MASTER_PORT"),
+    )
+
+
+def _of_slurm(variables: Variables) -> dict[str, Said]:
+    machines = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    job = variables.number("SLURM_JOB_ID")
+    if machines is None or job is None:
+        return {}
+    if machines.value > 1 and "SLURM_STEP_ID" not in variables.all:
+        raise UserError(
+            f"a SLURM job of {machines.value} machines, and this is its batch script itself",
+            why="it runs on the first machine alone, which would wait for the others",
+            fix="srun --ntasks-per-node=1 accel-fsdp launch FILE SCRIPT",
+        )
+    tasks = variables.number("SLURM_STEP_NUM_TASKS")
+    if tasks is not None and tasks.value > machines.value:
+        raise UserError(
+            f"{tasks.value} tasks on {counted(machines.value, 'machine')} (SLURM_STEP_NUM_TASKS)",
+            why="each would start all ranks of its machine",
+            fix="srun --ntasks-per-node=1: the launcher starts a process for each GPU",
+        )
+    return _known(
+        num_machines=machines,
+        num_processes=_times(variables.number("SLURM_GPUS_ON_NODE"), machines),
+        machine_rank=variables.number("SLURM_NODEID"),
+        main_process_ip=_first_host(variables) if machines.value > 1 else None,
+        main_process_port=Said(FIRST_PORT + job.value % PORTS, job.source) if machines.value > 1 else None,
+    )
+
+
+def _first_host(variables: Variables) -> Said | None:
+    """Of the step's machines. SLURM writes them short, n[1-4,7]; its own tool knows all that may stand there."""
+    hosts = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    if hosts is None or not re.search(r"[\[,]", hosts.value):
+        return hosts
+    if shutil.which("scontrol"):
+        words = ["scontrol", "show", "hostnames", hosts.value]
+        shown = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+        if shown.returncode == 0 and shown.stdout.split():
+            return Said(shown.stdout.split()[0], hosts.source)
+    return Said(_first_of(hosts.value), hosts.source)
+
+
+def _first_of(hosts: str) -> str:
+    """The first name of n[01-04,7],m1, where scontrol isn't there."""
+    found = re.match(r"(?P<before>[^\[,]*)(?:\[(?P<first>\d+)[^\]]*\](?P<behind>[^\[,]*))?", hosts)
+    return "".join(part or "" for part in found.group("before", "first", "behind")) if found else hosts
+
+
+ENGINES: Mapping[str, Callable[[Variables], dict[str, Said]]] = {
+    "SkyPilot": _of_skypilot,
+    "dstack": _of_dstack,
+    "Kubeflow": _of_kubeflow,
+    "PyTorchJob": _of_pytorchjob,
+    "SLURM": _of_slurm,
+}
+"""Who may have started this process. SkyPilot and dstack may run on top of the others, and then know best."""
+
+
+def now() -> Place:
+    """What the engine says that started this process.
+
+    Raises:
+        UserError: as `find`.
+    """
+    return find(os.environ)
