@@ -197,8 +197,7 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         return 1
     parses = is_installed("accelerate") or not options.dry_run
     make = launcher.launcher_args if parses else launcher.unparsed_args
-    args = make(options.file, options.script, script_args, values, options.cpu)
-    launcher.take_place(args, here, values)
+    args = make(options.file, options.script, script_args, values, options.cpu, here)
     if options.cpu and not options.dry_run:
         from accel_fsdp.training import rehearsal
 

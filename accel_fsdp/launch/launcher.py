@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel_fsdp import cpu
-from accel_fsdp.config import DDP_TYPES, yaml_file
+from accel_fsdp.config import DDP_TYPES, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.place import Place
@@ -32,7 +32,7 @@ ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 DEFAULT_PORT = 29500
 """Accelerate's, for several machines."""
 
-TORCHRUN_TYPES = ("FSDP", "DEEPSPEED", *DDP_TYPES)
+TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -45,6 +45,7 @@ def launcher_args(
     script_args: tuple[str, ...],
     values: Mapping[str, Any] | None = None,
     on_cpu: bool = False,
+    place: Place | None = None,
 ) -> Any:
     """Accelerate's own parsed launch arguments for this YAML and script.
 
@@ -55,7 +56,8 @@ def launcher_args(
     """
     if values is None:
         yaml_file.load(config_file)
-    words = _words(config_file, script, script_args, on_cpu)
+    place = place or Place()
+    words = _words(config_file, script, script_args, values or {}, on_cpu, place)
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -67,23 +69,34 @@ def launcher_args(
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
     fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if named else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
-    args.launcher_words, args.place = words, Place()
+    args.launcher_words, args.place = words, place
     return args
 
 
 def unparsed_args(
-    config_file: Path, script: Path, script_args: tuple[str, ...], _: Mapping[str, Any], on_cpu: bool = False
+    config_file: Path,
+    script: Path,
+    script_args: tuple[str, ...],
+    values: Mapping[str, Any],
+    on_cpu: bool,
+    place: Place,
 ) -> SimpleNamespace:
-    """What `take_place` and `command` ask of `launcher_args`, where Accelerate isn't there to parse.
+    """What `command` asks of `launcher_args`, where Accelerate isn't there to parse.
 
     Raises:
-        UserError: there is no such script.
+        UserError: there is no such script, or the place can't be one of this YAML's.
     """
-    words = _words(config_file, script, script_args, on_cpu)
-    return SimpleNamespace(config_file=config_file, launcher_words=words)
+    return SimpleNamespace(launcher_words=_words(config_file, script, script_args, values, on_cpu, place))
 
 
-def _words(config_file: Path, script: Path, script_args: tuple[str, ...], on_cpu: bool) -> list[str]:
+def _words(
+    config_file: Path,
+    script: Path,
+    script_args: tuple[str, ...],
+    values: Mapping[str, Any],
+    on_cpu: bool,
+    place: Place,
+) -> list[str]:
     """What `accelerate launch` takes for a script that is there."""
     if not script.is_file():
         raise UserError(
@@ -92,33 +105,32 @@ def _words(config_file: Path, script: Path, script_args: tuple[str, ...], on_cpu
             fix="give the path of a training script",
         )
     before = ON_CPU if on_cpu else ()
-    return ["--config_file", str(config_file), *before, str(script), *script_args]
+    return [*_of_place(place, values), "--config_file", str(config_file), *before, str(script), *script_args]
 
 
-def take_place(args: Any, place: Place, values: Mapping[str, Any]) -> None:
-    """Gives the launcher this machine's place, in words that `accelerate launch` takes too.
+def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
+    """What the YAML doesn't say of this machine's place.
 
     Several machines meet by c10d: it waits for those that come late, and the first tells where its rank 0 is reached.
 
     Raises:
         UserError: DeepSpeed would start the other machines' ranks itself, which an engine does already.
     """
-    args.place, words = place, []
-    for name, said in place.said.items():
-        setattr(args, name, said.value)
-        if values.get(name) != said.value:
-            words += [f"--{name}", str(said.value)]
-    launcher = str((values.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher", "pdsh"))
-    if place.machines > 1 and values.get("distributed_type") == "DEEPSPEED" and launcher != "standard":
+    changed = {name: said.value for name, said in place.said.items() if values.get(name) != said.value}
+    words = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+    section = values.get("deepspeed_config")
+    launcher = section.get("deepspeed_multinode_launcher", "pdsh") if isinstance(section, Mapping) else "pdsh"
+    if place.machines == 1 or values.get("distributed_type") not in TORCHRUN_TYPES:
+        return words
+    if values.get("distributed_type") == DISTRIBUTED_TYPES[Engine.DEEPSPEED] and launcher != "standard":
         if place.engine:
             raise UserError(
                 f"{place.engine} starts this command on each machine, and DeepSpeed's {launcher} would do so again",
                 why="every rank would be started several times",
                 fix="deepspeed_multinode_launcher: standard, in the YAML's deepspeed_config",
             )
-    elif place.machines > 1 and values.get("distributed_type") in TORCHRUN_TYPES:
-        words += ["--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
-    args.launcher_words[:0] = words
+        return words
+    return [*words, "--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
 
 
 def _refused(config_file: Path, error: Exception) -> UserError:

@@ -23,7 +23,7 @@ FLAGS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "ma
 
 @dataclass(frozen=True)
 class Said:
-    """A value, and the variable, flag or key that it comes from. `at_most`: GPUs, of which a flag may leave some idle."""
+    """A value, and the variable, flag or key that it comes from. `at_most`: a flag may say less."""
 
     value: Any
     source: str

@@ -9,8 +9,9 @@ import pytest
 from conftest import SFT
 
 from accel_fsdp import cli, cpu
+from accel_fsdp.config import read_config
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import launcher
+from accel_fsdp.launch import launcher, place
 
 TOP = "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\n"
 FSDP = (
@@ -97,15 +98,16 @@ def test_a_machine_knows_which_one_it_is(
     text = YAMLS["fsdp2"].replace("num_machines: 1", f"num_machines: {machines}")
     text += "main_process_ip: 10.0.0.1\nmain_process_port: 29512\n" if machines > 1 else ""
     yaml.write_text(text + ("" if in_file is None else f"machine_rank: {in_file}\n"))
-    args = launcher.launcher_args(yaml, SFT, ())
-    values = {} if in_file is None else {"machine_rank": in_file}
+    values = read_config(yaml)[0].values
+    flags = {"machine_rank": flag}
     if said:
         with pytest.raises(UserError, match=said):
-            launcher.take_machine_rank(args, values, flag)
+            place.settle(place.Place(), flags, values, str(yaml))
         return
-    launcher.take_machine_rank(args, values, flag)
+    here = place.settle(place.Place(), flags, values, str(yaml))
+    args = launcher.launcher_args(yaml, SFT, (), values, place=here)
     assert int(args.machine_rank or 0) == (flag if flag is not None else in_file or 0)
-    assert ("--machine_rank" in launcher.command(args)) == (flag is not None)
+    assert ("--machine_rank" in launcher.command(args)) == (flag is not None and flag != in_file)
 
 
 @pytest.mark.parametrize("flag", [["--machine_rank", "1"], ["--machine-rank=1"], ["--dry-run", "--machine_rank", "1"]])

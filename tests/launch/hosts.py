@@ -1,0 +1,119 @@
+"""Machines of a network on this one: each a network namespace, with a name, an /etc/hosts and processes of its own.
+
+What it takes is root and Linux's `ip`, `nsenter` and `unshare`. Killing a machine's first process is a power cut.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+from conftest import ROOT, Finished, warm_python
+
+NEEDED = ("ip", "nsenter", "unshare")
+START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec sleep infinity'
+NAMESPACES = ("--uts", "--mount", "--pid")
+
+
+def missing() -> str:
+    """Why there can be none here; empty where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if lacking := [name for name in NEEDED if shutil.which(name) is None]:
+        return f"no {', '.join(lacking)}"
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], check=False)
+    return "unshare is not allowed" if tried.returncode else ""
+
+
+class Host:
+    """One machine, reached by the others as `name` at `address`."""
+
+    def __init__(self, name: str, address: str, namespace: str, hosts: Path) -> None:
+        self.name, self.address = name, address
+        words = ["nsenter", f"--net=/var/run/netns/{namespace}", "unshare", *NAMESPACES, "--fork", "--mount-proc"]
+        self._unshare = subprocess.Popen([*words, "bash", "-c", START, name, str(hosts)], start_new_session=True)
+        while not (children := psutil.Process(self._unshare.pid).children()) or children[0].name() != "sleep":
+            time.sleep(0.01)
+        self.first = children[0]
+        self._before = ("nsenter", "--target", str(self.first.pid), "--net", *NAMESPACES)
+
+    def start(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
+        """Starts Python with these words there, with the libraries imported already."""
+        warm = warm_python(*self._before)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **warm, **environment}
+        return subprocess.Popen(
+            [*self._before, warm["PYTHON_EXEC"], *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def cut_power(self) -> None:
+        """Ends all of its processes at once: they have no other parent than the first."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.first.kill()
+        self._unshare.wait()
+
+
+def ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[Finished]:
+    """What they printed, once all have ended; those that take longer are killed."""
+    found = []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            output = process.communicate()[0] + f"\nstill running after {seconds} s"
+        found.append(Finished(process.returncode, output.replace("\r", "\n")))
+    return found
+
+
+@contextlib.contextmanager
+def network(*names: str) -> Iterator[list[Host]]:
+    """Machines of these names, each of which reaches the others by name, over one switch."""
+    mark = f"afsdp{os.getpid()}"
+    switch, namespaces = f"{mark}s", [f"{mark}n{number}" for number in range(len(names))]
+    addresses = [f"10.77.0.{number + 1}" for number in range(len(names))]
+    folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+    hosts = folder / "hosts"
+    lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(lines))
+    machines: list[Host] = []
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True)):
+            _ip("netns", "add", namespace)
+            _ip(
+                "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{number}", "netns", switch
+            )
+            _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
+            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+        for name, address, namespace in zip(names, addresses, namespaces, strict=True):
+            machines.append(Host(name, address, namespace, hosts))
+        yield machines
+    finally:
+        for machine in machines:
+            machine.cut_power()
+        for namespace in (*namespaces, switch):
+            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+        shutil.rmtree(folder)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"ip {' '.join(words)}: {done.stderr}")
