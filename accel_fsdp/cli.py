@@ -192,7 +192,7 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     values = job.values
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, values, str(options.file))
-    read = dataclasses.replace(job, values={**values, **here.values}), document
+    read = dataclasses.replace(job, values={**values, **here.beside(values)}), document
     if linter.stops(options.file, read, options.script, script_args, options.no_check):
         return 1
     parses = is_installed("accelerate") or not options.dry_run

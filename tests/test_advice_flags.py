@@ -14,7 +14,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMANDS = ("config", "plan", "check", "migrate", "launch", "export", "init")
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
-    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install"
+    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b"
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
@@ -52,7 +52,10 @@ def known() -> dict[str, set[str]]:
         name: {one for action in parser._actions for one in action.option_strings} for name, parser in parsers.items()
     }
     found["train/sft.py"] |= found["accelerate launch"]  # they stand on one command line
-    return {name: {flag.replace("_", "-") for flag in flags} for name, flags in found.items()} | {"pip": {"--upgrade"}}
+    return {name: {flag.replace("_", "-") for flag in flags} for name, flags in found.items()} | {
+        "pip": {"--upgrade"},
+        "srun": {"--ntasks-per-node"},
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -67,7 +70,7 @@ def test_the_help_of_a_command_knows_the_flags_of_its_fixes(
     assert missing == []
 
 
-@pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip"])
+@pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
     said = [(flag, place) for name, flag, place in advised() if name == program]
     assert [f"{place} {flag}" for flag, place in said if flag not in known[program]] == []

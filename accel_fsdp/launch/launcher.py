@@ -116,8 +116,7 @@ def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
     Raises:
         UserError: DeepSpeed would start the other machines' ranks itself, which an engine does already.
     """
-    changed = {name: said.value for name, said in place.said.items() if values.get(name) != said.value}
-    words = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in place.beside(values).items() for word in (f"--{name}", str(value))]
     section = values.get("deepspeed_config")
     launcher = section.get("deepspeed_multinode_launcher", "pdsh") if isinstance(section, Mapping) else "pdsh"
     if place.machines == 1 or values.get("distributed_type") not in TORCHRUN_TYPES:

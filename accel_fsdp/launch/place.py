@@ -41,10 +41,9 @@ class Place:
         """Of one name."""
         return self.said[name].value if name in self.said else default
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """Of all names that are known."""
-        return {name: said.value for name, said in self.said.items()}
+    def beside(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What a YAML's `values` don't say, or say otherwise."""
+        return {name: said.value for name, said in self.said.items() if str(values.get(name)) != str(said.value)}
 
     @property
     def machines(self) -> int:
