@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -41,9 +42,9 @@ class Hub(BaseHTTPRequestHandler):
         self.send_response(code)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        with suppress(ConnectionError):  # who asked was ended meanwhile
+            self.end_headers()
+            self.wfile.write(body if self.command != "HEAD" else b"")
 
     def do_GET(self) -> None:
         while Hub.silent:
