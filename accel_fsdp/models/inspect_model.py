@@ -188,13 +188,34 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """Finds the layer classes that FSDP should make units of.
 
     First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
-    Accelerate). Otherwise the classes of the longest `ModuleList` of equal layers.
+    Accelerate), but for those that hold the embedding alone that the head shares. Otherwise the classes of the longest
+    `ModuleList` of equal layers.
     """
     present = Counter(type(module).__name__ for module in model.modules())
     names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
+    names = [name for name in names if not _parts_tied_embedding(model, name)]
     if not names:
         names = _repeated_layer(model)
     return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
+
+
+def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:
+    """Whether modules of this class hold the embedding and not the head that shares its weight, as BertEmbeddings do.
+
+    A unit of them would gather the weight for itself: the head then sees a shard.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return False
+    try:
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # it has no words
+        return False
+    if head is None or getattr(head, "weight", None) is not getattr(table, "weight", head):
+        return False
+    inside = [set(module.modules()) for module in model.modules() if type(module).__name__ == name]
+    return any(table in one and head not in one for one in inside)
 
 
 def _repeated_layer(model: "nn.Module") -> list[str]:

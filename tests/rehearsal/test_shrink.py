@@ -21,13 +21,14 @@ from accel_fsdp.models.shrink import SmallModel, layer_kinds, shrink
 from accel_fsdp.training.rehearsal import cut
 
 ROWS, LENGTH = 2, 64
+CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_text())
+"""As published, but for what stands in transformers as a default."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A published config, and what the small model of it must have."""
+    """What the small model of a published config must have."""
 
-    config: dict[str, Any]
     classes: set[str]
     has: dict[str, Any] = field(default_factory=dict)
     image: tuple[int, ...] = ()
@@ -37,119 +38,29 @@ class Case:
     """Parameters that this loss doesn't reach, by a part of the name."""
 
 
-def llama3(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    }
+def rope(name: str, part: str = "") -> Any:
+    """How the real one rotates positions, which stays."""
+    return (CONFIGS[name][part] if part else CONFIGS[name])["rope_parameters"]
 
 
-GEMMA_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-}
 CASES = {
     "llama-3.2-1b": Case(
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": True,
-            "rope_parameters": llama3(32.0),
-            "bos_token_id": 128000,
-            "eos_token_id": [128001, 128008, 128009],
-            "dtype": "bfloat16",
-        },
         {"LlamaDecoderLayer"},
-        {"num_hidden_layers": 2, "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": llama3(32.0)},
+        {"num_hidden_layers": 2, "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": rope("llama-3.2-1b")},
     ),
     "qwen3-8b": Case(
-        {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": False,
-            "max_window_layers": 36,
-            "bos_token_id": 151643,
-            "eos_token_id": 151645,
-            "dtype": "bfloat16",
-        },
         {"Qwen3DecoderLayer"},
         {"layer_types": ["full_attention"] * 2, "max_window_layers": 2},
     ),
     "gemma-3-1b": Case(
-        {
-            "model_type": "gemma3_text",
-            "architectures": ["Gemma3ForCausalLM"],
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,
-            "vocab_size": 262144,
-            "dtype": "bfloat16",
-        },
         {"Gemma3DecoderLayer"},
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "num_key_value_heads": 1},
     ),
     "gemma-3-4b": Case(
-        {
-            "model_type": "gemma3",
-            "architectures": ["Gemma3ForConditionalGeneration"],
-            "mm_tokens_per_image": 256,
-            "image_token_index": 262144,
-            "boi_token_index": 255999,
-            "eoi_token_index": 256000,
-            "eos_token_id": [1, 106],
-            "text_config": {
-                "model_type": "gemma3_text",
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "num_hidden_layers": 34,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "sliding_window": 1024,
-                "vocab_size": 262208,
-                "rope_parameters": GEMMA_ROPE,
-            },
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "image_size": 896,
-                "patch_size": 14,
-                "vision_use_head": False,
-            },
-            "dtype": "bfloat16",
-        },
         {"Gemma3DecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"},
         {
             "text_config.layer_types": ["sliding_attention", "full_attention"],
-            "text_config.rope_parameters": GEMMA_ROPE,
+            "text_config.rope_parameters": rope("gemma-3-4b", "text_config"),
             "vision_config.image_size": 896,
             "vision_config.num_hidden_layers": 2,
         },
@@ -157,170 +68,30 @@ CASES = {
         image_tokens=256,
     ),
     "phi-3-mini-128k": Case(
-        {
-            "model_type": "phi3",
-            "architectures": ["Phi3ForCausalLM"],
-            "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "vocab_size": 32064,
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "sliding_window": 262144,
-            "rope_scaling": {
-                "type": "longrope",
-                "short_factor": [1.0 + 0.05 * number for number in range(48)],
-                "long_factor": [1.0 + 1.3 * number for number in range(48)],
-            },
-            "bos_token_id": 1,
-            "eos_token_id": 32000,
-            "pad_token_id": 32000,
-            "dtype": "bfloat16",
-        },
         {"Phi3DecoderLayer"},
         {"sliding_window": 16, "auto_map": None},
     ),
     "gpt2": Case(
-        {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_embd": 768,
-            "n_head": 12,
-            "n_layer": 12,
-            "n_positions": 1024,
-            "vocab_size": 50257,
-        },
         {"GPT2Block"},
         {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 1024},
     ),
     "qwen3-30b-a3b": Case(
-        {
-            "model_type": "qwen3_moe",
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "vocab_size": 151936,
-            "dtype": "bfloat16",
-        },
         {"Qwen3MoeDecoderLayer"},
         {"num_experts": 8, "num_experts_per_tok": 2},
     ),
     "gpt-oss-20b": Case(
-        {
-            "model_type": "gpt_oss",
-            "architectures": ["GptOssForCausalLM"],
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "vocab_size": 201088,
-            "eos_token_id": 200002,
-            "pad_token_id": 199999,
-            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-        },
         {"GptOssDecoderLayer"},
         {"layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 8, "quantization_config": None},
     ),
     "mixtral-8x7b": Case(
-        {
-            "model_type": "mixtral",
-            "architectures": ["MixtralForCausalLM"],
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "vocab_size": 32000,
-            "sliding_window": None,
-            "dtype": "bfloat16",
-        },
         {"MixtralDecoderLayer"},
         {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "deepseek-v3": Case(
-        {
-            "model_type": "deepseek_v3",
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "vocab_size": 129280,
-            "max_position_embeddings": 163840,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 40,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 4096,
-            },
-            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-            "dtype": "bfloat16",
-        },
         {"DeepseekV3DecoderLayer"},
         {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_group": 2, "qk_head_dim": 24},
     ),
     "llava-1.5-7b": Case(
-        {
-            "model_type": "llava",
-            "architectures": ["LlavaForConditionalGeneration"],
-            "image_token_index": 32000,
-            "pad_token_id": 32001,
-            "vision_feature_layer": -2,
-            "text_config": {
-                "model_type": "llama",
-                "hidden_size": 4096,
-                "intermediate_size": 11008,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "vocab_size": 32064,
-            },
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                "hidden_size": 1024,
-                "intermediate_size": 4096,
-                "num_hidden_layers": 24,
-                "num_attention_heads": 16,
-                "image_size": 336,
-                "patch_size": 14,
-                "projection_dim": 768,
-            },
-            "dtype": "float16",
-        },
         {"LlamaDecoderLayer", "CLIPEncoderLayer", "CLIPVisionEmbeddings"},
         {"vision_config.image_size": 336},
         image=(1, 3, 336, 336),
@@ -328,34 +99,6 @@ CASES = {
         never_moved=("post_layernorm", "encoder.layers.1"),  # its features are those before the last layer
     ),
     "qwen2.5-vl-7b": Case(
-        {
-            "model_type": "qwen2_5_vl",
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "image_token_id": 151655,
-            "video_token_id": 151656,
-            "vision_start_token_id": 151652,
-            "vision_end_token_id": 151653,
-            "text_config": {
-                "model_type": "qwen2_5_vl_text",
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-                "vocab_size": 152064,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-            },
-            "vision_config": {
-                "depth": 32,
-                "hidden_size": 1280,
-                "intermediate_size": 3420,
-                "num_heads": 16,
-                "out_hidden_size": 3584,
-                "patch_size": 14,
-                "fullatt_block_indexes": [7, 15, 23, 31],
-            },
-            "dtype": "bfloat16",
-        },
         {"Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"},
         {
             "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
@@ -366,121 +109,32 @@ CASES = {
         image_tokens=4,
     ),
     "bert-classifier": Case(
-        {
-            "model_type": "bert",
-            "architectures": ["BertForSequenceClassification"],
-            "id2label": {"0": "no", "1": "maybe", "2": "yes"},
-            "label2id": {"no": 0, "maybe": 1, "yes": 2},
-            "vocab_size": 30522,
-        },
         {"BertEmbeddings", "BertLayer"},
         {"hidden_size": 64, "id2label": {0: "no", 1: "maybe", 2: "yes"}},
     ),
-    "bert-masked": Case(
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 30522},
-        {"BertEmbeddings", "BertLayer"},
-    ),
+    "bert-masked": Case({"BertLayer"}),  # the head shares the weight of the embeddings
+    "bert-decoder": Case({"BertLayer"}),  # the head shares the weight of the embeddings
     "qwen3-next-80b": Case(
-        {
-            "model_type": "qwen3_next",
-            "architectures": ["Qwen3NextForCausalLM"],
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "vocab_size": 151936,
-            "dtype": "bfloat16",
-        },
         {"Qwen3NextDecoderLayer"},
         {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
     "jamba-1.5-mini": Case(
-        {
-            "model_type": "jamba",
-            "architectures": ["JambaForCausalLM"],
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "attn_layer_offset": 4,
-            "attn_layer_period": 8,
-            "expert_layer_offset": 1,
-            "expert_layer_period": 2,
-            "num_experts": 16,
-            "num_experts_per_tok": 2,
-            "mamba_dt_rank": 256,
-            "use_mamba_kernels": False,
-            "vocab_size": 65536,
-            "dtype": "bfloat16",
-        },
         {"JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"},
         {"num_hidden_layers": 5},  # every eighth layer has attention, the fifth first: no list says which
     ),
     "falcon-7b": Case(
-        {
-            "model_type": "falcon",
-            "architectures": ["FalconForCausalLM"],
-            "hidden_size": 4544,
-            "num_attention_heads": 71,
-            "num_hidden_layers": 32,
-            "multi_query": True,
-            "new_decoder_architecture": False,
-            "parallel_attn": True,
-            "vocab_size": 65024,
-            "dtype": "bfloat16",
-        },
         {"FalconDecoderLayer"},
         {"num_attention_heads": 8, "hidden_size": 128, "multi_query": True},
     ),
     "dbrx": Case(
-        {
-            "model_type": "dbrx",
-            "architectures": ["DbrxForCausalLM"],
-            "d_model": 6144,
-            "n_heads": 48,
-            "n_layers": 40,
-            "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000},
-            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
-            "vocab_size": 100352,
-        },
         {"DbrxBlock"},
         {"n_heads": 12, "attn_config.kv_n_heads": 2, "ffn_config.moe_num_experts": 8, "ffn_config.moe_top_k": 2},
     ),
     "gemma-4": Case(
-        {
-            "model_type": "gemma4_text",
-            "architectures": ["Gemma4ForCausalLM"],
-            "per_layer_config": {f"{layer:02}": {"head_dim": 512} for layer in range(5, 30, 6)},
-        },
         {"Gemma4TextDecoderLayer"},
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
     ),
     "t5-base": Case(
-        {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
-            "d_model": 768,
-            "d_ff": 3072,
-            "d_kv": 64,
-            "num_layers": 12,
-            "num_decoder_layers": 12,
-            "num_heads": 12,
-            "vocab_size": 32128,
-            "decoder_start_token_id": 0,
-        },
         {"T5Block"},
         {"num_layers": 2, "num_decoder_layers": 2, "d_kv": 16},
     ),
@@ -534,7 +188,7 @@ def batch(model: Any, case: Case) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    real = written(tmp_path / "real", case.config)
+    real = written(tmp_path / "real", CONFIGS[name])
     small = shrink(str(real), tmp_path / "small")
     assert set(small.layer_classes) == case.classes
     assert small.tokenizer == "made up"
@@ -543,11 +197,11 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     config, real_config = models.read_config(str(small.folder)), models.read_config(str(real))
     assert {key: value(config, key) for key in case.has} == case.has
     assert config.tie_word_embeddings == real_config.tie_word_embeddings
-    assert inspect_model.stored_dtype(str(small.folder)) == (case.config.get("dtype") or "float32")
+    assert inspect_model.stored_dtype(str(small.folder)) == (CONFIGS[name].get("dtype") or "float32")
     stored = load_file(small.folder / "model.safetensors")
     kept = ("e_score_correction_bias",)  # a buffer, float32 in the real checkpoint too
     dtypes = {one.dtype for name, one in stored.items() if not name.endswith(kept)}
-    assert dtypes == {getattr(torch, case.config.get("dtype", "float32"))}
+    assert dtypes == {getattr(torch, CONFIGS[name].get("dtype", "float32"))}
     shape = models.build(str(real), real_config)
     model = loaded(small)
     if models.model_class(real_config) is type(shape):
@@ -570,7 +224,7 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
 def test_as_many_heads_share_a_key(name: str, tmp_path: Path) -> None:
-    config = CASES[name].config
+    config = CONFIGS[name]
     shrink(str(written(tmp_path / "real", config)), tmp_path / "small")
     small = models.read_config(str(tmp_path / "small"))
     assert small.num_attention_heads // small.num_key_value_heads == (
@@ -579,7 +233,7 @@ def test_as_many_heads_share_a_key(name: str, tmp_path: Path) -> None:
 
 
 def test_what_changed_is_listed(tmp_path: Path) -> None:
-    small = shrink(str(written(tmp_path / "real", CASES["gpt-oss-20b"].config)), tmp_path / "small")
+    small = shrink(str(written(tmp_path / "real", CONFIGS["gpt-oss-20b"])), tmp_path / "small")
     said = [str(change) for change in small.changed]
     assert "num_hidden_layers 24 -> 2" in said
     assert "layer_types 24 entries -> ['sliding_attention', 'full_attention']" in said
@@ -591,7 +245,7 @@ def test_what_changed_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next-80b", "gpt-oss-20b", "gemma-3-4b"])
 def test_no_weight_is_left_to_chance(name: str, tmp_path: Path) -> None:
-    real = str(written(tmp_path / "real", CASES[name].config))
+    real = str(written(tmp_path / "real", CONFIGS[name]))
     one, other = (shrink(real, tmp_path / folder).folder / "model.safetensors" for folder in "ab")
     assert one.read_bytes() == other.read_bytes()
 
@@ -611,14 +265,14 @@ def test_what_does_not_run_is_made_smaller_by_less(tmp_path: Path) -> None:
 
 
 def test_more_layers_are_the_first_ones(tmp_path: Path) -> None:
-    real = written(tmp_path / "real", CASES["gemma-3-1b"].config)
+    real = written(tmp_path / "real", CONFIGS["gemma-3-1b"])
     shrink(str(real), tmp_path / "small", layers=4)
     types = models.read_config(str(tmp_path / "small")).layer_types
     assert types == ["sliding_attention"] * 3 + ["full_attention"]
 
 
 def test_the_same_seed_makes_the_same_weights(tmp_path: Path) -> None:
-    real = str(written(tmp_path / "real", CASES["gpt2"].config))
+    real = str(written(tmp_path / "real", CONFIGS["gpt2"]))
     before = torch.random.get_rng_state()
     folders = [shrink(real, tmp_path / name, seed=seed).folder for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     one, same, other = ((folder / "model.safetensors").read_bytes() for folder in folders)
@@ -647,7 +301,7 @@ def test_a_real_tokenizer_goes_along(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_made_up_tokenizer_is_read_back(tmp_path: Path) -> None:
-    small = shrink(str(written(tmp_path / "real", CASES["llama-3.2-1b"].config)), tmp_path / "small")
+    small = shrink(str(written(tmp_path / "real", CONFIGS["llama-3.2-1b"])), tmp_path / "small")
     tokenizer, config = AutoTokenizer.from_pretrained(small.folder), models.read_config(str(small.folder))
     turns = [{"role": "user", "content": "Grüße, 世界"}, {"role": "assistant", "content": "Hi"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -660,7 +314,7 @@ def test_a_made_up_tokenizer_is_read_back(tmp_path: Path) -> None:
 
 
 def test_its_generation_config_goes_along(tmp_path: Path) -> None:
-    real = written(tmp_path / "real", CASES["llama-3.2-1b"].config)
+    real = written(tmp_path / "real", CONFIGS["llama-3.2-1b"])
     said = {"do_sample": True, "temperature": 0.6, "bos_token_id": 128000, "eos_token_id": [128001, 128008]}
     (real / "generation_config.json").write_text(json.dumps(said))
     small = shrink(str(real), tmp_path / "small")
@@ -677,13 +331,13 @@ def test_nothing_becomes_larger(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "phi-3-mini-128k"])
 def test_it_is_trained_by_the_script(name: str, sft: Callable[..., Finished], tmp_path: Path) -> None:
-    small = shrink(str(written(tmp_path / "real", CASES[name].config)), tmp_path / "small")
+    small = shrink(str(written(tmp_path / "real", CONFIGS[name])), tmp_path / "small")
     rows = cut(None, tmp_path / "rows", 8)
     words = ["--model_name_or_path", small.folder, "--dataset_name", rows.folder, "--output_dir", tmp_path / "run"]
     finished = sft(*words, "--max_steps", "2", "--max_length", "64", "--report_to", "none")
     assert finished.code == 0, finished.output
     exported = models.read_config(str(tmp_path / "run" / "final"))
-    assert exported.model_type == CASES[name].config["model_type"]
+    assert exported.model_type == CONFIGS[name]["model_type"]
 
 
 def test_code_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -698,7 +352,7 @@ def test_code_of_its_own_is_refused(tmp_path: Path) -> None:
 def test_what_stays_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shrink.__globals__, "MOST_PARAMETERS", 1000)
     with pytest.raises(UserError, match=r"can't be made small: .* still has"):
-        shrink(str(written(tmp_path / "real", CASES["gpt2"].config)), tmp_path / "small")
+        shrink(str(written(tmp_path / "real", CONFIGS["gpt2"])), tmp_path / "small")
     assert not (tmp_path / "small").exists()
 
 

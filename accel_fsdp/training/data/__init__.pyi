@@ -1,5 +1,6 @@
 from . import batching as batching
 from . import chat_template as chat_template
+from . import columns as columns
 from . import load as load
 from . import packing as packing
 from . import tokenizing as tokenizing

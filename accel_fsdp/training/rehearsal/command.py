@@ -82,12 +82,13 @@ def _steps(
     made: list[prepare.Prepared] = []
 
     def shrink() -> str:
-        made.append(prepare.prepare(scaled.job, model, words, folder))
+        made.append(prepare.prepare(scaled.job, model, words, launcher))
         return made[0].said
 
     yield "make the model small", shrink
     (prepared,) = made
     report.changes += [str(change) for change in prepared.model.changed]
+    report.left_out += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
     report.left_out += [*prepared.model.not_shown, *(f"--{name}" for name in prepared.run.left_out)]
     small = prepared.model
     yield from SftRehearsal(launcher, scaled, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()

@@ -127,9 +127,9 @@ class Rehearsed:
         """Runs a command of accel-fsdp."""
         return self.python(name, ["-m", "accel_fsdp", *words])
 
-    def python(self, name: str, words: Sequence[str]) -> Outcome:
+    def python(self, name: str, words: Sequence[str], **environment: str) -> Outcome:
         """Runs Python with these words, in a process of its own."""
-        return self._run(name, list(words), [{}])
+        return self._run(name, list(words), [environment])
 
     def _run(self, name: str, words: list[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
         told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"

@@ -8,22 +8,28 @@ from typing import Any
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.models import catalogue
 from accel_fsdp.models.shrink import SmallModel, shrink
-from accel_fsdp.training.rehearsal import rows
+from accel_fsdp.training.data import load
+from accel_fsdp.training.rehearsal import hub_rows, rows
+from accel_fsdp.training.rehearsal.job import Rehearsed
 from accel_fsdp.training.rehearsal.small_run import SmallRun, small_run
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """In a folder of the rehearsal's own. `said` is what to tell the user."""
+    """In a folder of the rehearsal's own. `said` is what to tell the user.
+
+    `not_read`: why the rows are none of the data set that was named; empty where they are, or none was named.
+    """
 
     model: SmallModel
     rows: Path
     run: SmallRun
     said: str
+    not_read: str
 
 
 def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
@@ -31,33 +37,50 @@ def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
     return given or _text(parse_command_line(list(words)), "model_name_or_path")
 
 
-def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], folder: Path) -> Prepared:
-    """Makes the model small and the data short.
+def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
+    """Makes the model small and the data short, in the launcher's folder.
 
     Raises:
-        UserError: the model can't be read, or nothing says which it is.
+        UserError: the model can't be read, or nothing says which it is; the data lacks what the arguments ask of it.
     """
+    folder = launcher.folder
     source, origin = _source(job, model, folder)
     small = shrink(source, folder / "model")
-    made = rows.cut(
-        _local(_text(parse_command_line(list(words)), "dataset_name")),
-        folder / "rows",
-        chats=_has_chat_template(small.folder),
-    )
+    made, why = _rows(parse_command_line(list(words)), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
     units = ", ".join(small.layer_classes)
-    said = f"{origin}{small.parameters:,} weights, units of {units}; tokenizer {small.tokenizer}, rows {made.origin}"
-    return Prepared(small, made.folder, small_run(words), said)
+    data = f"rows {made.origin}{why and ', as ' + why}"
+    said = f"{origin}{small.parameters:,} weights, units of {units}; tokenizer {small.tokenizer}, {data}"
+    return Prepared(small, made.folder, small_run(words, made), said, why)
+
+
+def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:
+    """The first rows of the data that the arguments name, else made-up ones, and then why."""
+    dataset, config_name = _text(arguments, "dataset_name"), _text(arguments, "dataset_config")
+    split = _text(arguments, "dataset_train_split") or "train"
+    folder = launcher.folder / "rows"
+    why = ""
+    if dataset is not None and not Path(dataset).exists():
+        why = _from_hub(launcher, dataset, config_name, split, folder)
+        if not why:
+            return rows.Rows(folder, "cut", {split: rows.COUNT}), ""
+        dataset = None
+    return rows.cut(dataset, folder, splits=(split,), config_name=config_name, chats=chats), why
+
+
+def _from_hub(launcher: Rehearsed, dataset: str, config_name: str | None, split: str, folder: Path) -> str:
+    """Why rows of a data set that isn't here have to be made up; empty where the hub or a cache gave them."""
+    try:
+        load.check_name(dataset)
+    except UserError:
+        return f"{dataset} isn't on this machine"
+    why = hub_rows.fetch(launcher, dataset, config_name, split, folder)
+    return why and f"{dataset} can't be read: {why}"
 
 
 def _text(arguments: Mapping[str, Any], name: str) -> str | None:
     value = arguments.get(name)
     return value if isinstance(value, str) else None
-
-
-def _local(dataset: str | None) -> str | None:
-    """Data on this machine: that of a hub would be fetched whole, for a few rows."""
-    return dataset if dataset is not None and Path(dataset).exists() else None
 
 
 def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:

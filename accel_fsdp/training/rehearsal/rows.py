@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from accel_fsdp import atomic_files
 from accel_fsdp.training.data import load
@@ -28,6 +28,9 @@ WORDS = (
     ),
     *("the", "a", "of", "and", "before", "after", "each", "every", "why", "how", "where", "memory", "node", "link"),
 )
+COUNT = 64
+"""Rows of a split."""
+Origin: TypeAlias = Literal["cut", "made up"]
 LENGTHS = (3, 40, 9, 120, 20, 6, 70, 14)
 """Words of a made-up text, row by row: some rows are shorter than a batch's others, some longer than what is cut."""
 
@@ -40,23 +43,31 @@ class Rows:
     """
 
     folder: Path
-    origin: Literal["cut", "made up"]
+    origin: Origin
     count: dict[str, int]
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Those of the first row."""
+        file = next(iter(sorted(self.folder.glob("data/*.jsonl"))))
+        with file.open(encoding="utf-8") as lines:
+            return frozenset(json.loads(next(lines, "{}")))
 
 
 def cut(
     dataset: str | None,
     target: Path,
-    count: int = 64,
+    count: int = COUNT,
     *,
     splits: Sequence[str] = ("train",),
     config_name: str | None = None,
     chats: bool = True,
+    from_hub: bool = False,
 ) -> Rows:
     """Writes `count` rows for each split to the folder `target`, which it replaces; the same ones every time.
 
-    They are the first rows of `dataset` where that is a file or folder on this machine, repeated if it has fewer.
-    Otherwise, as for a name on the hub, they are made up: conversations, or without `chats` plain texts, for a
+    They are the first rows of `dataset` where that is a file or folder on this machine, or with `from_hub` a name on
+    the hub; repeated if it has fewer. Otherwise they are made up: conversations, or without `chats` plain texts, for a
     tokenizer that has no chat template.
 
     Raises:
@@ -64,7 +75,7 @@ def cut(
     """
     if dataset is not None:
         load.check_name(dataset)
-    name = dataset if dataset is not None and Path(dataset).exists() else None
+    name = dataset if dataset is not None and (from_hub or Path(dataset).exists()) else None
     found = load.load(name, config_name, streaming=True) if name else {}
     written: dict[str, int] = {}
     with atomic_files.replaced_folder(target) as folder:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_fsdp.linter import parse_command_line
+from accel_fsdp.training.data import columns
+from accel_fsdp.training.rehearsal.rows import Rows
 
 STEPS, SAVED = 4, 2
 """Steps of the rehearsal, and the one after which the first checkpoint lies."""
@@ -23,13 +25,19 @@ SET: Mapping[str, str] = {
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
 """Arguments about sizes, and the defaults of Trainer and `train/sft.py`."""
 DROPPED = (
-    *("num_train_epochs", "dataset_config", "dataset_train_split", "dataset_test_split", "model_revision"),
+    *("num_train_epochs", "dataset_config", "dataset_test_split", "model_revision"),
     *("save_total_limit", "load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"),
     *("eval_strategy", "eval_steps", "eval_on_start", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
     *("resume_from_checkpoint", "warmup_steps", "warmup_ratio", "logging_strategy", "run_name", "dataset_num_proc"),
-    *("dataloader_num_workers", "accelerate_config", "columns", "prompt_template", "completion_template"),
+    *("dataloader_num_workers", "accelerate_config"),
 )
-"""What has no meaning for few steps of made-up rows."""
+"""What has no meaning for few steps of few rows."""
+OF_OWN_ROWS = ("columns", "dataset_text_field", "prompt_template", "completion_template")
+"""What made-up rows need none of."""
+OF_ANSWERS = ("assistant_only_loss", "completion_only_loss", "prompt_template", "columns")
+"""What makes the loss one of answers alone."""
+WHOLE = columns.ALIASES["messages"]
+"""The columns that are trained as a whole without those."""
 OF_GPUS = ("attn_implementation", "use_liger_kernel", "torch_compile", "torch_compile_backend", "tf32")
 """What only GPUs have; a rehearsal runs without."""
 
@@ -40,13 +48,17 @@ OF_PRECISION = ("bf16", "fp16", "dtype", "export_dtype", "bf16_full_eval", "neft
 
 @dataclass(frozen=True)
 class SmallRun:
-    """Arguments for each launch. `left_out`: those of the user that a rehearsal doesn't take."""
+    """Arguments for each launch. `left_out`: those of the user that a rehearsal doesn't take.
+
+    `keep_end`: of rows that are longer than a rehearsal's, the end stays.
+    """
 
     kept: tuple[str, ...]
     rows: int
     accumulation: int
     max_length: int
     left_out: tuple[str, ...]
+    keep_end: bool = False
 
     def words(self, places: Mapping[str, str], ranks: int, of_ranks: int, **more: str) -> list[str]:
         """For `ranks` processes, which together take the rows of `of_ranks`."""
@@ -55,6 +67,8 @@ class SmallRun:
             "gradient_accumulation_steps": str(self.accumulation),
             "max_length": str(self.max_length),
         }
+        if self.keep_end:
+            sizes["truncation_mode"] = "keep_end"
         pairs = {**SET, **sizes, **places, **more}
         return [*self.kept, *(word for name, value in pairs.items() for word in (f"--{name}", value))]
 
@@ -75,18 +89,26 @@ class SmallRun:
         return [*plain, *more, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
-def small_run(words: Sequence[str]) -> SmallRun:
-    """What becomes of the user's arguments."""
+def small_run(words: Sequence[str], made: Rows) -> SmallRun:
+    """What becomes of the user's arguments, for these rows.
+
+    Where only answers are trained, the first tokens of a real row may hold none of them.
+    """
     given = parse_command_line(list(words))
     sizes = sizes_of(given)
+    own = made.origin == "cut"
+    whole = bool(made.columns & {*WHOLE, str(given.get("dataset_text_field", "text"))})
+    answers = not whole or given.get("truncation_mode") == "drop" or any(name in given for name in OF_ANSWERS)
     ours = {*SET, *sizes, "model_name_or_path", "dataset_name", "output_dir"}
-    kept, left = _without(words, {*ours, *DROPPED, *OF_GPUS})
+    ours |= {"truncation_mode"} if own and answers else set()
+    kept, left = _without(words, {*ours, *DROPPED, *OF_GPUS, *(() if own else OF_OWN_ROWS)})
     return SmallRun(
         kept,
         rows=min(sizes["per_device_train_batch_size"], ROWS),
         accumulation=min(sizes["gradient_accumulation_steps"], 2),
         max_length=min(sizes["max_length"], TOKENS),
         left_out=tuple(sorted({name for name in left if name in OF_GPUS})),
+        keep_end=own and answers,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import Engine, JobConfig
-from accel_fsdp.training.rehearsal import verdict
+from accel_fsdp.training.rehearsal import mistakes, verdict
 from accel_fsdp.training.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.training.rehearsal.scaled import ScaledJob, without_mesh
@@ -149,7 +149,7 @@ class SftRehearsal:
         """A launch that must go well."""
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
-            raise of_outcome(outcome)
+            raise next(mistakes.found(outcome.events), of_outcome(outcome))
         return outcome
 
     def _sharded(self, outcome: Outcome) -> str:
