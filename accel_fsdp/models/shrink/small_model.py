@@ -258,9 +258,8 @@ def _without_bar() -> Iterator[None]:
 
 
 def _not_shown(config: Any, made: _Made, tokenizer: str) -> Iterator[str]:
-    yield "memory and speed: the layers are narrow and few"
     yield "how the loss falls: the weights are random"
-    yield "long sequences, and kernels of GPUs such as FlashAttention"
+    yield "long sequences"
     if tokenizer == "made up":
         yield "the tokenizer and its chat template: the model has none here, and one of bytes takes its place"
     if getattr(config, "quantization_config", None):

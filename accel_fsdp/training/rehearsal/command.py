@@ -88,8 +88,9 @@ def _steps(
     yield "make the model small", shrink
     (prepared,) = made
     report.changes += [str(change) for change in prepared.model.changed]
-    report.left_out += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
-    report.left_out += [*prepared.model.not_shown, *(f"--{name}" for name in prepared.run.left_out)]
+    report.left_out += [f"--{name}" for name in prepared.run.left_out]
+    report.of_real_model += prepared.model.not_shown
+    report.of_real_model += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
     small = prepared.model
     yield from SftRehearsal(launcher, scaled, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from accel_fsdp import console
 from accel_fsdp.config import JobConfig
 
-ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "kernels of GPUs")
+ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "kernels of GPUs such as FlashAttention")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,16 @@ class Step:
 
 @dataclass
 class Report:
-    """All steps so far. `changes` say what is smaller than in the real job, `left_out` what no step here shows."""
+    """All steps so far. `changes` say what is smaller than in the real job.
+
+    What no step here shows: `left_out` takes GPUs, `of_real_model` the real model and its data.
+    """
 
     file: str
     changes: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    of_real_model: list[str] = field(default_factory=list)
     forecast: str = ""
 
     @property
@@ -76,6 +80,8 @@ def conclude(report: Report) -> None:
         return
     console.put(f"proven here: {', '.join(step.name for step in report.steps)}", style="green", wrap=True)
     console.put(f"only a GPU can show: {', '.join(report.left_out)}", wrap=True)
+    if report.of_real_model:
+        console.put(f"only the real model can show: {', '.join(report.of_real_model)}", wrap=True)
     if report.forecast:
         console.put(report.forecast, wrap=True)
 

@@ -40,8 +40,6 @@ WHOLE = columns.ALIASES["messages"]
 """The columns that are trained as a whole without those."""
 OF_GPUS = ("attn_implementation", "use_liger_kernel", "torch_compile", "torch_compile_backend", "tf32")
 """What only GPUs have; a rehearsal runs without."""
-
-
 OF_PRECISION = ("bf16", "fp16", "dtype", "export_dtype", "bf16_full_eval", "neftune_noise_alpha", "lora_dropout")
 """What rounds or draws at random."""
 
