@@ -1,7 +1,8 @@
 """Leaves nothing behind: a small process that outlives the rehearsal, however that ends, and cleans up after it.
 
-It waits on a pipe that only the rehearsal holds open. When the pipe closes, because all is done or because the
-rehearsal was killed, it ends every process that has the rehearsal's folder in its environment, and removes the folder.
+It waits on a pipe that the rehearsal holds open. At a word from it, when all is done, or when the pipe closes, because
+the rehearsal was killed, it ends every process that has the rehearsal's folder in its environment, and removes the
+folder.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def folder() -> Iterator[Path]:
     try:
         yield place
     finally:
-        process.communicate()
+        process.communicate(b".")  # a word, as whoever was forked meanwhile holds the pipe open too
 
 
 def mark(place: Path) -> dict[str, str]:
@@ -41,7 +42,7 @@ def mark(place: Path) -> dict[str, str]:
 
 def serve(place: str) -> None:
     """What the process does."""
-    sys.stdin.buffer.read()
+    sys.stdin.buffer.read(1)
     end(place)
     shutil.rmtree(place, ignore_errors=True)
 
