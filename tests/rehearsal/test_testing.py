@@ -21,6 +21,7 @@ from torch import nn
 
 from accel_fsdp import testing
 from accel_fsdp.errors import UserError
+from accel_fsdp.training.rehearsal import janitor
 
 
 def held() -> tuple[int, int]:
@@ -332,6 +333,21 @@ def test_a_signal_to_pytest_leaves_nothing(number: signal.Signals, tmp_path: Pat
 
 
 EXAMPLES = re.findall(r"```python\n# (\w+)\.py\n(.*?)```", (ROOT / "docs/rehearse.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_whoever_was_forked_meanwhile_does_not_keep_the_janitor_waiting() -> None:
+    """As the workers of a DataLoader in the test's own process: they hold the janitor's pipe open."""
+    with janitor.folder() as place:
+        child = os.fork()
+        if not child:
+            time.sleep(100)
+            os._exit(0)
+    assert not place.exists()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 OWN_PROCESS = """
 import os
 

@@ -41,7 +41,7 @@ class Hang:
     @property
     def stacks(self) -> str:
         """Those of the ranks that wait."""
-        return "\n".join(f"rank {rank}:\n{stand.stack}" for rank, stand in sorted(self.waits.items()))
+        return "\n".join(f"rank {rank}:\n{stand.stack}" for rank, stand in sorted(self.waits.items()) if stand.stack)
 
 
 @dataclass(frozen=True)
