@@ -80,6 +80,18 @@ def enable() -> bool:
     return True
 
 
+def begin_rank() -> None:
+    """Prepares a process that is a rank and nothing else, whatever its YAML and its script are: `enable`, and more.
+
+    Raises:
+        UserError: as of `enable`.
+    """
+    if enable():
+        allow_bf16()
+        if not LaunchEnvironment.now().shards:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
+
+
 @cache
 def mend_fsdp1() -> None:
     """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Later calls do nothing.

@@ -13,166 +13,264 @@ In conftest.py: `pytest_plugins = ["accel_fsdp.testing"]`. Then a test calls a f
 import contextlib
 import multiprocessing
 import os
-import tempfile
+import pickle
+import signal
+import subprocess
+import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-RANKS = 2
+from accel_fsdp.config import JobConfig, read_config
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.launch.ranks import Stand, serving
+from accel_fsdp.training.rehearsal import Hang, environments, janitor, places, scaled
+from accel_fsdp.units import counted
+
 TIMEOUT_SECONDS = 60.0
 START_SECONDS = 300.0
 """How long torch may take to load."""
+QUESTION_SECONDS = 5.0
+"""How long a rank may take to say where it stands."""
+OTHERS_SECONDS = 0.3
+"""How long a failure waits for other ranks, of which one may have failed first."""
+SILENT = Stand("a place that it doesn't tell, as in C code that holds Python's lock", "", "")
 
 
 class RankError(Exception):
     """A function failed on a rank; the message holds the rank's traceback."""
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """A process, the ends of its pipes, and the file with all that it prints."""
+
+    process: "subprocess.Popen[bytes]"
+    calls: Connection
+    questions: Connection
+    output: Path
+
+    def stand(self) -> Stand:
+        """Where it stands now."""
+        with contextlib.suppress(OSError, EOFError):
+            self.questions.send(None)
+            if self.questions.poll(QUESTION_SECONDS):
+                return self.questions.recv() or SILENT
+        return SILENT
+
+    def end(self) -> None:
+        """Kills it."""
+        self.process.kill()
+        self.process.wait()
+        self.calls.close()
+        self.questions.close()
+
+    @property
+    def how_it_ended(self) -> str:
+        """Of one that has closed its pipe."""
+        code = self.process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 class Ranks:
     """Processes that are one gloo process group. Call it with a function and its arguments.
 
     The function runs on each rank and must be importable there, as those of test modules are; what it returns must be
-    picklable. After a failure or a timeout the processes are ended; the next call starts new ones.
+    picklable. What the ranks print meanwhile goes to this process's stdout afterwards, rank by rank. A failure or a
+    timeout ends the processes, as `close` and the end of a `with` do; the next call starts new ones.
     """
 
     def __init__(
-        self, processes: int = RANKS, config_file: str | Path | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        processes: int | None = None,
+        config_file: str | Path | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        """`config_file`: an Accelerate YAML; `Accelerator()` on the ranks then does what it says."""
-        self.processes, self.timeout_seconds = processes, timeout_seconds
-        self._environment = _of_yaml(Path(config_file)) if config_file is not None else {}
-        self._started: list[tuple[Any, Connection]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """`config_file`: an Accelerate YAML; `Accelerator()` on the ranks then does what it says.
+
+        Without `processes` there are two ranks, or four where the YAML shards copies of the model.
+
+        Raises:
+            UserError: the YAML can't be read, or CPU processes can't do what it says, or so many can't.
+        """
+        self._scaled = _scaled(processes, config_file)
+        self.processes, self.timeout_seconds = self._scaled.processes, timeout_seconds
+        self._has_yaml = config_file is not None
+        self._started: list[_Rank] = []
+        self._folder = contextlib.ExitStack()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the function returns on each rank, in their order.
 
         Raises:
             RankError: it failed on one of them. TimeoutError: they didn't return in time.
+            UserError: it can't be sent to them, or what it returns can't be sent back; they stay as they are.
         """
+        __tracebackhide__ = True  # pytest then shows the test's line
+        call = _pickled(function, args, kwargs)
         try:
             if not self._started:
                 self._start()
-                self._answers(START_SECONDS)
-            for _, pipe in self._started:
-                pipe.send((function, args, kwargs))
-            return self._answers(self.timeout_seconds)
+            printed = [rank.output.stat().st_size for rank in self._started]
+            try:
+                for rank in self._started:
+                    with contextlib.suppress(OSError):  # one that has ended meanwhile doesn't answer either
+                        rank.calls.send_bytes(call)
+                answers = self._answers(self.timeout_seconds)
+            finally:
+                self._show_output(printed)
         except BaseException:
             self.close()
             raise
+        return _values(answers)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Ends the processes."""
-        for process, pipe in self._started:
-            process.kill()
-            process.join()
-            pipe.close()
+        """Ends the processes and removes what they left; does nothing where there are none."""
+        for rank in self._started:
+            rank.end()
         self._started = []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-    def _answers(self, seconds: float) -> list[Any]:
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._started)}
-        answers: dict[int, Any] = {}
-        end = time.monotonic() + seconds
-        while waiting:
-            ready = wait(list(waiting), max(end - time.monotonic(), 0))
-            if not ready:
-                ranks = ", ".join(map(str, sorted(waiting.values())))
-                raise TimeoutError(f"no answer of rank {ranks} after {seconds:g} s")
-            for pipe in [pipe for pipe in waiting if pipe in ready]:
-                rank = waiting.pop(pipe)
-                answers[rank] = _received(rank, pipe)
-        return [answers[rank] for rank in sorted(answers)]
+        self._folder.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="accel-fsdp-ranks-")
-        store = os.path.join(self._folder.name, "store")
-        for rank in range(self.processes):
-            here, there = context.Pipe()
-            given = (there, rank, self.processes, store, self._environment, self.timeout_seconds)
-            process = context.Process(target=_serve, args=given, daemon=True)
-            with _one_thread():
-                process.start()
-            there.close()
-            self._started.append((process, here))
+        folder = self._folder.enter_context(janitor.folder())
+        own = (
+            environments(self._scaled, folder / "fsdp.yaml", Path(__file__)) if self._has_yaml else places(self._scaled)
+        )
+        for number, environment in enumerate(own):
+            self._started.append(_started({**environment, **janitor.mark(folder)}, folder, folder / f"{number}.log"))
+        try:
+            _values(self._answers(START_SECONDS))
+        except (RankError, TimeoutError):
+            self._show_output([0] * self.processes)
+            raise
+
+    def _answers(self, seconds: float) -> list[serving.Answer]:
+        __tracebackhide__ = True
+        waiting = {rank.calls: number for number, rank in enumerate(self._started)}
+        answers: dict[int, serving.Answer] = {}
+        ended: list[int] = []
+        end = time.monotonic() + seconds
+        while waiting and (ready := wait(list(waiting), max(end - time.monotonic(), 0))):
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                number = waiting.pop(pipe)
+                try:
+                    answers[number] = pipe.recv()
+                except (EOFError, OSError):
+                    ended.append(number)
+            if ended or any(answer.error for answer in answers.values()):
+                end = min(end, time.monotonic() + OTHERS_SECONDS)
+        if ended:  # and made those fail that it talked to
+            raise RankError(f"rank {ended[0]} ended without an answer ({self._started[ended[0]].how_it_ended})")
+        failed = [number for number, answer in answers.items() if answer.error]
+        if failed:
+            first = min(failed, key=lambda number: answers[number].seconds)
+            raise RankError(f"rank {first}:\n{answers[first].error}")
+        if waiting:
+            _values(list(answers.values()))  # a rank that was refused the call is why others wait
+            raise self._timeout(sorted(waiting.values()), seconds)
+        return [answers[number] for number in sorted(answers)]
+
+    def _timeout(self, waiting: list[int], seconds: float) -> TimeoutError:
+        stands = {number: self._started[number].stand() for number in waiting}
+        hang = Hang(stands, frozenset(range(self.processes)) - stands.keys())
+        ranks = ", ".join(map(str, waiting))
+        return TimeoutError(f"no answer of rank {ranks} after {seconds:g} s: {hang}\n{hang.stacks}")
+
+    def _show_output(self, printed: list[int]) -> None:
+        """Hands on what each rank has printed since its file had that size: pytest shows it as the test's own."""
+        for number, (rank, before) in enumerate(zip(self._started, printed, strict=True)):
+            if text := rank.output.read_bytes()[before:].decode(errors="replace"):
+                sys.stdout.write(f"--- output of rank {number} ---\n{text.rstrip()}\n")
 
 
-def _received(rank: int, pipe: Connection) -> Any:
+def _scaled(processes: int | None, config_file: str | Path | None) -> scaled.ScaledJob:
+    if processes is not None and processes < 1:
+        raise UsageError(f"{processes} processes", why="nothing would run", fix="Ranks(2), or Ranks() for as many")
+    if config_file is None:
+        return scaled.ScaledJob(JobConfig({}), processes or scaled.PROCESSES, 1, ())
     try:
-        answer, error = pipe.recv()
-    except EOFError:
-        raise RankError(f"rank {rank} ended without an answer") from None
-    if error:
-        raise RankError(f"rank {rank}:\n{error}")
-    return answer
+        return scaled.scale(read_config(Path(config_file))[0], processes)
+    except UsageError as error:
+        on = counted(processes or scaled.PROCESSES, "CPU rank")
+        fix = "another number of processes, or none: Ranks(config_file=FILE)"
+        raise UsageError(f"{config_file} can't run on {on}", why=error.why, fix=fix) from None
+    except UserError as error:
+        what = f"{config_file} can't run on CPU ranks: {error.what}"
+        raise UserError(what, why=error.why, fix=error.fix) from None
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Each rank computes on one core: several with a pool of threads each take turns on the same ones."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = before or "1"
+def _started(environment: Mapping[str, str], folder: Path, output: Path) -> _Rank:
+    """A process that greets soon. In a session of its own, as Ctrl-C is for the parent, which ends its ranks."""
+    (calls, its_calls), (questions, its_questions) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    common = {
+        "OMP_NUM_THREADS": "1",  # several ranks with a pool of threads each would take turns on the same cores
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+    }
+    with open(output, "wb") as log, its_calls, its_questions:
+        process = subprocess.Popen(
+            serving.command(its_calls, its_questions, str(folder / "store")),
+            env={**common, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(its_calls.fileno(), its_questions.fileno()),
+            start_new_session=True,
+        )
+    calls.send(serving.greeting())
+    return _Rank(process, calls, questions, output)
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    __tracebackhide__ = True
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
+        return pickle.dumps((function, args, kwargs))
+    except Exception as error:
+        raise UserError(
+            f"{_unpicklable(function, args, kwargs)} can't be sent to the ranks: {error}",
+            why="a rank is a process of its own: it imports the function by its name, and gets the arguments pickled",
+            fix="a function that stands with def at the top of a module; as its arguments numbers, text, plain tensors",
+        ) from None
 
 
-def _of_yaml(config_file: Path) -> Mapping[str, str]:
-    from accel_fsdp.launch import launcher
-
-    return launcher.rank_environment(config_file, Path(__file__))
-
-
-def _serve(
-    pipe: Connection, rank: int, ranks: int, store: str, environment: Mapping[str, str], timeout_seconds: float
-) -> None:
-    """What a process does: calls what it is sent until the pipe closes."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {**environment, **{name: str(number) for name, number in place.items()}}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # Accelerate looks whether they are there
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    from accel_fsdp import cpu
-
-    cpu.enable()
-    cpu.mend_fsdp1()
-    timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
-    with contextlib.suppress(EOFError):
-        pipe.send((None, ""))
-        while True:
-            pipe.send(_called(*pipe.recv()))
+def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Which part of a call can't be pickled."""
+    for name, value in {**{f"argument {number}": one for number, one in enumerate(args, start=1)}, **kwargs}.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return f"{name}, of type {type(value).__name__},"
+    return f"the function {getattr(function, '__qualname__', function)}"
 
 
-def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-    from accelerate.state import AcceleratorState, GradientState
+def _values(answers: list[serving.Answer]) -> list[Any]:
+    """What the ranks returned.
 
-    try:
-        answer = function(*args, **kwargs)
-    except BaseException:
-        return None, traceback.format_exc()
-    finally:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-    return answer, ""
+    Raises:
+        UserError: a rank couldn't import the function, or couldn't send what it returned.
+    """
+    __tracebackhide__ = True
+    for answer in answers:
+        if answer.refusal:
+            raise answer.refusal
+    return [pickle.loads(answer.value) for answer in answers]
 
 
 @pytest.fixture(scope="session")
 def fsdp_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two ranks for the whole session; with `indirect` parameters another number, or a YAML's path."""
-    given = getattr(request, "param", RANKS)
-    ranks = Ranks(given) if isinstance(given, int) else Ranks(config_file=given)
-    yield ranks
-    ranks.close()
+    """Two ranks for the whole session; with `indirect` parameters another number, or those of a YAML by its path."""
+    given = getattr(request, "param", None)
+    with Ranks(given) if given is None or isinstance(given, int) else Ranks(config_file=given) as ranks:
+        yield ranks

@@ -1,8 +1,10 @@
 from . import holding as holding
+from . import serving as serving
 from .events import EVENTS as EVENTS
 from .events import Event as Event
 from .events import EventReader as EventReader
 from .events import read as read
+from .hang import Stand as Stand
 from .holding import Holding as Holding
 from .holding import Unit as Unit
 from .holding import holdings as holdings

@@ -11,17 +11,13 @@ import traceback
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import events, hang, script, watch
-from accel_fsdp.launch_environment import LaunchEnvironment
 
 
 def main() -> int:
     """Runs the script whose name and arguments follow; returns its exit code."""
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    if cpu.enable():
-        cpu.allow_bf16()
-        if not LaunchEnvironment.now().shards:
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
+    cpu.begin_rank()
     watch.begin()
     hang.begin()
     try:

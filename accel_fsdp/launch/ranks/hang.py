@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
@@ -20,6 +21,17 @@ BUSY = 0.2
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
+class Stand(NamedTuple):
+    """Where a rank stands: the line of the script, the collective that it waits in, and the stack."""
+
+    line: str
+    collective: str
+    stack: str
+
+    def __str__(self) -> str:
+        return f"waits in {self.collective} at {self.line}" if self.collective else f"stands at {self.line}"
+
+
 def begin() -> None:
     """Starts a thread that watches the main one."""
     if os.environ.get(events.EVENTS):
@@ -31,18 +43,27 @@ def _watch(main: int) -> None:
     place, since, busy, told = "", time.monotonic(), _computed_seconds(), False
     while True:
         time.sleep(EVERY_SECONDS)
-        frame = sys._current_frames().get(main)
-        if frame is None:
+        stand = stand_of(main)
+        if stand is None:
             return
-        now, computed = time.monotonic(), _computed_seconds()
-        here = "".join(traceback.format_stack(frame))
+        now, computed, here = time.monotonic(), _computed_seconds(), stand.stack
         if here != place or computed - busy > BUSY * (now - since):
             if told:
                 events.tell("moved")
             place, since, busy, told = here, now, computed, False
-        elif not told and now - since > (COLLECTIVE_SECONDS if _collective(frame) else OTHER_SECONDS):
-            events.tell("still", stack=here, collective=_collective(frame), line=script.line_of_stack(frame))
+        elif not told and now - since > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS):
+            events.tell("still", stack=here, collective=stand.collective, line=stand.line)
             told = True
+
+
+def stand_of(thread: int, caller: str = "") -> Stand | None:
+    """That of a thread of this process; None if it has ended. The stack begins below the last frame of `caller`."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    frames = traceback.extract_stack(frame)
+    begins = max((number for number, at in enumerate(frames, start=1) if at.filename == caller), default=0)
+    return Stand(script.line_of_stack(frame), _collective(frame), "".join(traceback.format_list(frames[begins:])))
 
 
 def _computed_seconds() -> float:

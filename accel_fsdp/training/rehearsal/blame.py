@@ -146,9 +146,8 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
 
 
 def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
-    stacks = "\n".join(f"rank {rank}:\n{stack}" for rank, (_, _, stack) in sorted(hang.waits.items()))
     lines: Mapping[str, str] = {collective: line for line, collective, _ in hang.waits.values() if line}
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
     fix = ABSENT if "" in lines else HANGING
     what = f"the ranks wait for each other: {hang}" if hang.waits else "the launch took too long and was ended"
-    return Failure(what, key=SCRIPT, fix=fix, line=line, output=stacks or outcome.tail)
+    return Failure(what, key=SCRIPT, fix=fix, line=line, output=hang.stacks or outcome.tail)

@@ -1,7 +1,8 @@
 """Leaves nothing behind: a small process that outlives the rehearsal, however that ends, and cleans up after it.
 
-It waits on a pipe that only the rehearsal holds open. When the pipe closes, because all is done or because the
-rehearsal was killed, it ends every process that has the rehearsal's folder in its environment, and removes the folder.
+It waits on a pipe that the rehearsal holds open. At a word from it, when all is done, or when the pipe closes, because
+the rehearsal was killed, it ends every process that has the rehearsal's folder in its environment, and removes the
+folder.
 """
 
 import contextlib
@@ -28,17 +29,20 @@ def folder() -> Iterator[Path]:
     words = [sys.executable, "-c", serving]
     ours = {name: value for name, value in os.environ.items() if name != FOLDER}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=ours)
-    os.environ[FOLDER] = str(place)  # for the processes that are started from now on
     try:
         yield place
     finally:
-        process.communicate()
-        os.environ.pop(FOLDER)
+        process.communicate(b".")  # a word, as whoever was forked meanwhile holds the pipe open too
+
+
+def mark(place: Path) -> dict[str, str]:
+    """The variable that processes of a rehearsal must have when they are executed."""
+    return {FOLDER: str(place)}
 
 
 def serve(place: str) -> None:
     """What the process does."""
-    sys.stdin.buffer.read()
+    sys.stdin.buffer.read(1)
     end(place)
     shutil.rmtree(place, ignore_errors=True)
 

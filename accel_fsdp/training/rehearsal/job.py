@@ -18,7 +18,7 @@ import yaml
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch import launcher, ranks
-from accel_fsdp.launch.ranks import Event, Holding
+from accel_fsdp.launch.ranks import Event, Holding, Stand
 from accel_fsdp.training.rehearsal import warm
 from accel_fsdp.training.rehearsal.scaled import ScaledJob
 
@@ -30,27 +30,19 @@ TAIL_LETTERS = 4000
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that wait for each other. `waits`: for each rank the line of the script, the collective, the stack.
+    """Ranks that wait for each other. `ended` are those whose script came to its end meanwhile."""
 
-    `ended` are the ranks whose script came to its end meanwhile.
-    """
-
-    waits: Mapping[int, tuple[str, str, str]]
+    waits: Mapping[int, Stand]
     ended: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
-        places = []
-        for rank in sorted(self.waits.keys() | self.ended):
-            line, collective, _ = self.waits.get(rank, ("", "", ""))
-            at = (
-                "has ended"
-                if rank in self.ended
-                else f"waits in {collective} at {line}"
-                if collective
-                else f"stands at {line}"
-            )
-            places.append(f"rank {rank} {at}")
-        return "; ".join(places)
+        places = {**self.waits, **dict.fromkeys(self.ended, "has ended")}
+        return "; ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))
+
+    @property
+    def stacks(self) -> str:
+        """Those of the ranks that wait."""
+        return "\n".join(f"rank {rank}:\n{stand.stack}" for rank, stand in sorted(self.waits.items()) if stand.stack)
 
 
 @dataclass(frozen=True)
@@ -114,14 +106,10 @@ class Rehearsed:
         Raises:
             UserError: Accelerate refuses the YAML.
         """
-        config = self.folder / f"{name}.yaml"
-        config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
-        common = launcher.rank_environment(config, self.script)
-        if kill_after is not None:
-            common[ranks.HOLD_AFTER] = str(kill_after)
-        places = _places(scaled) if scaled.job.engine is not Engine.NONE else [{}]
+        own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
+        each = environments(scaled, self.folder / f"{name}.yaml", self.script)
         command = ["-m", "accel_fsdp.launch.ranks", str(self.script), *words]
-        return self._run(name, command, [common | place for place in places])
+        return self._run(name, command, [own | one for one in each])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
         """Runs a command of accel-fsdp."""
@@ -177,11 +165,22 @@ class Rehearsed:
         return None, Hang({})
 
 
+def environments(scaled: ScaledJob, config: Path, script: Path) -> list[dict[str, str]]:
+    """What each rank is told: its place, and the YAML, which is written to `config` for Accelerate to read.
+
+    Raises:
+        UserError: Accelerate refuses the YAML.
+    """
+    config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
+    common = launcher.rank_environment(config, script)
+    return [common | place for place in (places(scaled) if scaled.job.engine is not Engine.NONE else [{}])]
+
+
 def _code(process: Process) -> int | None:
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
-def _places(scaled: ScaledJob) -> list[dict[str, str]]:
+def places(scaled: ScaledJob) -> list[dict[str, str]]:
     """Each rank's place, as torchrun tells it; several machines where the ranks stand for them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -204,7 +203,7 @@ def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
     ended = sum(event.kind == "ended" for event in last.values())
     if len(waiting) + ended < processes or not any(one["collective"] for one in waiting.values()):
         return None
-    waits = {rank: (one["line"], one["collective"], one["stack"]) for rank, one in waiting.items()}
+    waits = {rank: Stand(one["line"], one["collective"], one["stack"]) for rank, one in waiting.items()}
     return Hang(waits, frozenset(event.rank for event in events if event.kind == "ended"))
 
 

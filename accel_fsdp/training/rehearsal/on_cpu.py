@@ -17,8 +17,7 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
         UserError: as `launch` does.
     """
     with janitor.folder() as folder:
-        os.environ[ranks.EVENTS] = str(folder)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()
         events = ranks.read(folder)
     holdings = ranks.holdings(events)

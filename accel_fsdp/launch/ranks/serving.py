@@ -1,0 +1,159 @@
+"""A rank that calls functions which it is sent, one after the other, until its parent ends: what tests run on.
+
+`python -c` with `command` starts it, with ends of two pipes. Through one it gets calls and answers them. Through the
+other it is asked where it stands, and answers while a call waits.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from typing import Any
+
+from accel_fsdp import cpu
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch.ranks import hang
+
+GROUP_SECONDS = timedelta(days=1)
+"""How long a collective may take: the parent's own limit is shorter, and says more."""
+SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.launch.ranks import serving; serving.serve{!r}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a call: a pickled value, the traceback of a failure, or why nothing could be called or sent.
+
+    `seconds` is the machine's monotonic clock.
+    """
+
+    value: bytes = b""
+    error: str = ""
+    refusal: UserError | None = None
+    seconds: float = field(default_factory=time.monotonic)
+
+
+def command(calls: Connection, questions: Connection, store: str) -> list[str]:
+    """What starts a rank with its ends of the pipes; the ranks meet in the file `store`."""
+    return [sys.executable, "-c", SERVING.format(sys.path, (calls.fileno(), questions.fileno(), store))]
+
+
+def greeting() -> dict[str, Any]:
+    """What a rank needs to import what its parent has imported: its folder, path and `__main__`."""
+    return {name: value for name, value in spawn.get_preparation_data("rank").items() if name != "authkey"}
+
+
+def serve(calls: int, questions: int, store: str) -> None:
+    """What the process does."""
+    pipe = Connection(calls)
+    watching = threading.Thread(target=_tell_where, args=(Connection(questions), threading.get_ident()), daemon=True)
+    watching.start()
+    with contextlib.suppress(EOFError):
+        pipe.send(_joined(pipe.recv(), store))
+        while True:
+            pipe.send(_called(pipe.recv_bytes()))
+
+
+def _tell_where(questions: Connection, main: int) -> None:
+    """Ends the process when its parent has ended, whatever a call waits for."""
+    try:
+        while True:
+            questions.recv()
+            questions.send(hang.stand_of(main, caller=__file__))
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _joined(given: dict[str, Any], store: str) -> Answer:
+    import torch.distributed as dist
+
+    try:
+        spawn.prepare(given)
+        cpu.begin_rank()
+        cpu.mend_fsdp1()
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", f"file://{store}", timeout=GROUP_SECONDS, rank=rank, world_size=ranks)
+    except UserError as error:
+        return Answer(refusal=error)
+    except BaseException as error:
+        return Answer(error=_traceback(error))
+    return Answer(pickle.dumps(None))
+
+
+def _called(call: bytes) -> Answer:
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        function, args, kwargs = pickle.loads(call)
+    except Exception as error:
+        return Answer(refusal=_not_imported(error))
+    sys.argv = [_file_of(function)]  # as if it were a script
+    try:
+        value = function(*args, **kwargs)
+    except BaseException as error:
+        return Answer(error=_traceback(error))
+    finally:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+    return _returned(value)
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", ""))
+
+
+def _returned(value: Any) -> Answer:
+    try:
+        return Answer(_pickled(value))
+    except Exception as error:
+        return Answer(refusal=_not_returned(value, error))
+
+
+def _pickled(value: Any) -> bytes:
+    from torch.distributed.tensor import DTensor
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, part: Any) -> Any:
+            if isinstance(part, DTensor):  # it could be sent, but not be read where there is no process group
+                raise TypeError("a DTensor belongs to the process group of the ranks")
+            return NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python would print it, without the frames of this file."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _not_imported(error: Exception) -> UserError:
+    return UserError(
+        f"the ranks can't import what they are to call: {type(error).__name__}: {error}",
+        why="each rank is a process of its own, which imports the function by its module's name",
+        fix="a function of a module that lies on sys.path: pytest's setting pythonpath, or its default import mode",
+    )
+
+
+def _not_returned(value: Any, error: Exception) -> UserError:
+    return UserError(
+        f"rank {os.environ['RANK']} can't return a value of type {type(value).__name__}: {error}",
+        why="what a function returns is pickled, to be read in the test's own process",
+        fix="return numbers, text or plain tensors; of a DTensor its full_tensor() or to_local(), "
+        "of a model what the test is to compare",
+    )
