@@ -196,8 +196,8 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     if linter.stops(options.file, read, options.script, script_args, options.no_check):
         return 1
     parses = is_installed("accelerate") or not options.dry_run
-    make = launcher.launcher_args if parses else launcher.unparsed_args
-    args = make(options.file, options.script, script_args, values, options.cpu, here)
+    words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, values)
+    args = launcher.parsed(options.file, words, here) if parses else None
     if options.cpu and not options.dry_run:
         from accel_fsdp.training import rehearsal
 
@@ -208,7 +208,7 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         console.put(f"# {here.engine}: {here}")
     for name, value in sorted(launcher.environment(args).items()) if parses else ():
         console.put(f"{name}={shlex.quote(value)}")
-    console.put(shlex.join(launcher.command(args)))
+    console.put(shlex.join(launcher.command(words)))
     if not parses:
         shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
         also = "the environment of the ranks isn't known either"

@@ -9,14 +9,14 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import rendezvous
-from accel_fsdp.launch.place import Place
+from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
 
@@ -39,25 +39,22 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
 
 
-def launcher_args(
-    config_file: Path,
-    script: Path,
-    script_args: tuple[str, ...],
-    values: Mapping[str, Any] | None = None,
-    on_cpu: bool = False,
-    place: Place | None = None,
-) -> Any:
-    """Accelerate's own parsed launch arguments for this YAML and script.
-
-    `values` are those of the YAML where it has been read already; else it is read, for errors that say where they are.
+def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
+    """Accelerate's own parsed launch arguments for this YAML and script, on one machine or as the YAML says.
 
     Raises:
         UserError: the YAML can't be read, or Accelerate's parser refuses it; there is no such script, or no Accelerate.
     """
-    if values is None:
-        yaml_file.load(config_file)
-    place = place or Place()
-    words = _words(config_file, script, script_args, values or {}, on_cpu, place)
+    yaml_file.load(config_file)  # for errors that say where they are
+    return parsed(config_file, launcher_words(config_file, script, script_args))
+
+
+def parsed(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
+    """Accelerate's own parsed launch arguments of words for it.
+
+    Raises:
+        UserError: Accelerate's parser refuses the YAML, or it isn't there.
+    """
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -73,31 +70,19 @@ def launcher_args(
     return args
 
 
-def unparsed_args(
+def launcher_words(
     config_file: Path,
     script: Path,
     script_args: tuple[str, ...],
-    values: Mapping[str, Any],
-    on_cpu: bool,
-    place: Place,
-) -> SimpleNamespace:
-    """What `command` asks of `launcher_args`, where Accelerate isn't there to parse.
+    on_cpu: bool = False,
+    place: Place = NOWHERE,
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """What `accelerate launch` takes for a script that is there; `place` beside what the YAML's `values` say.
 
     Raises:
         UserError: there is no such script, or the place can't be one of this YAML's.
     """
-    return SimpleNamespace(launcher_words=_words(config_file, script, script_args, values, on_cpu, place))
-
-
-def _words(
-    config_file: Path,
-    script: Path,
-    script_args: tuple[str, ...],
-    values: Mapping[str, Any],
-    on_cpu: bool,
-    place: Place,
-) -> list[str]:
-    """What `accelerate launch` takes for a script that is there."""
     if not script.is_file():
         raise UserError(
             f"script {script} does not exist",
@@ -229,9 +214,9 @@ def _asks_for_cpu(args: Any) -> bool:
     return bool(re.search(r"cpu\s*=\s*True", text)) or "--use_cpu" in args.training_script_args
 
 
-def command(args: Any) -> list[str]:
-    """The words that a shell would need for the same launch."""
-    return ["accelerate", "launch", *args.launcher_words]
+def command(words: list[str]) -> list[str]:
+    """What a shell would need for the same launch."""
+    return ["accelerate", "launch", *words]
 
 
 def launch(args: Any) -> int:

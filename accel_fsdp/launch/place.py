@@ -55,6 +55,10 @@ class Place:
         return ", ".join(f"{name} {said.value} ({said.source})" for name, said in self.said.items())
 
 
+NOWHERE = Place()
+"""Nothing says anything: a launch on one machine."""
+
+
 def find(variables: Mapping[str, str]) -> Place:
     """What the engine that started this process says.
 
@@ -64,7 +68,7 @@ def find(variables: Mapping[str, str]) -> Place:
     for engine, reader in ENGINES.items():
         if found := reader(Variables(engine, variables)):
             return Place(engine, found)
-    return Place()
+    return NOWHERE
 
 
 def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], file: str) -> Place:

@@ -71,7 +71,11 @@ def _steps(
 ) -> Iterator[tuple[str, Action]]:
     script = options.script or shipped.source() / SCRIPT
     launcher = Rehearsed(folder, script, options.timeout, cold=options.script is not None)
-    os.environ |= janitor.mark(folder) | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= janitor.mark(folder) | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # which torch makes when it is imported
     if not launcher.cold:
         warm.start_server(folder)
