@@ -82,15 +82,17 @@ def _steps(
     made: list[prepare.Prepared] = []
 
     def shrink() -> str:
-        made.append(prepare.prepare(scaled.job, model, words, folder))
+        made.append(prepare.prepare(scaled, model, words, folder))
         return made[0].said
 
     yield "make the model small", shrink
     (prepared,) = made
+    report.changes[:] = prepared.scaled.changes
     report.changes += [str(change) for change in prepared.model.changed]
     report.left_out += [*prepared.model.not_shown, *(f"--{name}" for name in prepared.run.left_out)]
     small = prepared.model
-    yield from SftRehearsal(launcher, scaled, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()
+    job = prepared.scaled
+    yield from SftRehearsal(launcher, job, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()
 
 
 def _check(file: Path, model: str | None, script: Path, words: tuple[str, ...], folder: Path) -> str:

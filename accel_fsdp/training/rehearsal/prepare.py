@@ -13,14 +13,16 @@ from accel_fsdp.linter import parse_command_line
 from accel_fsdp.models import catalogue
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.training.rehearsal import rows
+from accel_fsdp.training.rehearsal.scaled import ScaledJob, by_size, with_smaller_units
 from accel_fsdp.training.rehearsal.small_run import SmallRun, small_run
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """In a folder of the rehearsal's own. `said` is what to tell the user."""
+    """In a folder of the rehearsal's own. `scaled` is the job for this model, `said` what to tell the user."""
 
     model: SmallModel
+    scaled: ScaledJob
     rows: Path
     run: SmallRun
     said: str
@@ -31,13 +33,13 @@ def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
     return given or _text(parse_command_line(list(words)), "model_name_or_path")
 
 
-def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], folder: Path) -> Prepared:
+def prepare(scaled: ScaledJob, model: str | None, words: tuple[str, ...], folder: Path) -> Prepared:
     """Makes the model small and the data short.
 
     Raises:
         UserError: the model can't be read, or nothing says which it is.
     """
-    source, origin = _source(job, model, folder)
+    source, origin = _source(scaled.job, model, folder)
     small = shrink(source, folder / "model")
     made = rows.cut(
         _local(_text(parse_command_line(list(words)), "dataset_name")),
@@ -45,9 +47,10 @@ def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], folder: P
         chats=_has_chat_template(small.folder),
     )
     _without_dropout(small.folder)
-    units = ", ".join(small.layer_classes)
-    said = f"{origin}{small.parameters:,} weights, units of {units}; tokenizer {small.tokenizer}, rows {made.origin}"
-    return Prepared(small, made.folder, small_run(words), said)
+    scaled = with_smaller_units(scaled, *small.layer_parameters)
+    units = "by size" if by_size(scaled.job) else f"of {', '.join(small.layer_classes)}"
+    said = f"{small.parameters:,} weights, units {units}; tokenizer {small.tokenizer}"
+    return Prepared(small, scaled, made.folder, small_run(words), f"{origin}{said}, rows {made.origin}")
 
 
 def _text(arguments: Mapping[str, Any], name: str) -> str | None:
