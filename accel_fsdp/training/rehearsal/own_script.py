@@ -49,8 +49,6 @@ class OwnRehearsal:
             raise of_no_training(outcome)
         for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
-        if not outcome.has_finite_losses:
-            raise Failure("a loss is NaN or infinite", key=SCRIPT, output=outcome.tail)
         return verdict.summary(outcome.holdings)
 
     def _failed(self, outcome: Outcome) -> Failure:
