@@ -73,21 +73,22 @@ if NAME == "attribute of a wrapped model":
 if NAME == "method of no model":
     model.prepare_for_traning()
 
+steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
 for step, batch in enumerate(loader):
     batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
     if NAME == "control flow" and step == 1 and accelerator.process_index == 1:
         continue
+    scale = float("nan") if NAME == "loss is NaN" and step == 1 else 1.0
     if NAME == "part of the model":
         hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)
         loss = accelerator.unwrap_model(model).model.layers[0].mlp(hidden).sum()
     else:
         loss = model(input_ids=batch, labels=batch).loss
-    if NAME == "loss is NaN" and step == 1:
-        loss = loss * float("nan")
-    accelerator.backward(loss)
+    accelerator.backward(loss * scale)
+    accelerator.print(f"step {step}: loss {loss.item():.4f}")
     if NAME == "torch clips":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if NAME not in ("no step", "steps on one rank") or (NAME != "no step" and accelerator.is_main_process):
+    if steps:
         optimizer.step()
     optimizer.zero_grad()
     if step == 1:
@@ -100,7 +101,7 @@ if NAME == "saves on one rank" and accelerator.is_main_process:
 if NAME == "state dict on one rank" and accelerator.is_main_process:
     accelerator.get_state_dict(model)
 if NAME == "two optimizers":
-    accelerator.save_state(FOLDER)
+    accelerator.save_state(FOLDER)  # with both
 if NAME == "torch saves shards":
     state = accelerator.unwrap_model(model).state_dict()
     if accelerator.is_main_process:

@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.launch.ranks import Event
-from accel_fsdp.training.rehearsal import mistakes
+from accel_fsdp.training.rehearsal import mistakes, own_script
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
 FSDP1 = {
@@ -55,6 +55,7 @@ def line_of(text: str) -> int:
 def test_without_a_mistake_it_passes(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     report = rehearsed(tmp_path, tiny_model, "none", fsdp)
     assert report["passed"], report
+    assert re.fullmatch(r"step 0: loss [\d.]+\nstep 1: loss [\d.]+", report["steps"][-1]["output"])
     said = report["steps"][-1]["said"]
     assert re.match(rf"FSDP{fsdp['fsdp_version']}.* units; a rank holds at most [\d,]+ of [\d,]+ weights", said)
 
@@ -99,7 +100,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "save_state on rank 0 alone": ("saves on one rank", FSDP2, "the script", "accelerator.save_state"),
     "state_dict on rank 0 alone": ("state dict on one rank", FSDP2, "the script", "accelerator.get_state_dict(model)"),
     "use_orig_params: false with frozen layers": (
-        "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "prepare(model, o",
+        "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",
     ),
     "optimizer of other weights": ("optimizer of other weights", FSDP1, "the script", ""),
     "clipping by torch's function under FSDP1": ("torch clips", FSDP1, "the script", "torch.nn.utils.clip_grad_norm_"),
@@ -109,7 +110,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "generate outside of a gathered context": ("generate", FSDP1, "the script", "generate(rows"),
     "forward of a part of the model": ("part of the model", FSDP2, "the script", "model.embed_tokens(batch)"),
-    "other control flow on a rank": ("control flow", FSDP1, "the script", "accelerator.backward(loss)"),
+    "other control flow on a rank": ("control flow", FSDP1, "the script", "accelerator.backward(loss"),
     "experts as units, routed by rank": (
         "experts", FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "fsdp_transformer_layer_cls_to_wrap", "",
     ),
@@ -117,7 +118,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", ""),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
-    "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss)"),
+    "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss"),
     "another seed on each rank": (
         "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "",
     ),
@@ -127,11 +128,11 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
     "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
     "whole weights loaded after prepare": ("loads whole weights", FSDP2, "the script", "model.load_state_dict("),
-    "two optimizers saved": ("two optimizers", FSDP1, "the script", "    accelerator.save_state(FOLDER)"),
-    "two optimizers saved, under FSDP2": ("two optimizers", FSDP2, "the script", "    accelerator.save_state(FOLDER)"),
+    "two optimizers saved": ("two optimizers", FSDP1, "the script", "# with both"),
+    "two optimizers saved, under FSDP2": ("two optimizers", FSDP2, "the script", "# with both"),
     "an attribute of a wrapped model": ("attribute of a wrapped model", {}, "the script", "model.config.use_cache"),
     "a misspelt method": ("method of no model", FSDP2, "the script", "model.prepare_for_traning()"),
-    "a loss that is NaN": ("loss is NaN", FSDP1, "the script", "accelerator.backward(loss)"),
+    "a loss that is NaN": ("loss is NaN", FSDP1, "the script", "accelerator.backward(loss"),
     "a batch sent to cuda": ("cuda", FSDP1, "the script", 'batch.to("cuda"'),
 }  # fmt: skip
 DOCS = (ROOT / "docs/rehearse.md").read_text()
@@ -176,7 +177,13 @@ def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
 def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
     """What a rank told at its end."""
     counts = {"optimizers": 1, "backwards": 2, "steps": 2, "sharded_steps": 2, "kept": False}
-    return "trained", {**counts, "backward_line": "", "step_line": "", **values}
+    return "trained", {**counts, "backward_line": "", **values}
+
+
+def test_the_last_lines_of_a_script_are_few_and_short() -> None:
+    printed = "\n".join(f"line {number}" for number in range(9)) + "\n\n 1%\r100%\n" + "a" * 500
+    assert own_script.last_lines(printed).split("\n") == ["line 6", "line 7", "line 8", "100%", "a" * 160]
+    assert own_script.last_lines("") == ""
 
 
 def test_gradients_alone_may_be_what_a_script_wants() -> None:
@@ -190,6 +197,21 @@ def test_gradients_alone_may_be_what_a_script_wants() -> None:
 def test_a_rank_may_have_a_model_of_its_own() -> None:
     assert said_of(trained(), trained(sharded_steps=1))
     assert not said_of(trained(steps=5, backwards=5), trained())
+
+
+def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
+    def losses(*steps: int) -> list[tuple[str, dict[str, Any]]]:
+        return [("loss", {"value": 1.0, "step": step}) for step in steps]
+
+    def said(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
+        told = [("began", {})]
+        both = [(rank, *one) for rank, several in enumerate((ours, theirs)) for one in told + several]
+        return [one.what for one in mistakes.found([Event(rank, 0.0, *one) for rank, *one in both])]
+
+    assert said(losses(1, 2), losses(1, 1))
+    assert not said(losses(1, 2), losses(1, 2))
+    assert not said(losses(1, 2), losses(1))  # which hangs in its second backward
+    assert not said(losses(1, 1, 2), losses(1, 2))  # rank 0 has a model of its own
 
 
 def begun(total: float | None, ranks: tuple[int, ...] = (0, 1)) -> tuple[str, dict[str, Any]]:
@@ -212,4 +234,4 @@ def test_a_file_for_each_rank_may_hold_its_part() -> None:
 
     assert not said_of(saved("/rank-0.pt"), saved("/rank-1.pt"))
     assert said_of(saved("/model.pt"), saved("/model.pt"))
-    assert said_of(saved("/model.pt"), ("loss", {"value": 1.0}))
+    assert said_of(saved("/model.pt"), ("loss", {"value": 1.0, "step": 1}))

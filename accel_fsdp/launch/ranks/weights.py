@@ -48,7 +48,7 @@ class Weights:
         self.optimizers = self.backwards = self.steps = self.sharded_steps = 0
         self.first = 0
         self.has_told = False
-        self.backward_line = self.step_line = ""
+        self.backward_line = ""
 
     def install(self) -> None:
         """Looks at each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
@@ -106,7 +106,7 @@ class Weights:
     def steps_now(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
         """Before a step of an optimizer."""
         if self.steps == 0:
-            self.step_line = script.line_of_stack(sys._getframe(2))
+            events.tell("first-step", line=script.line_of_stack(sys._getframe(2)))
             self._tell_begun(models)
         self.steps += 1
         self.sharded_steps += any(is_sharded(one) for group in optimizer.param_groups for one in group["params"])
@@ -122,7 +122,6 @@ class Weights:
             sharded_steps=self.sharded_steps,
             kept=kept,
             backward_line=self.backward_line,
-            step_line=self.step_line,
         )
 
     def shard_storages(self) -> set[int]:
@@ -144,12 +143,8 @@ class Weights:
                 continue
             same = begun.part == checksum(_part(one))
             of = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _own(one)]
-            found.append(
-                {
-                    "ranks": _ranks(one),
-                    "weights": [[name, whole if same else None] for name, whole in zip(of, begun.whole, strict=True)],
-                }
-            )
+            weights = [[name, whole if same else None] for name, whole in zip(of, begun.whole, strict=False)]
+            found.append({"ranks": _ranks(one), "weights": weights})
         if found:
             events.tell("begun", units=found)
         self.begun = [one for one in self.begun if hasattr(one.of(), "flat_param")]

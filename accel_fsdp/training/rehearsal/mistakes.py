@@ -157,14 +157,9 @@ def _no_step(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Fail
 
 
 def _steps_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """The parts of a model on the ranks are then of different steps. Only of scripts that all came to their end."""
-    told = {event.rank: event.content for event in _of("trained", events)}
-    counts = {rank: one["sharded_steps"] for rank, one in told.items()}
-    if not any(counts.values()) and len({one["backwards"] for one in told.values()}) == 1:
-        ddp = held and all(one.engine == Engine.DDP.value for one in held.values())
-        all_steps = {rank: one["steps"] for rank, one in told.items()}
-        counts = all_steps if ddp and not all(all_steps.values()) else {}
-    if not _all_ended(events) or len(set(counts.values())) < 2:
+    """The parts of a model on the ranks are then of different steps."""
+    counts = _final_steps(events, held) if _all_ended(events) else _steps_until_now(events)
+    if len(set(counts.values())) < 2:
         return
     most, least = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
     yield Failure(
@@ -172,8 +167,33 @@ def _steps_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[
         f"optimizer, rank {least} {counts[least] or 'none'}",
         SCRIPT,
         "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and of what a rank sees alone",
-        told[most]["step_line"],
+        next((event.content["line"] for event in _of("first-step", events) if event.rank == most), ""),
     )
+
+
+def _final_steps(events: Sequence[Event], held: dict[int, Holding]) -> dict[int, int]:
+    """Of each rank, with weights that FSDP shards; under DDP with any, where a rank has none and as many gradients."""
+    told = {event.rank: event.content for event in _of("trained", events)}
+    sharded = {rank: one["sharded_steps"] for rank, one in told.items()}
+    ddp = held and all(one.engine == Engine.DDP.value for one in held.values())
+    if not ddp or any(sharded.values()) or len({one["backwards"] for one in told.values()}) > 1:
+        return sharded
+    counts = {rank: one["steps"] for rank, one in told.items()}
+    return {} if all(counts.values()) else counts
+
+
+def _steps_until_now(events: Sequence[Event]) -> dict[int, int]:
+    """Of each rank, before its last backward pass: where they have run as many, and one of them never stepped.
+
+    Such a script fails or hangs where it saves the optimizer, and says something else.
+    """
+    steps: dict[int, list[int]] = {}
+    for event in _of("loss", events):
+        steps.setdefault(event.rank, []).append(event.content["step"] - 1)
+    counts = {rank: several[-1] for rank, several in steps.items()}
+    as_many = len({len(several) for several in steps.values()}) == 1
+    everywhere = set(steps) == {event.rank for event in _of("began", events)}
+    return counts if as_many and everywhere and not all(counts.values()) else {}
 
 
 def _saved_shards(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
