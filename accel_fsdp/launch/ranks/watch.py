@@ -184,12 +184,12 @@ class _Steps:
 
     def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
         """After each `torch.save`; a library that saves shards knows how to read them."""
-        f = getattr(f, "name", f)  # of an open file
-        if isinstance(f, str | os.PathLike) and script.is_calling(sys._getframe(2)):
+        file = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
+        if isinstance(file, str | os.PathLike) and script.is_calling(sys._getframe(2)):
             shards, tensors = shards_in(saved, self.weights.shard_storages())
             if shards:
                 line = script.line_of_stack(sys._getframe(2))
-                events.tell("saved-shards", file=os.path.abspath(f), shards=shards, tensors=tensors, line=line)
+                events.tell("saved-shards", file=os.path.abspath(file), shards=shards, tensors=tensors, line=line)
 
     def tell_end(self) -> None:
         """When the script has come to its end."""

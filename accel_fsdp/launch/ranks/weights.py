@@ -28,6 +28,7 @@ RELIES_ON = (
     Internal(f"{FLAT}._numels_with_padding"),
     Internal(f"{FLAT}._is_padding_mask"),
     Internal(f"{SHARDED}._init_sharded_param", "self param *"),
+    Internal("torch.optim:Optimizer.__init__", "self params defaults"),
 )
 
 
@@ -52,17 +53,16 @@ class Weights:
 
     def install(self) -> None:
         """Looks at each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
-        import torch
+        from torch.optim import Optimizer
 
-        optimizer: Any = torch.optim.Optimizer
-        original = optimizer.__init__
+        original = Optimizer.__init__
 
         @functools.wraps(original)
         def made(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             self.optimizers += 1
 
-        optimizer.__init__ = made
+        Optimizer.__init__ = made  # type: ignore[method-assign]
         if not any(map(library_internals.flaw, RELIES_ON)):
             self._watch_fsdp1()
             self._watch_fsdp2()
