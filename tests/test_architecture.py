@@ -42,7 +42,7 @@ MAY_PRINT = {
     "launch.launcher",
     "launch.ranks.__main__",
 }  # all but console speak before it can be imported
-PATCHING = {"cpu", "launch.ranks.saves", "launch.ranks.watch", "training.peft_patches"}
+PATCHING = {"cpu", "launch.ranks.saves", "launch.ranks.watch", "launch.ranks.weights", "training.peft_patches"}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

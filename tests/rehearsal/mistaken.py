@@ -7,6 +7,7 @@ import sys
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,10 @@ NAME, MODEL, FOLDER = sys.argv[1:4]
 accelerator = Accelerator()
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+if NAME == "other seeds":
+    torch.manual_seed(accelerator.process_index)
+    model.lm_head.reset_parameters()
+    torch.manual_seed(0)
 rows = torch.randint(0, 100, (16, 12))
 loader = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 
@@ -52,24 +57,39 @@ if NAME == "optimizer of other weights":
     model = accelerator.prepare(model)
 elif NAME == "optimizer before prepare":
     model = accelerator.prepare(model)
+elif NAME == "two optimizers":
+    halves = [list(part.parameters()) for part in (model.model, model.lm_head)]
+    optimizer, other = (torch.optim.AdamW(half, lr=1e-3) for half in halves)
+    model, optimizer, other, loader = accelerator.prepare(model, optimizer, other, loader)
 elif NAME == "dataloader not prepared":
     model, optimizer = accelerator.prepare(model, optimizer)
 else:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
+if NAME == "loads whole weights":
+    model.load_state_dict(load_file(f"{MODEL}/model.safetensors"))
+if NAME == "attribute of a wrapped model":
+    model.config.use_cache = False
+if NAME == "method of no model":
+    model.prepare_for_traning()
+
+steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
 for step, batch in enumerate(loader):
     batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
     if NAME == "control flow" and step == 1 and accelerator.process_index == 1:
         continue
+    scale = float("nan") if NAME == "loss is NaN" and step == 1 else 1.0
     if NAME == "part of the model":
         hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)
         loss = accelerator.unwrap_model(model).model.layers[0].mlp(hidden).sum()
     else:
         loss = model(input_ids=batch, labels=batch).loss
-    accelerator.backward(loss)
+    accelerator.backward(loss * scale)
+    accelerator.print(f"step {step}: loss {loss.item():.4f}")
     if NAME == "torch clips":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    if steps:
+        optimizer.step()
     optimizer.zero_grad()
     if step == 1:
         break
@@ -80,6 +100,12 @@ if NAME == "saves on one rank" and accelerator.is_main_process:
     accelerator.save_state(FOLDER)
 if NAME == "state dict on one rank" and accelerator.is_main_process:
     accelerator.get_state_dict(model)
+if NAME == "two optimizers":
+    accelerator.save_state(FOLDER)  # with both
+if NAME == "torch saves shards":
+    state = accelerator.unwrap_model(model).state_dict()
+    if accelerator.is_main_process:
+        torch.save(state, f"{FOLDER}.pt")
 if NAME == "saves shards":
     accelerator.unwrap_model(model).save_pretrained(FOLDER)
 if NAME in ("none", "adapter"):

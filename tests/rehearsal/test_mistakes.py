@@ -12,6 +12,9 @@ import pytest
 import yaml
 from conftest import ROOT, accel_fsdp
 
+from accel_fsdp.launch.ranks import Event
+from accel_fsdp.training.rehearsal import mistakes, own_script
+
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
 FSDP1 = {
     "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_use_orig_params": True,
@@ -26,9 +29,11 @@ AT = re.compile(r"mistaken\.py:(\d+)$")
 
 
 def yaml_file(folder: Path, fsdp: dict[str, Any], **top: Any) -> Path:
+    """Of a job with FSDP; with DDP where nothing is said of it."""
     path = folder / "fsdp.yaml"
-    common = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no"}
-    path.write_text(yaml.safe_dump({**common, "num_machines": 1, "num_processes": 8, "fsdp_config": fsdp, **top}))
+    engine = {"distributed_type": "FSDP", "fsdp_config": fsdp} if fsdp else {"distributed_type": "MULTI_GPU"}
+    common = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no", "num_machines": 1, "num_processes": 8}
+    path.write_text(yaml.safe_dump({**common, **engine, **top}))
     return path
 
 
@@ -50,6 +55,7 @@ def line_of(text: str) -> int:
 def test_without_a_mistake_it_passes(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     report = rehearsed(tmp_path, tiny_model, "none", fsdp)
     assert report["passed"], report
+    assert re.fullmatch(r"step 0: loss [\d.]+\nstep 1: loss [\d.]+", report["steps"][-1]["output"])
     said = report["steps"][-1]["said"]
     assert re.match(rf"FSDP{fsdp['fsdp_version']}.* units; a rank holds at most [\d,]+ of [\d,]+ weights", said)
 
@@ -94,7 +100,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "save_state on rank 0 alone": ("saves on one rank", FSDP2, "the script", "accelerator.save_state"),
     "state_dict on rank 0 alone": ("state dict on one rank", FSDP2, "the script", "accelerator.get_state_dict(model)"),
     "use_orig_params: false with frozen layers": (
-        "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "prepare(model, o",
+        "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",
     ),
     "optimizer of other weights": ("optimizer of other weights", FSDP1, "the script", ""),
     "clipping by torch's function under FSDP1": ("torch clips", FSDP1, "the script", "torch.nn.utils.clip_grad_norm_"),
@@ -104,13 +110,29 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "generate outside of a gathered context": ("generate", FSDP1, "the script", "generate(rows"),
     "forward of a part of the model": ("part of the model", FSDP2, "the script", "model.embed_tokens(batch)"),
-    "other control flow on a rank": ("control flow", FSDP1, "the script", "accelerator.backward(loss)"),
+    "other control flow on a rank": ("control flow", FSDP1, "the script", "accelerator.backward(loss"),
     "experts as units, routed by rank": (
         "experts", FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "fsdp_transformer_layer_cls_to_wrap", "",
     ),
     "dropout drawn anew under checkpointing": ("forgotten random state", FSDP1, "preserve_rng_state", ""),
     "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", ""),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
+    "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
+    "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss"),
+    "another seed on each rank": (
+        "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "",
+    ),
+    "another seed on each rank, under FSDP1": (
+        "other seeds", FSDP1 | {"fsdp_sync_module_states": False}, "the script", "",
+    ),
+    "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
+    "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
+    "whole weights loaded after prepare": ("loads whole weights", FSDP2, "the script", "model.load_state_dict("),
+    "two optimizers saved": ("two optimizers", FSDP1, "the script", "# with both"),
+    "two optimizers saved, under FSDP2": ("two optimizers", FSDP2, "the script", "# with both"),
+    "an attribute of a wrapped model": ("attribute of a wrapped model", {}, "the script", "model.config.use_cache"),
+    "a misspelt method": ("method of no model", FSDP2, "the script", "model.prepare_for_traning()"),
+    "a loss that is NaN": ("loss is NaN", FSDP1, "the script", "accelerator.backward(loss"),
     "a batch sent to cuda": ("cuda", FSDP1, "the script", 'batch.to("cuda"'),
 }  # fmt: skip
 DOCS = (ROOT / "docs/rehearse.md").read_text()
@@ -134,3 +156,82 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
         found = AT.search(failed["line"])
         assert found, failed
         assert abs(int(found[1]) - line_of(line)) <= 2
+
+
+@pytest.mark.parametrize("fsdp", [FSDP1 | {"fsdp_sync_module_states": True}, FSDP2], ids=["fsdp1", "fsdp2"])
+def test_other_seeds_are_no_mistake_where_rank_0_sends_its_weights(
+    fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    """As FSDP1's syncing does, and Accelerate's loading on rank 0, which FSDP2 has where no key says otherwise."""
+    report = rehearsed(tmp_path, tiny_model, "other seeds", fsdp)
+    assert report["passed"], report
+
+
+def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
+    """The mistakes of a script of two ranks, of which each told the first event, or one told each."""
+    others = [] if events[0][0] == "trained" else [trained()]
+    told = [(0, *events[0]), (1, *events[-1]), *((rank, *one) for one in [("began", {}), *others] for rank in (0, 1))]
+    return [one.what for one in mistakes.found([Event(rank, 0.0, kind, content) for rank, kind, content in told])]
+
+
+def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
+    """What a rank told at its end."""
+    counts = {"optimizers": 1, "backwards": 2, "steps": 2, "sharded_steps": 2, "kept": False}
+    return "trained", {**counts, "backward_line": "", **values}
+
+
+def test_the_last_lines_of_a_script_are_few_and_short() -> None:
+    printed = "\n".join(f"line {number}" for number in range(9)) + "\n\n 1%\r100%\n" + "a" * 500
+    assert own_script.last_lines(printed).split("\n") == ["line 6", "line 7", "line 8", "100%", "a" * 160]
+    assert own_script.last_lines("") == ""
+
+
+def test_gradients_alone_may_be_what_a_script_wants() -> None:
+    none = {"steps": 0, "sharded_steps": 0}
+    assert said_of(trained(**none, kept=True))
+    assert not said_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
+    assert not said_of(trained(**none, kept=False))  # updated by hand, or loaded
+    assert not said_of(trained())
+
+
+def test_a_rank_may_have_a_model_of_its_own() -> None:
+    assert said_of(trained(), trained(sharded_steps=1))
+    assert not said_of(trained(steps=5, backwards=5), trained())
+
+
+def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
+    def losses(*steps: int) -> list[tuple[str, dict[str, Any]]]:
+        return [("loss", {"value": 1.0, "step": step}) for step in steps]
+
+    def said(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
+        told = [("began", {})]
+        both = [(rank, *one) for rank, several in enumerate((ours, theirs)) for one in told + several]
+        return [one.what for one in mistakes.found([Event(rank, 0.0, *one) for rank, *one in both])]
+
+    assert said(losses(1, 2), losses(1, 1))
+    assert not said(losses(1, 2), losses(1, 2))
+    assert not said(losses(1, 2), losses(1))  # which hangs in its second backward
+    assert not said(losses(1, 1, 2), losses(1, 2))  # rank 0 has a model of its own
+
+
+def begun(total: float | None, ranks: tuple[int, ...] = (0, 1)) -> tuple[str, dict[str, Any]]:
+    """What a rank told of the one weight that it began with."""
+    sums = None if total is None else [total, 1.0]
+    return "begun", {"units": [{"ranks": list(ranks), "weights": [["lm_head.weight", sums]]}]}
+
+
+def test_weights_that_are_loaded_later_may_begin_apart() -> None:
+    assert said_of(begun(1), begun(2))
+    assert not said_of(begun(1), begun(1))
+    assert not said_of(begun(1), begun(1 + 1e-6))  # rounded elsewhere
+    assert not said_of(begun(1), begun(None))  # rank 0 sent its own
+    assert not said_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
+
+
+def test_a_file_for_each_rank_may_hold_its_part() -> None:
+    def saved(file: str) -> tuple[str, dict[str, Any]]:
+        return "saved-shards", {"file": file, "shards": 3, "tensors": 4, "line": ""}
+
+    assert not said_of(saved("/rank-0.pt"), saved("/rank-1.pt"))
+    assert said_of(saved("/model.pt"), saved("/model.pt"))
+    assert said_of(saved("/model.pt"), ("loss", {"value": 1.0, "step": 1}))

@@ -117,6 +117,28 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     assert said == [{"model": "Linear", "missing": 0, "strange": 0}]
 
 
+STATES_ALONE = """
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.zero_grad()
+get_optimizer_state_dict(model, optimizer)
+"""
+
+
+def test_what_torch_does_to_save_is_no_step(tmp_path: Path) -> None:
+    """It steps with gradients of 0, so that an optimizer that never stepped has states."""
+    script = tmp_path / "train.py"
+    script.write_text(STATES_ALONE)
+    done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
+    assert done.code == 0, done.output
+    (told,) = [event.content for event in ranks.read(tmp_path) if event.kind == "trained"]
+    assert (told["backwards"], told["steps"], told["kept"]) == (1, 0, True)
+    assert told["backward_line"] == f"{script}:6"
+
+
 def test_the_line_and_what_to_write_instead_are_shown(tmp_path: Path) -> None:
     """By both commands."""
     script = tmp_path / "train.py"

@@ -30,6 +30,7 @@ SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
     [
         ("fsdp2_lora", "FSDP2, 5 units; a rank holds at most 319,808 of 639,616 weights"),
         ("fsdp1_hybrid_shard", "FSDP1 HYBRID_SHARD, 3 units; a rank holds at most 278,848 of 557,696 weights"),
+        ("fsdp1_size_based", "FSDP1 FULL_SHARD, 3 units; a rank holds at most 278,848 of 557,696 weights"),
         ("zero2", "a rank holds all 557,696 weights, and the optimizer's states of 278,848 of 557,696"),
     ],
 )
@@ -147,6 +148,15 @@ def test_the_shape_of_a_mesh_stays() -> None:
 def test_hybrid_of_fsdp1_has_two_nodes() -> None:
     found = scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": 4}))
     assert (found.processes, found.nodes, found.ranks_per_node) == (4, 2, 2)
+
+
+def test_units_chosen_by_size_shrink_with_the_layers() -> None:
+    given = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 196_300_800}
+    found = scaled.with_smaller_units(scaled.scale(job(fsdp_config=given)), real=218_112_000, small=213_248)
+    assert found.job.fsdp("fsdp_min_num_params") == 191_923
+    assert found.changes[-1] == "fsdp_min_num_params 196300800 -> 191923"
+    by_class = scaled.scale(job(fsdp_config=given | {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}))
+    assert scaled.with_smaller_units(by_class, real=218_112_000, small=213_248) is by_class
 
 
 def test_what_cannot_be_rehearsed_is_said() -> None:

@@ -18,13 +18,15 @@ def main() -> int:
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     cpu.begin_rank()
-    watch.begin()
+    tell_end = watch.begin()
     hang.begin()
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         code = _exit_code(ended)
         error = ended.code if isinstance(ended.code, str) else ""
+        if code == 0:
+            tell_end()
         events.tell("ended", code=code, error=error, line=script.line_of_error(ended))
         return code
     except UserError as error:
@@ -35,6 +37,7 @@ def main() -> int:
         watch.tell_failure(error)
         _print_without_runner(error)
         return 1
+    tell_end()
     events.tell("ended", code=0, error="", line="")
     return 0
 

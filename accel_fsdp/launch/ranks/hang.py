@@ -13,7 +13,7 @@ import psutil
 from accel_fsdp.launch.ranks import events, script
 
 EVERY_SECONDS = 1.0
-COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 45.0
+COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 40.0
 """How long a rank stands on the same lines, without computing, before that is told: in a collective, and in anything
 else, such as a download."""
 BUSY = 0.2

@@ -5,18 +5,21 @@ It changes nothing. What is replaced here calls what it replaces with the same a
 
 import dataclasses
 import functools
+import math
 import os
 import signal
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.launch.ranks import events, script
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.saves import Saves
+from accel_fsdp.launch.ranks.weights import Weights, shards_in
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -29,21 +32,39 @@ HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete a rank waits, to be killed there."""
 
 
-def begin() -> None:
-    """Puts the watch in place; before the script imports anything."""
+def begin() -> Callable[[], None]:
+    """Puts the watch in place, before the script imports anything; returns what to call when the script has ended."""
     import torch
     import torch.utils.checkpoint
 
-    _after(torch.Tensor, "backward", _tell_loss)
+    steps = _Steps(os.environ.get(HOLD_AFTER))
+    _after(torch.Tensor, "backward", steps.ran_backward)
+    _after(torch, "save", steps.torch_saved)
     _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
     _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
     _watch_prepare()
-    _Steps(os.environ.get(HOLD_AFTER)).install()
+    steps.install()
+    return steps.tell_end
 
 
 def tell_failure(error: BaseException) -> None:
     """An event with what ended the script, and the innermost line of it that was running."""
-    events.tell("failed", error=f"{type(error).__name__}: {error}", line=script.line_of_error(error))
+    events.tell(
+        "failed",
+        error=f"{type(error).__name__}: {error}",
+        line=script.line_of_error(error),
+        wrapped=_of_wrapped(error),
+    )
+
+
+def _of_wrapped(error: BaseException) -> str:
+    """The name of an attribute that a wrapper such as DDP lacks and that the model in it has; else empty."""
+    import torch
+
+    if not isinstance(error, AttributeError) or not isinstance(error.obj, torch.nn.Module):
+        return ""
+    inner, name = unwrapped(error.obj), error.name or ""
+    return name if inner is not error.obj and hasattr(inner, name) else ""
 
 
 def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
@@ -57,11 +78,6 @@ def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, watched)
-
-
-def _tell_loss(loss: "torch.Tensor", *_: Any, **__: Any) -> None:
-    if loss.numel() == 1:
-        events.tell("loss", value=float(loss.detach()))
 
 
 def _tell_clipping(parameters: Any, *_: Any, **__: Any) -> None:
@@ -107,6 +123,14 @@ def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:
     events.tell(kind, holding=dataclasses.asdict(measure(model)), **more)
 
 
+def _only_makes_states() -> bool:
+    """Whether torch steps with gradients of 0, so that an optimizer that never stepped has states to save or load."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
+
+
 class _Steps:
     """What the first step of an optimizer trains: the outermost modules that ran forward before it, and their rows."""
 
@@ -119,9 +143,11 @@ class _Steps:
         self.units: list[int] = []
         self.awaits_rows = False
         self.saves = Saves()
+        self.weights = Weights()
 
     def install(self) -> None:
         """Puts its hooks in place."""
+        self.weights.install()
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -148,7 +174,31 @@ class _Steps:
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
 
+    def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
+        """After each backward."""
+        if loss.numel() == 1:
+            value = float(loss.detach())
+            line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
+            events.tell("loss", value=value, step=self.weights.steps + 1, line=line)
+        self.weights.ran_backward(self._outermost())
+
+    def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
+        """After each `torch.save`; a library that saves shards knows how to read them."""
+        file = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
+        if isinstance(file, str | os.PathLike) and script.is_calling(sys._getframe(2)):
+            shards, tensors = shards_in(saved, self.weights.shard_storages())
+            if shards:
+                line = script.line_of_stack(sys._getframe(2))
+                events.tell("saved-shards", file=os.path.abspath(file), shards=shards, tensors=tensors, line=line)
+
+    def tell_end(self) -> None:
+        """When the script has come to its end."""
+        self.weights.tell_end(self._outermost())
+
     def _step(self, optimizer: Any, *_: Any) -> None:
+        if _only_makes_states():
+            return
+        self.weights.steps_now(optimizer, self._outermost())
         if self.is_first:
             self.is_first = False
             self._tell_first(optimizer)
@@ -174,8 +224,11 @@ class _Steps:
 
         A reference model of DPO has gradients and no optimizer.
         """
-        inner = {id(one) for model in self.models.values() for one in model.modules() if one is not model}
-        outer = [model for number, model in self.models.items() if number not in inner]  # others ran again
-        able = [(model, {id(one) for one in model.parameters() if one.requires_grad}) for model in outer]
+        able = [(model, {id(one) for one in model.parameters() if one.requires_grad}) for model in self._outermost()]
         able = [(model, own) for model, own in able if own]
         return [(model, own) for model, own in able if own & trained] or able
+
+    def _outermost(self) -> list["nn.Module"]:
+        """Of the modules that ran forward: others ran again by themselves."""
+        inner = {id(one) for model in self.models.values() for one in model.modules() if one is not model}
+        return [model for number, model in self.models.items() if number not in inner]

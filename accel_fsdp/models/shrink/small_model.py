@@ -34,13 +34,14 @@ TRIED_TOKENS = 16
 class SmallModel:
     """The folder of a small model, and how it differs from the real one.
 
-    `layer_classes` are what FSDP wraps, the same as in the real model. `not_shown` are sentences: what a rehearsal with
-    this model can't prove of the real one.
+    `layer_classes` are what FSDP wraps, the same as in the real model. `layer_parameters`: weights of the largest
+    layer, there and here. `not_shown` are sentences: what a rehearsal with this model can't prove of the real one.
     """
 
     folder: Path
     parameters: int
     layer_classes: tuple[str, ...]
+    layer_parameters: tuple[int, int]
     changed: tuple[Change, ...]
     tokenizer: Literal["real", "made up"]
     not_shown: tuple[str, ...]
@@ -80,6 +81,7 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
         folder=target,
         parameters=sum(one.numel() for one in made.model.parameters()),
         layer_classes=_classes(made.model),
+        layer_parameters=(_largest_layer(real), _largest_layer(made.model)),
         changed=small_config.changes(config.to_dict(), _config_of(made.model).to_dict()),
         tokenizer=tokenizer_is,
         not_shown=tuple(_not_shown(config, made, tokenizer_is)),
@@ -174,6 +176,10 @@ def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, wor
 
 def _classes(model: "nn.Module") -> tuple[str, ...]:
     return tuple(one.name for one in models.wrap_classes(model))
+
+
+def _largest_layer(model: "nn.Module") -> int:
+    return max((one.parameters for one in models.wrap_classes(model)), default=0)
 
 
 def _config_of(model: Any) -> Any:

@@ -22,13 +22,18 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Cause:
-    """A message of the libraries, and what makes them say it."""
+    """A message of the libraries, and what makes them say it; where it says little, `at` is a line they stopped at."""
 
     said: str
     key: str
     fix: str
+    at: str = ""
 
 
+ONE_OPTIMIZER = (
+    "one optimizer with several groups of parameters, AdamW([{'params': ...}, ...]): Accelerate saves each optimizer "
+    "with a model of its own"
+)
 KNOWN = (
     Cause(
         "Could not find the transformer layer class",
@@ -66,6 +71,14 @@ KNOWN = (
         "layers that do the same when they run again: no dropout of their own, no state",
     ),
     Cause(
+        r"in loading state_dict for [\s\S]*got mixed torch.Tensor and DTensor",
+        SCRIPT,
+        "load whole weights before accelerator.prepare; or torch.distributed.checkpoint.state_dict."
+        "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))",
+    ),
+    Cause(r"is not in the optimizer state\. The FSDPParamInfo", SCRIPT, ONE_OPTIMIZER),
+    Cause("IndexError: list index out of range", SCRIPT, ONE_OPTIMIZER, at=r"_fsdp_optimizer\(.*_models\[i\]"),
+    Cause(
         r"got mixed torch.Tensor and DTensor|'weight' must be 2-D|size mismatch, got input"
         r"|must be at least 1-dimensional|Expected weight to be 2-D|weight should have at least",
         SCRIPT,
@@ -96,6 +109,8 @@ KNOWN = (
     ),
 )
 """From the list of known pains: what is said where only a run shows it."""
+OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):")
+"""What Python says of a script's own slips."""
 CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
 """What the other ranks say once one of them is gone."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
@@ -136,13 +151,27 @@ def of_no_training(outcome: Outcome) -> Failure:
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     """By the first rank's error; the first line of it says what is wrong."""
     text = error or outcome.tail
-    what = error.splitlines()[0] if error else f"a rank ended with exit code {outcome.code}"
+    what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
     if fix := without_gpu.instead(error, line):
         return Failure(what, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
-        if re.search(cause.said, text):
+        if re.search(cause.said, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
+    if line and OF_PYTHON.match(error):
+        return Failure(what, key=SCRIPT, line=line, fix=_unwrapping(outcome), output=outcome.tail)
     return Failure(what, line=line, output=outcome.tail)
+
+
+def _first_words(error: str) -> str:
+    """Its first line; where that only announces, the next one too."""
+    first, *others = error.splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+
+
+def _unwrapping(outcome: Outcome) -> str:
+    """Where an attribute is that the wrapped model lacks; empty if nothing has it."""
+    name = next((event.content["wrapped"] for event in outcome.failures if event.content["wrapped"]), "")
+    return f"the model inside of the wrapper has it: accelerator.unwrap_model(model).{name}" if name else ""
 
 
 def _of_hang(hang: Hang, outcome: Outcome) -> Failure:

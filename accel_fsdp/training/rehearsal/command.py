@@ -15,12 +15,12 @@ from accel_fsdp.training.rehearsal.blame import Failure
 from accel_fsdp.training.rehearsal.flags import RehearseCommand
 from accel_fsdp.training.rehearsal.job import Rehearsed
 from accel_fsdp.training.rehearsal.own_script import OwnRehearsal
-from accel_fsdp.training.rehearsal.report import Report, Step, conclude, left_out, show
+from accel_fsdp.training.rehearsal.report import Proof, Report, Step, conclude, left_out, show
 from accel_fsdp.training.rehearsal.scaled import ScaledJob, scale
 from accel_fsdp.training.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
 
-Action = Callable[[], str]
+Action = Callable[[], str | Proof]
 
 
 def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
@@ -86,17 +86,19 @@ def _steps(
     made: list[prepare.Prepared] = []
 
     def shrink() -> str:
-        made.append(prepare.prepare(scaled.job, model, words, launcher))
+        made.append(prepare.prepare(scaled, model, words, launcher))
         return made[0].said
 
     yield "make the model small", shrink
     (prepared,) = made
+    report.changes[:] = prepared.scaled.changes
     report.changes += [str(change) for change in prepared.model.changed]
     report.left_out += [f"--{name}" for name in prepared.run.left_out]
     report.of_real_model += prepared.model.not_shown
     report.of_real_model += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
     small = prepared.model
-    yield from SftRehearsal(launcher, scaled, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()
+    job = prepared.scaled
+    yield from SftRehearsal(launcher, job, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()
 
 
 def _check(file: Path, model: str | None, script: Path, words: tuple[str, ...], folder: Path) -> str:
@@ -117,10 +119,11 @@ def _taken(name: str, action: Action) -> Step:
     began = time.monotonic()
     try:
         with console.stopwatch(name):
-            said = action()
+            proof = action()
     except Failure as failed:
         took = time.monotonic() - began
         return Step(name, False, took, failed.what, failed.key, failed.line, failed.fix, failed.output)
     except UserError as error:
         return Step(name, False, time.monotonic() - began, f"{error.what}: {error.why}", fix=error.fix)
-    return Step(name, True, time.monotonic() - began, said)
+    proof = Proof(proof) if isinstance(proof, str) else proof
+    return Step(name, True, time.monotonic() - began, proof.said, output=proof.output)

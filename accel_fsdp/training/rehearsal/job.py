@@ -47,12 +47,16 @@ class Hang:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; `code` is None where it was killed, after a checkpoint or for a hang."""
+    """How a launch ended; `code` is None where it was killed, after a checkpoint or for a hang.
+
+    `output` is what all ranks printed, `printed` what rank 0 of a script of the user's own wrote to its stdout.
+    """
 
     code: int | None
     events: list[Event]
     output: str
     hang: Hang | None = None
+    printed: str = ""
 
     @property
     def holdings(self) -> dict[int, Holding]:
@@ -121,26 +125,30 @@ class Rehearsed:
 
     def _run(self, name: str, words: list[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
         told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
+        stdout = self.folder / f"{name}.stdout" if self.cold else output
         told.mkdir()
         common = {**os.environ, ranks.EVENTS: str(told)}
         started: list[Process] = []
         try:
-            started += [self._start(words, {**common, **own}, output) for own in environments]
+            for number, own in enumerate(environments):
+                started.append(self._start(words, {**common, **own}, output, output if number else stdout))
             code, hang = self._wait(started, told)
         finally:
             _kill(started)
-        return Outcome(code, ranks.read(told), output.read_text(encoding="utf-8", errors="replace"), hang)
+        said = output.read_text(encoding="utf-8", errors="replace")
+        printed = stdout.read_text(encoding="utf-8", errors="replace") if self.cold else ""
+        return Outcome(code, ranks.read(told), printed + said, hang, printed)
 
-    def _start(self, words: list[str], environment: Mapping[str, str], output: Path) -> Process:
+    def _start(self, words: list[str], environment: Mapping[str, str], output: Path, stdout: Path) -> Process:
         if not self.cold:
             return warm.start(words, environment, output)
-        with open(output, "ab") as log:
+        with open(stdout, "ab") as printed, open(output, "ab") as log:
             return subprocess.Popen(
                 [sys.executable, *words],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=printed,
+                stderr=log,
                 start_new_session=True,
             )
 

@@ -8,8 +8,10 @@ from accel_fsdp.config import Engine
 from accel_fsdp.training.rehearsal import mistakes, saved, verdict
 from accel_fsdp.training.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.training.rehearsal.report import Proof
 from accel_fsdp.training.rehearsal.scaled import ScaledJob
 
+LAST_LINES, LINE_LETTERS = 5, 160
 SAVE = (
     "save on all ranks: accelerator.save_state(folder); or "
     "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
@@ -37,7 +39,7 @@ class OwnRehearsal:
         """The one step: the script, unchanged, on several ranks."""
         yield f"run {self.launcher.script.name}", self.run
 
-    def run(self) -> str:
+    def run(self) -> Proof:
         """To its end; then what the ranks held is compared with what the YAML asks for."""
         outcome = self.launcher.launch("script", self.scaled, self.words)
         self._judge(outcome)
@@ -49,9 +51,7 @@ class OwnRehearsal:
             raise of_no_training(outcome)
         for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
-        if not outcome.has_finite_losses:
-            raise Failure("a loss is NaN or infinite", key=SCRIPT, output=outcome.tail)
-        return verdict.summary(outcome.holdings)
+        return Proof(verdict.summary(outcome.holdings), last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:
         failure = of_outcome(outcome)
@@ -73,3 +73,9 @@ class OwnRehearsal:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
             judge(self.scaled, classes, outcome)
+
+
+def last_lines(printed: str) -> str:
+    """The end of what the script itself printed, such as its losses; of a bar that redraws itself, its last state."""
+    lines = [line.strip().rpartition("\r")[2] for line in printed.split("\n")]
+    return "\n".join(line[:LINE_LETTERS] for line in [line for line in lines if line][-LAST_LINES:])

@@ -15,17 +15,19 @@ from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.training.data import load
 from accel_fsdp.training.rehearsal import hub_rows, rows
 from accel_fsdp.training.rehearsal.job import Rehearsed
+from accel_fsdp.training.rehearsal.scaled import ScaledJob, by_size, with_smaller_units
 from accel_fsdp.training.rehearsal.small_run import SmallRun, small_run
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """In a folder of the rehearsal's own. `said` is what to tell the user.
+    """In a folder of the rehearsal's own. `scaled` is the job for this model, `said` what to tell the user.
 
     `not_read`: why the rows are none of the data set that was named; empty where they are, or none was named.
     """
 
     model: SmallModel
+    scaled: ScaledJob
     rows: Path
     run: SmallRun
     said: str
@@ -37,21 +39,22 @@ def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
     return given or _text(parse_command_line(list(words)), "model_name_or_path")
 
 
-def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
+def prepare(scaled: ScaledJob, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
     """Makes the model small and the data short, in the launcher's folder.
 
     Raises:
         UserError: the model can't be read, or nothing says which it is; the data lacks what the arguments ask of it.
     """
     folder = launcher.folder
-    source, origin = _source(job, model, folder)
+    source, origin = _source(scaled.job, model, folder)
     small = shrink(source, folder / "model")
     made, why = _rows(parse_command_line(list(words)), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
-    units = ", ".join(small.layer_classes)
+    scaled = with_smaller_units(scaled, *small.layer_parameters)
+    units = "by size" if by_size(scaled.job) else f"of {', '.join(small.layer_classes)}"
     data = f"rows {made.origin}{why and ', as ' + why}"
-    said = f"{origin}{small.parameters:,} weights, units of {units}; tokenizer {small.tokenizer}, {data}"
-    return Prepared(small, made.folder, small_run(words, made), said, why)
+    said = f"{origin}{small.parameters:,} weights, units {units}; tokenizer {small.tokenizer}, {data}"
+    return Prepared(small, scaled, made.folder, small_run(words, made), said, why)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:

@@ -15,7 +15,8 @@ ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "k
 class Step:
     """What was done, how long it took, and what it proved; where it failed `key`, `line` and `fix` say of what.
 
-    `key` is the YAML's key or the script's argument behind it, `line` that of the script, `output` what was printed.
+    `key` is the YAML's key or the script's argument behind it, `line` that of the script, `output` what was printed:
+    by all ranks, or where a script of the user's own passed, the last lines of rank 0.
     """
 
     name: str
@@ -25,6 +26,14 @@ class Step:
     key: str = ""
     line: str = ""
     fix: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a step proved, and lines that the user's own script printed meanwhile."""
+
+    said: str
     output: str = ""
 
 
@@ -57,6 +66,8 @@ def show(step: Step) -> None:
     mark, style = ("ok    ", "green") if step.passed else ("FAILED", "red")
     console.put(f"{mark} {step.name} ({step.seconds:.1f} s): {step.said}", style=style)
     if step.passed:
+        for line in step.output.splitlines():
+            console.say(f"       {line}", style="dim")
         return
     for title, text in (("key", step.key), ("line", with_source(step.line)), ("fix", step.fix)):
         if text:

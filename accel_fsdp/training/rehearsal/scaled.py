@@ -1,7 +1,7 @@
 """The user's YAML for a rehearsal: fewer processes on one machine, with the shape of its mesh. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_fsdp.config import HYBRID, Engine, JobConfig
@@ -14,6 +14,7 @@ OF_MACHINES = (
     *("deepspeed_hostfile", "deepspeed_multinode_launcher", "enable_cpu_affinity", "commands", "command_file"),
 )
 """Keys about the machines that the real job runs on."""
+SMALLEST_UNIT = "fsdp_min_num_params"
 REPLICAS, SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
 
 
@@ -96,3 +97,20 @@ def without_mesh(job: JobConfig, processes: int) -> JobConfig:
     """The same job on another number of ranks, which all share one copy."""
     values = {key: value for key, value in job.values.items() if key != "parallelism_config"}
     return JobConfig({**values, "num_processes": processes})
+
+
+def by_size(job: JobConfig) -> bool:
+    """Whether FSDP chooses units by their number of weights."""
+    chosen = str(job.fsdp("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" if job.is_fsdp else False
+    return chosen and job.engine is Engine.FSDP1
+
+
+def with_smaller_units(scaled: ScaledJob, real: int, small: int) -> ScaledJob:
+    """The same for a model whose largest layer has `small` weights, not `real`: it has as many units in each layer."""
+    given = scaled.job.fsdp(SMALLEST_UNIT) if by_size(scaled.job) else 0
+    if not (isinstance(given, int) and given > 0 and real > small > 0):
+        return scaled
+    fewer = max(1, given * small // real)
+    section = {**scaled.job.section("fsdp_config"), SMALLEST_UNIT: fewer}
+    job = JobConfig({**scaled.job.values, "fsdp_config": section})
+    return replace(scaled, job=job, changes=(*scaled.changes, f"{SMALLEST_UNIT} {given} -> {fewer}"))
