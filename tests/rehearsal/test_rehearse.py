@@ -30,7 +30,6 @@ SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
     [
         ("fsdp2_lora", "FSDP2, 5 units; a rank holds at most 319,808 of 639,616 weights"),
         ("fsdp1_hybrid_shard", "FSDP1 HYBRID_SHARD, 3 units; a rank holds at most 278,848 of 557,696 weights"),
-        ("fsdp1_size_based", "FSDP1 FULL_SHARD, 3 units; a rank holds at most 278,848 of 557,696 weights"),
         ("zero2", "a rank holds all 557,696 weights, and the optimizer's states of 278,848 of 557,696"),
     ],
 )

@@ -40,12 +40,11 @@ def in_clean_clone(folder: Path, **texts: str) -> Finished:
     return run(["env", "-C", folder / "clone", "bash", "-e", "-c", runs[-1]], PATH=path)
 
 
-def test_every_yaml_is_rehearsed(tmp_path: Path) -> None:
-    texts = {name: (CONFIGS / f"{name}.yaml").read_text() for name in ("fsdp1_full_shard", "fsdp2")}
-    finished = in_clean_clone(tmp_path, **texts)
+def test_a_yaml_is_rehearsed(tmp_path: Path) -> None:
+    finished = in_clean_clone(tmp_path, fsdp1_full_shard=(CONFIGS / "fsdp1_full_shard.yaml").read_text())
     assert finished.code == 0, finished.output
-    assert re.findall(r"^configs/.*", finished.output, re.MULTILINE) == [f"configs/{name}.yaml" for name in texts]
-    assert finished.output.count("proven here: check, ") == 2
+    assert finished.output.startswith("configs/fsdp1_full_shard.yaml\nok     check")
+    assert finished.output.count("proven here: check, ") == 1
     assert list((tmp_path / "clone").iterdir()) == [tmp_path / "clone/.git", tmp_path / "clone/configs"]
 
 
