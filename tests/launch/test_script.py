@@ -1,0 +1,196 @@
+"""Job files: what each engine makes of them, and what the command inside them starts."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SFT
+from test_place import ENGINES, TWO, YAML
+
+from accel_fsdp import cli
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.launch.script.command import ENGINES as WRITERS
+
+ONE = f"{YAML}num_machines: 1\nnum_processes: 4\n"
+TRAINS = ("--model_name_or_path", "a model", "--output_dir", "/shared/runs/first")
+Write = Callable[..., str]
+STUBS = {
+    "accel-fsdp": 'shift; exec "$PYTHON" -m accel_fsdp launch --dry-run "$@"',
+    "srun": 'until [ "$1" = accel-fsdp ]; do echo "srun $1"; shift; done; [ "${ENDS:-}" ] && exit $ENDS; exec "$@"',
+    "scontrol": '[ "$1" = show ] && exit 1; echo "scontrol $*"',
+}
+"""In place of an engine's tools: what they were asked, and the dry run of a launch."""
+
+
+@pytest.fixture
+def write(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Write:
+    """The job file for a YAML, or the error that it ends with. The command runs in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(engine: str, yaml: str, *flags: str, script: Path = SFT, words: tuple[str, ...] = TRAINS) -> str:
+        Path("job.yaml").write_text(yaml)
+        try:
+            code = cli.call(["script", engine, *flags, "job.yaml", str(script), *words])
+        except UserError as error:
+            return f"{error.what}\n{error.why}\n{error.fix}"
+        shown = capsys.readouterr()
+        return shown.out if code == 0 else shown.err
+
+    return run
+
+
+def started(text: str, folder: Path, variables: Mapping[str, str], *words: str) -> tuple[int, str]:
+    """Runs the bash of a job file with an engine's variables and stubs for its tools: exit code and output."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, body in STUBS.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
+    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(
+        ["bash", "-c", text, "job", *words], capture_output=True, text=True, env=env, cwd=folder, timeout=60
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+SLURM = {**ENGINES["SLURM"], "SLURM_CPUS_PER_TASK": "16"}
+
+
+@pytest.fixture
+def batch(write: Write) -> str:
+    return write("slurm", TWO, "--time", "36h")
+
+
+def asked(text: str) -> dict[str, str]:
+    """What sbatch reads: the #SBATCH lines before the first command."""
+    head = text.partition("\nset -euo pipefail")[0]
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE)
+    assert len(found) == head.count("\n#SBATCH")
+    return dict(found)
+
+
+def test_slurm_is_asked_for_what_the_yaml_says(batch: str) -> None:
+    assert asked(batch) == {
+        "job-name": "job",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "4",
+        "cpus-per-task": "16",
+        "mem": "0",
+        "time": "1-12:00:00",
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "signal": "USR1@120",
+        "requeue": "",
+    }
+    assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
+
+
+def test_the_command_in_a_slurm_file_is_one_that_launch_accepts(batch: str, tmp_path: Path) -> None:
+    code, said = started(batch, tmp_path, SLURM)
+    assert code == 0, said
+    assert "# SLURM: num_machines 2 (SLURM_STEP_NUM_NODES), num_processes 8" in said
+    assert "--main_process_ip gpu07 --main_process_port 24567" in said
+    assert f"{SFT} --model_name_or_path 'a model' --output_dir /shared/runs/first --resume_from_checkpoint auto" in said
+
+
+@pytest.mark.parametrize(("ends", "again"), [("0", False), ("1", False), ("75", True), ("138", True), ("143", False)])
+def test_a_slurm_job_ends_as_training_does_and_is_requeued_after_a_checkpoint(
+    ends: str, again: bool, batch: str, tmp_path: Path
+) -> None:
+    code, said = started(batch, tmp_path, {**SLURM, "ENDS": ends})
+    assert code == int(ends)
+    assert ("scontrol requeue 1234567" in said) == again
+
+
+def test_a_script_that_cannot_resume_is_not_requeued(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print(1)\n")
+    text = write("slurm", TWO, script=Path("own.py"), words=("--resume",))
+    assert "#SBATCH --no-requeue" in text
+    assert "own.py \\\n        --resume || code=$?" in text
+    assert not re.search("signal|scontrol|resume_from_checkpoint|TORCH_ELASTIC", text)
+    own = write("slurm", TWO, words=(*TRAINS, "--resume_from_checkpoint", "false"))
+    assert "--resume_from_checkpoint false" in own
+    assert "--no-requeue" in own
+
+
+def test_flags_of_slurm(write: Write) -> None:
+    text = write(
+        "slurm", ONE, "--name", "first", "--time", "90m", "--grace", "300", "--cpus", "8", "--host-memory", "64",
+        "--shared", "/work/me", "--gpus", "4xA100-80GB",
+    )  # fmt: skip
+    wanted = {"job-name": "first", "time": "01:30:00", "signal": "USR1@300", "cpus-per-task": "8", "mem": "64G"}
+    assert wanted.items() <= asked(text).items()
+    assert asked(text)["chdir"] == "/work/me"
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "time"), [("2d12h", "2-12:00:00"), ("36:00:00", "1-12:00:00"), ("1-02:30", "1-02:30:00")]
+)
+def test_times(said: str, time: str, write: Write) -> None:
+    assert asked(write("slurm", ONE, "--time", said))["time"] == time
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, write: Write, tmp_path: Path) -> None:
+    flags = ["--gpus", "4xH100-80GB"]
+    text = write(engine, ONE, *flags)
+    assert write(engine, ONE, *flags) == text
+    write(engine, ONE, *flags, "-o", "job")
+    assert (tmp_path / "job").read_text() == text
+    assert "job exists" in write(engine, ONE, *flags, "-o", "job")
+    assert write(engine, TWO, "-o", "job", "--force", "--gpus", "2x4xH100-80GB") == ""
+    assert (tmp_path / "job").read_text() != text
+
+
+@pytest.mark.parametrize(
+    ("yaml", "flags", "said"),
+    [
+        (TWO, ["--gpus", "8xH100"], "--gpus 8xH100 is 1 machine with 8 GPUs each, and job.yaml says num_machines 2"),
+        (YAML, [], "job.yaml says no num_processes"),
+        (TWO, ["--time", "soon"], "--time soon is no time"),
+        (TWO, ["--time", "2m"], "--time 2m is no longer than the 120 seconds of --grace"),
+        (TWO, ["--grace", "5"], "--grace 5"),
+        (TWO, ["--cpus", "0"], "--cpus 0"),
+        (TWO, ["--name", "My Job"], "--name My Job"),
+        (TWO, ["--shared", "work"], "--shared work is no absolute path"),
+        (f"{YAML}num_machines: 3\nnum_processes: 8\n", ["--no-check"], "num_processes 8 on 3 machines"),
+        (f"{TWO}machine_rank: 1\n", [], "machine_rank: 1 in job.yaml"),
+        (TWO.replace("fsdp_version", "fdsp_version"), [], "no job file was written; --no-check"),
+    ],
+)
+def test_a_job_that_could_not_run_is_refused(yaml: str, flags: list[str], said: str, write: Write) -> None:
+    assert said in write("slurm", yaml, *flags)
+
+
+def test_deepspeeds_own_launcher_is_refused_before_the_job_waits(write: Write) -> None:
+    yaml = "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 3\n"
+    assert "deepspeed_multinode_launcher: standard" in write("slurm", yaml)
+
+
+def test_the_yamls_own_comment_names_the_gpus(write: Write) -> None:
+    made = (ROOT / "accelerate_configs" / "fsdp2_two_nodes.yaml").read_text()
+    assert "--gpus 2x8xH100-80GB" in made
+    assert asked(write("slurm", made))["gpus-per-node"] == "8"
+    assert asked(write("slurm", made.replace("num_processes: 16", "num_processes: 4")))["gpus-per-node"] == "2"
+
+
+def test_words_that_no_file_could_hold(write: Write) -> None:
+    assert "can't be printed" in write("slurm", ONE, words=("--text", "a\x1bb"))
+    with pytest.raises(UsageError, match="reads the YAML from stdin"):
+        cli.call(["script", "slurm", "-", str(SFT)])
+
+
+def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> None:
+    word = 'it\'s $HOME `x`\n  # "two" \\ lines'
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+    code, said = started(write("slurm", ONE, words=("--text", word)), tmp_path, SLURM | alone)
+    assert code == 0, said
+    assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in said
