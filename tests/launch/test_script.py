@@ -5,10 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from conftest import ROOT, SFT
 from test_place import ENGINES, TWO, YAML
 
@@ -44,18 +46,22 @@ def write(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return run
 
 
-def started(text: str, folder: Path, variables: Mapping[str, str], *words: str) -> tuple[int, str]:
+BASH = ("bash", "-c")
+FOREIGN = ("SLURM_", "PET_", "SKYPILOT_", "DSTACK_")
+
+
+def started(
+    text: str, folder: Path, variables: Mapping[str, str], *words: str, by: Sequence[str] = BASH
+) -> tuple[int, str]:
     """Runs the bash of a job file with an engine's variables and stubs for its tools: exit code and output."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name, body in STUBS.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     env |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(
-        ["bash", "-c", text, "job", *words], capture_output=True, text=True, env=env, cwd=folder, timeout=60
-    )
+    done = subprocess.run([*by, text, "job", *words], capture_output=True, text=True, env=env, cwd=folder, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -136,6 +142,82 @@ def test_flags_of_slurm(write: Write) -> None:
 )
 def test_times(said: str, time: str, write: Write) -> None:
     assert asked(write("slurm", ONE, "--time", said))["time"] == time
+
+
+def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
+    text = write("kubernetes", TWO, "--time", "36h", "--host-memory", "512", "--image", "mine:1", "--grace", "300")
+    manifest = yaml.safe_load(text)
+    job = TrainerV1alpha1TrainJob.from_dict(manifest)
+    assert job is not None
+    assert job.to_dict() == manifest  # the models drop what they don't know
+    assert job.spec is not None
+    assert job.spec.trainer is not None
+    trainer = job.spec.trainer
+    assert (job.spec.active_deadline_seconds, trainer.num_nodes, trainer.num_proc_per_node) == (36 * 3600, 2, 4)
+    assert trainer.image == "mine:1"
+    assert manifest["spec"]["trainer"]["resourcesPerNode"] == {
+        "limits": {"nvidia.com/gpu": 4},
+        "requests": {"cpu": 16, "memory": "512Gi"},
+    }
+    assert not [one for one in trainer.env or [] if one.name.startswith("PET_")]
+    patch = manifest["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    pod = patch["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+
+
+def test_a_pytorchjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
+    manifest = yaml.safe_load(write("kubernetes", TWO, "--api", "pytorchjob", "--time", "36h"))
+    spec = manifest["spec"]
+    replicas = spec["pytorchReplicaSpecs"]
+    assert (spec["nprocPerNode"], replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == ("4", 1, 1)
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    alone = yaml.safe_load(write("kubernetes", ONE, "--api", "pytorchjob"))
+    assert set(alone["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+    models = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training pulls in all of kubernetes")
+    assert _unknown(manifest, models.KubeflowOrgV1PyTorchJob, models) == []
+
+
+def _unknown(content: Any, kind: Any, models: Any) -> list[str]:
+    """The keys of a manifest that a generated class of Kubernetes, and those inside it, don't have."""
+    import kubernetes.client as core
+
+    known = {name: kind.openapi_types[field] for field, name in kind.attribute_map.items()}
+    found = [f"{kind.__name__}.{key}" for key in content if key not in known]
+    for key, value in content.items():
+        inner = re.sub(r"^(list\[|dict\(str, )(.*)[\])]$", r"\2", known.get(key, ""))
+        below = getattr(models, inner, None) or getattr(core, inner, None)
+        parts = [value] if isinstance(value, dict) and inner == known.get(key) else value
+        parts = list(parts.values()) if isinstance(parts, dict) else parts
+        if below is not None:
+            found += [name for part in parts for name in _unknown(part, below, models)]
+    return found
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(api: str, write: Write, tmp_path: Path) -> None:
+    words = (*TRAINS, "--text", "$(HOME)\n two")
+    spec = yaml.safe_load(write("kubernetes", TWO, "--api", api, "--shared", str(tmp_path), words=words))["spec"]
+    pods = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"] if api == "pytorchjob" else []
+    container = pods[0] if pods else spec["trainer"]
+    text = container["args"][0].replace("$$(", "$(")  # as Kubernetes does
+    assert "\nexec accel-fsdp launch" in text
+    for engine in ("Kubeflow", *(["PyTorchJob"] if api == "pytorchjob" else [])):
+        code, said = started(text, tmp_path, ENGINES[engine], by=container["command"])
+        assert code == 0, said
+        assert f"# {engine}: num_machines 2" in said
+        assert "--machine_rank 1 --main_process_ip job-" in said
+        assert "--text '$(HOME)\n two' --resume_from_checkpoint auto" in said
+
+
+def test_a_pod_of_a_script_that_cannot_resume_is_not_started_again(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print(1)\n")
+    text = write("kubernetes", TWO, "--api", "pytorchjob", script=Path("own.py"), words=())
+    assert text.count("restartPolicy: Never") == 2
+    assert "backoffLimit: 0" in text
 
 
 @pytest.mark.parametrize("engine", WRITERS)

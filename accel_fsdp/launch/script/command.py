@@ -10,10 +10,10 @@ from accel_fsdp.config import ENGINE_NAMES, Engine, JobConfig, made_with, read_c
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import slurm
+from accel_fsdp.launch.script import kubernetes, slurm
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
 from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
-from accel_fsdp.linter import read_launch, stops
+from accel_fsdp.linter import parse_command_line, read_launch, stops
 from accel_fsdp.units import counted
 
 CPUS_PER_GPU = 4
@@ -37,6 +37,7 @@ class EngineKind:
 
 ENGINES: Mapping[EngineWord, EngineKind] = {
     "slurm": EngineKind("SLURM", slurm.text, "sbatch FILE"),
+    "kubernetes": EngineKind("Kubernetes", kubernetes.text, "kubectl create -f FILE"),
 }
 
 
@@ -97,11 +98,11 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
     """The job with all that its file says."""
     found, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
-    resumed = any(word.partition("=")[0] == RESUMES for word in script_args)
+    resumed = RESUMES in parse_command_line(list(script_args))
     return Job(
         file=options.file,
         script=options.script,
-        words=(*script_args, RESUMES, "auto") if ours and not resumed else script_args,
+        words=(*script_args, f"--{RESUMES}", "auto") if ours and not resumed else script_args,
         name=_name(options),
         machines=found,
         gpus=gpus,
@@ -114,6 +115,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         image=options.image,
         ours=ours,
         checked=not options.no_check,
+        api=options.api,
     )
 
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 from accel_fsdp import __version__
 from accel_fsdp.hardware import MachineFacts
+from accel_fsdp.launch.script.flags import KubernetesApi
+from accel_fsdp.linter import parse_command_line
 from accel_fsdp.units import counted
 
 SHARED = "/shared"
 """Where containers see the folder that all machines share, unless a flag says otherwise."""
 LAUNCHER_SECONDS = 10
 """What the launcher itself needs of the grace period, after the ranks have ended."""
-RESUMES = "--resume_from_checkpoint"
+RESUMES = "resume_from_checkpoint"
 INSTALL = "pip install --quiet 'accel-fsdp[train]'"
 STOPPED = (75, 138)
 """How `accel-fsdp launch` ends when a checkpoint was saved: its ranks got the signal, or it got SIGUSR1 itself."""
@@ -41,12 +43,12 @@ class Job:
     image: str | None
     ours: bool
     checked: bool
+    api: KubernetesApi
 
     @property
     def resumes(self) -> bool:
         """Whether the same job file goes on where it was stopped."""
-        given = dict(zip(self.words, (*self.words[1:], ""), strict=True)).get(RESUMES, "")
-        return self.ours and given in ("auto", "true")
+        return self.ours and parse_command_line(list(self.words)).get(RESUMES) in ("auto", "true")
 
     @property
     def folder(self) -> str:
