@@ -24,6 +24,8 @@ Write = Callable[..., str]
 STUBS = {
     "accel-fsdp": 'shift; exec "$PYTHON" -m accel_fsdp launch --dry-run "$@"',
     "srun": 'until [ "$1" = accel-fsdp ]; do echo "srun $1"; shift; done; [ "${ENDS:-}" ] && exit $ENDS; exec "$@"',
+    "pip": 'echo "pip $*"',
+    "torchrun": 'printf "%s\\n" "$@"',
     "scontrol": '[ "$1" = show ] && exit 1; echo "scontrol $*"',
 }
 """In place of an engine's tools: what they were asked, and the dry run of a launch."""
@@ -218,6 +220,83 @@ def test_a_pod_of_a_script_that_cannot_resume_is_not_started_again(write: Write,
     text = write("kubernetes", TWO, "--api", "pytorchjob", script=Path("own.py"), words=())
     assert text.count("restartPolicy: Never") == 2
     assert "backoffLimit: 0" in text
+
+
+def test_a_skypilot_task_is_one_for_its_schema(write: Write) -> None:
+    task = yaml.safe_load(
+        write("skypilot", TWO, "--gpus", "2x4xA100-80GB", "--host-memory", "512", "--image", "mine:1")
+    )
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100-80GB:4")
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 138, 143]
+    sky = pytest.importorskip("sky", reason="SkyPilot pulls in a hundred packages")
+    found = sky.Task.from_yaml_config(task)
+    assert found.num_nodes == 2
+
+
+def test_skypilot_wants_to_know_which_gpu(write: Write) -> None:
+    assert "accel-fsdp script --gpus 2x4xH100-80GB" in write("skypilot", TWO)
+    assert "accelerators: A100:4" in write("skypilot", ONE, "--gpus", "4xa100-40GB")
+
+
+def test_a_dstack_task_is_one_for_its_models(write: Write) -> None:
+    text = write("dstack", TWO, "--gpus", "2x4xH100-80GB", "--time", "36h", "--host-memory", "512", "--image", "mine:1")
+    task = yaml.safe_load(text)
+    assert (task["nodes"], task["resources"]["gpu"], task["max_duration"]) == (2, "H100:80GB:4", "2160m")
+    assert yaml.safe_load(write("dstack", ONE))["resources"]["gpu"] == 4
+    models = pytest.importorskip(
+        "dstack._internal.core.models.configurations", reason="dstack pulls in a hundred packages"
+    )
+    found = models.parse_apply_configuration(task)
+    assert (found.nodes, found.resources.gpu.count.min, found.max_duration) == (2, 4, 36 * 3600)
+
+
+@pytest.mark.parametrize(("engine", "key"), [("skypilot", "run"), ("dstack", "commands")])
+@pytest.mark.parametrize("flags", [(), ("--time", "36h")])
+def test_the_command_in_a_task_is_one_that_launch_accepts(
+    engine: str, key: str, flags: tuple[str, ...], write: Write, tmp_path: Path
+) -> None:
+    task = yaml.safe_load(write(engine, TWO, "--gpus", "2x4xH100-80GB", *flags))
+    text = task[key] if engine == "skypilot" else "\n".join(task[key])
+    title = WRITERS[engine].title
+    code, said = started(text, tmp_path, ENGINES[title])
+    assert code == 0, said
+    assert f"# {title}: num_machines 2" in said
+    assert "--main_process_ip 10.0.0.1 --rdzv_backend" in said
+    assert "--resume_from_checkpoint auto" in said
+
+
+@pytest.mark.parametrize("engine", ["skypilot", "dstack"])
+def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) -> None:
+    flags = ("--gpus", "2x4xH100-80GB")
+    said = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
+    assert "--output_dir runs/first, and" in said
+    assert "--output_dir /shared/runs/first" in said
+    assert "--output_dir is missing" in write(engine, TWO, *flags, words=())
+    elsewhere = write(engine, TWO, *flags, "--shared", "/big", words=("--output_dir=/big/runs",))
+    assert "HF_HOME" in elsewhere
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_torchrun_is_called_with_flags_that_it_has(number: str, write: Write, tmp_path: Path) -> None:
+    from torch.distributed.run import get_args_parser
+
+    code, said = started(write("torchrun", TWO), tmp_path, {}, number, "10.0.0.1")
+    assert code == 0, said
+    args = get_args_parser().parse_args(said.splitlines())
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_endpoint) == ("2", "4", "10.0.0.1:29500")
+    assert args.rdzv_conf == f"is_host={1 - int(number)}"
+    assert args.training_script == str(SFT)
+    assert args.training_script_args == [
+        "--accelerate_config", "job.yaml", *TRAINS, "--resume_from_checkpoint", "auto"
+    ]  # fmt: skip
+
+
+def test_torchrun_on_one_machine_and_without_its_words(write: Write, tmp_path: Path) -> None:
+    assert "--standalone" in started(write("torchrun", ONE, "--time", "2h"), tmp_path, {})[1]
+    code, said = started(write("torchrun", TWO), tmp_path, {}, "0")
+    assert (code, "ADDRESS of machine 0" in said) == (1, True)
+    (tmp_path / "own.py").write_text("print(1)\n")
+    assert "would train without FSDP" in write("torchrun", TWO, script=Path("own.py"), words=())
 
 
 @pytest.mark.parametrize("engine", WRITERS)

@@ -10,7 +10,7 @@ from accel_fsdp.config import ENGINE_NAMES, Engine, JobConfig, made_with, read_c
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import kubernetes, slurm
+from accel_fsdp.launch.script import dstack, kubernetes, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
 from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
 from accel_fsdp.linter import parse_command_line, read_launch, stops
@@ -38,6 +38,9 @@ class EngineKind:
 ENGINES: Mapping[EngineWord, EngineKind] = {
     "slurm": EngineKind("SLURM", slurm.text, "sbatch FILE"),
     "kubernetes": EngineKind("Kubernetes", kubernetes.text, "kubectl create -f FILE"),
+    "skypilot": EngineKind("SkyPilot", skypilot.text, "sky jobs launch FILE"),
+    "dstack": EngineKind("dstack", dstack.text, "dstack apply -f FILE"),
+    "torchrun": EngineKind("torchrun", torchrun.text, "bash FILE"),
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import __version__
+from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
 from accel_fsdp.launch.script.flags import KubernetesApi
 from accel_fsdp.linter import parse_command_line
@@ -91,3 +92,18 @@ def in_lines(words: list[str], arguments: tuple[str, ...], indent: str) -> str:
 def indented(text: str, indent: str) -> str:
     """A text inside a YAML block; also the lines of a quoted word, from which YAML takes it away again."""
     return "\n".join(f"{indent}{line}" if line else line for line in text.split("\n"))
+
+
+def refuse_own_disk(job: Job, engine: str) -> None:
+    """Goes on if a run is written where all machines, and a later start, will find it.
+
+    Raises:
+        UsageError: it would be written beside the files that each machine has a copy of.
+    """
+    output = parse_command_line(list(job.words)).get("output_dir", "")
+    if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
+        raise UsageError(
+            f"--output_dir {output or 'is missing'}, and {engine} gives each start a disk of its own",
+            why="a later start would find no checkpoint, and other machines not the shards of this one",
+            fix=f"--output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}, or --shared with its folder",
+        )
