@@ -105,5 +105,6 @@ def refuse_own_disk(job: Job, engine: str) -> None:
         raise UsageError(
             f"--output_dir {output or 'is missing'}, and {engine} gives each start a disk of its own",
             why="a later start would find no checkpoint, and other machines not the shards of this one",
-            fix=f"--output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}, or --shared with its folder",
+            fix=f"train/sft.py --output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}; "
+            "or accel-fsdp script --shared FOLDER, in which it lies",
         )
