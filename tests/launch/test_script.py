@@ -103,6 +103,7 @@ def test_slurm_is_asked_for_what_the_yaml_says(batch: str) -> None:
 def test_the_command_in_a_slurm_file_is_one_that_launch_accepts(batch: str, tmp_path: Path) -> None:
     code, said = started(batch, tmp_path, SLURM)
     assert code == 0, said
+    assert "srun --kill-on-bad-exit=0\nsrun --wait=60\n" in said
     assert "# SLURM: num_machines 2 (SLURM_STEP_NUM_NODES), num_processes 8" in said
     assert "--main_process_ip gpu07 --main_process_port 24567" in said
     assert f"{SFT} --model_name_or_path 'a model' --output_dir /shared/runs/first --resume_from_checkpoint auto" in said
@@ -122,6 +123,7 @@ def test_a_script_that_cannot_resume_is_not_requeued(write: Write, tmp_path: Pat
     text = write("slurm", TWO, script=Path("own.py"), words=("--resume",))
     assert "#SBATCH --no-requeue" in text
     assert "own.py \\\n        --resume || code=$?" in text
+    assert "srun --kill-on-bad-exit=1 --open-mode" in text
     assert not re.search("signal|scontrol|resume_from_checkpoint|TORCH_ELASTIC", text)
     own = write("slurm", TWO, words=(*TRAINS, "--resume_from_checkpoint", "false"))
     assert "--resume_from_checkpoint false" in own

@@ -3,6 +3,8 @@
 from accel_fsdp.launch.script.job import STOPPED, Job
 
 DEFAULT_MINUTES = 24 * 60
+OTHERS_SECONDS = 60
+"""How long a machine may go on after another has ended."""
 
 
 def text(job: Job) -> str:
@@ -66,10 +68,19 @@ def _run(job: Job) -> list[str]:
         "fi",
     ]
     return [
-        "# One launcher for each machine, with a log of its own; a machine that fails ends the others.",
+        "# One launcher for each machine, with a log of its own.",
         "code=0",
-        "srun --kill-on-bad-exit=1 --open-mode=append --output=%x-%j-machine-%n.log \\",
+        f"srun {_end_of_one(job)} --open-mode=append --output=%x-%j-machine-%n.log \\",
         f"    {job.command('    ')} || code=$?",
         *(again if job.resumes else []),
         "exit $code",
     ]
+
+
+def _end_of_one(job: Job) -> str:
+    """What happens when one machine ends before the others.
+
+    Ending the others at once would hide the code of a stopped job behind theirs, 143. Ours all end together; a script
+    of the user's own may go on for long on one machine, so only a failure ends the others there.
+    """
+    return f"--kill-on-bad-exit=0 --wait={OTHERS_SECONDS}" if job.ours else "--kill-on-bad-exit=1"
