@@ -20,6 +20,7 @@ from accel_fsdp.launch.script.command import ENGINES as WRITERS
 
 ONE = f"{YAML}num_machines: 1\nnum_processes: 4\n"
 TRAINS = ("--model_name_or_path", "a model", "--output_dir", "/shared/runs/first")
+MADE = sorted(set((ROOT / "accelerate_configs").glob("*.yaml")) - {ROOT / "accelerate_configs" / "tpu.yaml"})
 Write = Callable[..., str]
 STUBS = {
     "accel-fsdp": 'shift; exec "$PYTHON" -m accel_fsdp launch --dry-run "$@"',
@@ -343,6 +344,28 @@ def test_the_yamls_own_comment_names_the_gpus(write: Write) -> None:
     assert "--gpus 2x8xH100-80GB" in made
     assert asked(write("slurm", made))["gpus-per-node"] == "8"
     assert asked(write("slurm", made.replace("num_processes: 16", "num_processes: 4")))["gpus-per-node"] == "2"
+
+
+@pytest.mark.parametrize("word", ["-o", "--time=2h", "--force"])
+def test_flags_of_the_command_stand_before_the_file(word: str, write: Write, tmp_path: Path) -> None:
+    assert f"{word} after SCRIPT would be the script's" in write("slurm", ONE, words=(*TRAINS, word))
+    (tmp_path / "own.py").write_text("print(1)\n")
+    assert f"own.py {word}" in write("slurm", ONE, script=Path("own.py"), words=(word,)).replace(" \\\n       ", "")
+
+
+def test_a_job_for_tpus_is_refused(write: Write) -> None:
+    assert "job.yaml is for TPUs" in write("slurm", (ROOT / "accelerate_configs" / "tpu.yaml").read_text())
+
+
+@pytest.mark.parametrize("yaml_file", MADE, ids=lambda one: one.stem)
+@pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes"])
+def test_each_ready_made_yaml_has_a_job_file(engine: str, yaml_file: Path, write: Write) -> None:
+    text = write(engine, yaml_file.read_text())
+    if engine == "kubernetes":
+        assert yaml.safe_load(text)["kind"] == "TrainJob"
+    else:
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+        assert text.startswith("#!/bin/bash")
 
 
 def test_words_that_no_file_could_hold(write: Write) -> None:

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp import atomic_files, console
-from accel_fsdp.config import ENGINE_NAMES, Engine, JobConfig, made_with, read_config, yaml_file
+from accel_fsdp import atomic_files, console, flag_words
+from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_file
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
@@ -57,6 +57,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
     made = _settle(options, job, script_args)
+    if made.ours:
+        _refuse_own_flags(script_args)
     there = _place(kind.title, made)
     values = job.values
     settled = place.settle(there, {}, values, str(options.file))
@@ -94,6 +96,22 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             f"--shared {options.shared} is no absolute path of letters, digits and . _ + -",
             why="each machine looks there, wherever it starts",
             fix=f"--shared {SHARED}",
+        )
+
+
+def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
+    """Goes on if no flag of this command stands where it would be the script's, which has none of that name.
+
+    Raises:
+        UsageError: one does.
+    """
+    ours = flag_words.flags_of(ScriptCommand)
+    found = next((word for word in script_args if word.partition("=")[0] in ours), None)
+    if found is not None:
+        raise UsageError(
+            f"{found} after SCRIPT would be the script's",
+            why="the job would end when it starts",
+            fix=f"accel-fsdp script ENGINE {found.partition('=')[0]} ... FILE SCRIPT [script arguments]",
         )
 
 
@@ -136,7 +154,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     """
     if config.engine is Engine.TPU:
         raise UsageError(
-            f"{options.file} is for {ENGINE_NAMES[Engine.TPU]}",
+            f"{options.file} is for TPUs",
             why="a job file asks for GPUs",
             fix="start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT",
         )
