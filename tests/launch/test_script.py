@@ -315,6 +315,23 @@ def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, writ
 
 
 @pytest.mark.parametrize(
+    ("engine", "yaml", "said"),
+    [
+        ("slurm", TWO, "next: sbatch 'a job'"),
+        ("torchrun", ONE, "next: bash 'a job'\n"),
+        ("torchrun", TWO, "next: bash 'a job' NUMBER ADDRESS, on each machine"),
+    ],
+)
+def test_what_to_type_next(
+    engine: str, yaml: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(yaml)
+    assert cli.call(["script", engine, "-o", "a job", "job.yaml", str(SFT)]) == 0
+    assert f"written: a job\n{said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("yaml", "flags", "said"),
     [
         (TWO, ["--gpus", "8xH100"], "--gpus 8xH100 is 1 machine with 8 GPUs each, and job.yaml says num_machines 2"),

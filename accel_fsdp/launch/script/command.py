@@ -33,6 +33,8 @@ class EngineKind:
     title: str
     text: Callable[[Job], str]
     submit: str
+    each: str = ""
+    """What stands behind it where each of several machines is started by hand."""
 
 
 ENGINES: Mapping[EngineWord, EngineKind] = {
@@ -40,7 +42,7 @@ ENGINES: Mapping[EngineWord, EngineKind] = {
     "kubernetes": EngineKind("Kubernetes", kubernetes.text, "kubectl create -f FILE"),
     "skypilot": EngineKind("SkyPilot", skypilot.text, "sky jobs launch FILE"),
     "dstack": EngineKind("dstack", dstack.text, "dstack apply -f FILE"),
-    "torchrun": EngineKind("torchrun", torchrun.text, "bash FILE"),
+    "torchrun": EngineKind("torchrun", torchrun.text, "bash FILE", " NUMBER ADDRESS, on each machine"),
 }
 
 
@@ -73,7 +75,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
         return 0
     atomic_files.write_text(options.output, text)
     console.say(f"written: {options.output}", style="green")
-    console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}")
+    each = kind.each if made.machines > 1 else ""
+    console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}{each}")
     return 0
 
 
