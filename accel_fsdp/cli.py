@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_fsdp.exporter import ExportCommand
     from accel_fsdp.init_command import InitCommand
     from accel_fsdp.launch import LaunchCommand
+    from accel_fsdp.launch.script import ScriptCommand
     from accel_fsdp.linter import CheckCommand
     from accel_fsdp.migration import MigrateCommand
     from accel_fsdp.planner import PlanCommand
@@ -28,6 +29,8 @@ NO_SOURCE = {"__module__": "builtins"}
 """Of a class that has no comments: else tyro parses whole modules for them, which is a quarter of `--help`'s time."""
 EXPORT_ENDED = "OUT is as it was"
 CLEANED = "nothing is left of the rehearsal"
+BEFORE_ARGS = {"launch": 2, "script": 3}
+"""The words without a flag that stand before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
 
 
 def main() -> None:
@@ -162,19 +165,20 @@ def _end_as_ctrl_c_does(outcome: str) -> None:
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What belongs to a script: all after SCRIPT of `launch`, as with `accelerate launch`; after -- of `rehearse`."""
+    """What belongs to a script: all after SCRIPT of `launch` and `script`; after -- of `rehearse`."""
     if words[:1] == ["rehearse"] and "--" in words:
         return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
-    if words[:1] != ["launch"]:
+    if not words or words[0] not in BEFORE_ARGS:
         return words, ()
-    from accel_fsdp.launch import place
-
-    flags = {f"__{name}" for name in place.FLAGS}
-    values = {i + 1 for i, word in enumerate(words) if word.replace("-", "_") in flags}
+    takes = flag_words.flags_of(COMMANDS[words[0]].flags())
+    flags = {_plain(name) for name, flag in takes.items() if not flag.is_switch}
+    values = {i + 1 for i, word in enumerate(words) if flag_words.is_flag(word) and _plain(word) in flags}
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
-    end = positions[1] + 1 if len(positions) > 1 else len(words)
+    last = BEFORE_ARGS[words[0]] - 1
+    end = positions[last] + 1 if len(positions) > last else len(words)
     script_args = tuple(words[end:])
-    if ours := {"--dry-run", "--no-check", "--cpu"} & set(script_args):  # tyro's usage line puts flags last
+    ours = {"--dry-run", "--no-check", "--cpu"} & set(script_args)
+    if words[0] == "launch" and ours:  # tyro's usage line puts flags last
         raise UsageError(
             f"{min(ours)} after SCRIPT would be the script's",
             why="the job would really start" if "--dry-run" in ours else "the file would be checked",
@@ -214,6 +218,16 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         also = "the environment of the ranks isn't known either"
         console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
     return 0
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _script(options: "ScriptCommand", script_args: tuple[str, ...]) -> int:
+    from accel_fsdp.launch import script
+
+    return script.write(options, script_args)
 
 
 def _rehearse(options: "RehearseCommand", script_args: tuple[str, ...]) -> int:
@@ -269,6 +283,11 @@ COMMANDS = {
         "Lint the YAML, then run the script with it: accel-fsdp launch [flags] FILE SCRIPT [script arguments].",
         "accel_fsdp.launch:LaunchCommand",
         _launch,
+    ),
+    "script": Command(
+        "Write the job file of a cluster: accel-fsdp script ENGINE [flags] FILE SCRIPT [script arguments].",
+        "accel_fsdp.launch.script:ScriptCommand",
+        _script,
     ),
     "rehearse": Command(
         "Run the job in small on this machine, on CPU: train, save, kill, resume, export, reload; compare each.",

@@ -11,7 +11,7 @@ from conftest import ROOT
 from accel_fsdp import cli
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-COMMANDS = ("config", "plan", "check", "migrate", "launch", "export", "init")
+COMMANDS = ("config", "plan", "check", "migrate", "launch", "script", "export", "init")
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
     r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b"
@@ -24,6 +24,7 @@ PRINTED_BY = {
     "plan": "planner/ prediction/",
     "check": "linter/ checkpoints/summary",
     "migrate": "migration/",
+    "script": "launch/script/",
     "launch": "launch/",
     "rehearse": "training/rehearsal/ models/shrink/",
     "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint cli",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 from test_config import answers
 
-from accel_fsdp import reference_docs
+from accel_fsdp import cli, reference_docs
 from accel_fsdp.training import ModelArguments, SftArguments
 from accel_fsdp.training.data import DataArguments
 from accel_fsdp.wizard import Answers, to_yaml
@@ -49,12 +49,8 @@ def test_the_map_of_the_rooms_names_what_exists() -> None:
 @pytest.mark.parametrize("command", sorted({words[1] for words in COMMANDS if words[0] == "accel-fsdp"}))
 def test_flags_of_the_examples_exist(command: str) -> None:
     listed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", accel_fsdp(command, "--help").output))
-    own = [
-        words[2 : words.index("--")] if "--" in words else words[2:]
-        for words in COMMANDS
-        if words[:2] == ["accel-fsdp", command]
-    ]
-    flags = {word for words in own for word in words if word.startswith("-")} if command != "launch" else set()
+    own = [cli._split_script_args(words[1:])[0][1:] for words in COMMANDS if words[:2] == ["accel-fsdp", command]]
+    flags = {word for words in own for word in words if word.startswith("-")}
     assert flags <= listed
 
 

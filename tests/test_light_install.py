@@ -110,6 +110,13 @@ def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any)
     assert TRAIN in " ".join(lines[1:])
 
 
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "torchrun"])
+def test_a_job_file_is_that_of_the_whole_installation(engine: str, light: Any) -> None:
+    said = light("script", engine, YAML, SFT, "--max_steps", "3")
+    assert said == accel_fsdp("script", engine, YAML, SFT, "--max_steps", "3")
+    assert said.code == 0
+
+
 def test_the_gpus_of_the_machine_are_those_that_the_driver_lists(light: Any, tmp_path: Path) -> None:
     fake = tmp_path / "bin" / "nvidia-smi"
     fake.parent.mkdir()

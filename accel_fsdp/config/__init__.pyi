@@ -12,6 +12,7 @@ from .header import COMMAND as COMMAND
 from .header import MADE_HERE as MADE_HERE
 from .header import SCRIPT as SCRIPT
 from .header import THIS_FILE as THIS_FILE
+from .header import made_with as made_with
 from .header import script_arguments as script_arguments
 from .header import with_header as with_header
 from .job_config import FALSE_WORDS as FALSE_WORDS

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterable
+from itertools import pairwise
 
 from accel_fsdp import __version__
 
@@ -55,6 +56,12 @@ def script_arguments(text: str) -> tuple[str, ...]:
     at = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
     words = shlex.split(lines[at].removeprefix("#")) if at < len(lines) else []
     return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
+
+
+def made_with(text: str) -> dict[str, str]:
+    """The flags, each with its value, of the command in our own header; none where there is no such line."""
+    line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
+    return dict(pairwise(shlex.split(line.removeprefix("#"))))
 
 
 def retitle(text: str, title: str) -> str:

@@ -85,11 +85,19 @@ def lint(
     return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
 
 
-def stops(path: Path, read: ReadConfig, script: Path, words: tuple[str, ...], unchecked: bool = False) -> bool:
+def stops(
+    path: Path,
+    read: ReadConfig,
+    script: Path,
+    words: tuple[str, ...],
+    unchecked: bool = False,
+    stopped: str = "not launched; --no-check launches it as it is",
+) -> bool:
     """Shows the errors of a job that is about to be launched; true when there are any and nobody wants it all the same.
 
-    Errors are what ends the job or trains something else than the file says. The script and its arguments are looked at
-    too, and what the rules warn of in the script is shown: the job would run, and may leave no model.
+    `stopped` is what is said then. Errors are what ends the job or trains something else than the file says. The script
+    and its arguments are looked at too, and what the rules warn of in the script is shown: the job would run, and may
+    leave no model.
     """
     found = lint(path, LintOptions(), read_launch(script, words), read)
     errors = [one for one in found if one.severity == "error"]
@@ -97,7 +105,7 @@ def stops(path: Path, read: ReadConfig, script: Path, words: tuple[str, ...], un
     if errors or warned:
         _show(path, [*errors, *warned], console.say)
     if errors:
-        console.say("not stopped by them: --no-check" if unchecked else "not launched; --no-check launches it as it is")
+        console.say("not stopped by them: --no-check" if unchecked else stopped)
     return bool(errors) and not unchecked
 
 

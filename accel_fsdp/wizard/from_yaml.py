@@ -1,11 +1,9 @@
 """From an existing YAML back to the answers that would make it, and new answers into the same file. Pure."""
 
-import shlex
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, ENGINE_NAMES, MADE_HERE, Edit, Engine, JobConfig, apply, dump, with_header
+from accel_fsdp.config import BY_NAME, ENGINE_NAMES, Edit, Engine, JobConfig, apply, dump, made_with, with_header
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.questions import QUESTIONS
@@ -57,8 +55,7 @@ def _meant(job: JobConfig, section: str, key: str) -> Any:
 
 def _header_flags(text: str, engine: str) -> dict[str, str]:
     """Model, method and machine; of a file that has changed its engine since, not the method, which may not fit."""
-    line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
-    words = dict(pairwise(shlex.split(line.removeprefix("#"))))
+    words = made_with(text)
     wanted = {question.flag: question.field for question in QUESTIONS if question.key is None}
     if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
         wanted.pop("--method")

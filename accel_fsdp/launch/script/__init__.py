@@ -1,0 +1,5 @@
+"""The command `accel-fsdp script`: job files for SLURM, Kubernetes, SkyPilot, dstack and torchrun from one YAML."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

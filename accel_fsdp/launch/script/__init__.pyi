@@ -1,0 +1,2 @@
+from .command import write as write
+from .flags import ScriptCommand as ScriptCommand

@@ -1,0 +1,245 @@
+"""The command `accel-fsdp script`: check the YAML as a launch would, settle what the job needs, write the file."""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from accel_fsdp import atomic_files, console, flag_words
+from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_file
+from accel_fsdp.errors import UNPRINTABLE, UsageError
+from accel_fsdp.hardware import MachineFacts, machines
+from accel_fsdp.launch import launcher, place
+from accel_fsdp.launch.script import dstack, kubernetes, skypilot, slurm, torchrun
+from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
+from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
+from accel_fsdp.linter import parse_command_line, read_launch, stops
+from accel_fsdp.units import counted
+
+CPUS_PER_GPU = 4
+FIRST_MACHINE = "machine-0"
+"""The address that an engine will tell, as the linter wants to see one."""
+LONGEST_NAME = 40
+TIME = re.compile(r"(?=.)(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\d+)m)?", re.ASCII)
+CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::\d\d)?", re.ASCII)
+PATH = re.compile(r"/[\w./+-]*", re.ASCII)
+"""A folder that needs no quotes in any of the files."""
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """`title` as `place` calls it; `submit` is what a user types next, with FILE in place of the job file."""
+
+    title: str
+    text: Callable[[Job], str]
+    submit: str
+    each: str = ""
+    """What stands behind it where each of several machines is started by hand."""
+
+
+ENGINES: Mapping[EngineWord, EngineKind] = {
+    "slurm": EngineKind("SLURM", slurm.text, "sbatch FILE"),
+    "kubernetes": EngineKind("Kubernetes", kubernetes.text, "kubectl create -f FILE"),
+    "skypilot": EngineKind("SkyPilot", skypilot.text, "sky jobs launch FILE"),
+    "dstack": EngineKind("dstack", dstack.text, "dstack apply -f FILE"),
+    "torchrun": EngineKind("torchrun", torchrun.text, "bash FILE", " NUMBER ADDRESS, on each machine"),
+}
+
+
+def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
+    """Writes the job file, or prints it; returns 0, or 1 where the linter finds errors.
+
+    Raises:
+        UserError: the job could not run as it is, or the file is there.
+        UsageError: a flag has a value that it can't have, or the YAML can't be read.
+    """
+    if options.output and not options.force:
+        atomic_files.refuse_existing(options.output, "it may be the file of another job")
+    _check_words(options, script_args)
+    kind = ENGINES[options.engine]
+    job, document = read_config(options.file)
+    made = _settle(options, job, script_args)
+    if made.ours:
+        _refuse_own_flags(script_args)
+    there = _place(kind.title, made)
+    values = job.values
+    settled = place.settle(there, {}, values, str(options.file))
+    launcher.launcher_words(options.file, options.script, made.words, place=settled, values=values)
+    read = replace(job, values={**values, **settled.beside(values)}), document
+    nothing = "no job file was written; --no-check writes it as it is"
+    if stops(options.file, read, options.script, made.words, options.no_check, nothing):
+        return 1
+    text = kind.text(made)
+    if options.output is None:
+        console.put(text.removesuffix("\n"))
+        return 0
+    atomic_files.write_text(options.output, text)
+    console.say(f"written: {options.output}", style="green")
+    each = kind.each if made.machines > 1 else ""
+    console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}{each}")
+    return 0
+
+
+def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
+    if str(options.file) == yaml_file.STDIN:
+        raise UsageError(
+            "script - reads the YAML from stdin",
+            why="the machines of the job would have no file to read",
+            fix="accel-fsdp script ENGINE FILE SCRIPT, with a file that the machines see",
+        )
+    for word in (str(options.file), str(options.script), *script_args):
+        if UNPRINTABLE.search(word) or "\r" in word:
+            raise UsageError(
+                f"{word[:LONGEST_NAME]!r} holds a character that can't be printed",
+                why="a job file would change it, or could not be read",
+                fix="leave the character out",
+            )
+    if options.shared is not None and not PATH.fullmatch(options.shared):
+        raise UsageError(
+            f"--shared {options.shared} is no absolute path of letters, digits and . _ + -",
+            why="each machine looks there, wherever it starts",
+            fix=f"--shared {SHARED}",
+        )
+
+
+def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
+    """Goes on if no flag of this command stands where it would be the script's, which has none of that name.
+
+    Raises:
+        UsageError: one does.
+    """
+    ours = flag_words.flags_of(ScriptCommand)
+    found = next((word for word in script_args if word.partition("=")[0] in ours), None)
+    if found is not None:
+        raise UsageError(
+            f"{found} after SCRIPT would be the script's",
+            why="the job would end when it starts",
+            fix=f"accel-fsdp script ENGINE {found.partition('=')[0]} ... FILE SCRIPT [script arguments]",
+        )
+
+
+def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> Job:
+    """The job with all that its file says."""
+    found, gpus, kind = _machines(options, config)
+    ours = read_launch(options.script, script_args).ours
+    resumed = RESUMES in parse_command_line(list(script_args))
+    return Job(
+        file=options.file,
+        script=options.script,
+        words=(*script_args, f"--{RESUMES}", "auto") if ours and not resumed else script_args,
+        name=_name(options),
+        machines=found,
+        gpus=gpus,
+        kind=kind,
+        cpus=_at_least("--cpus", options.cpus, 1) or CPUS_PER_GPU * gpus,
+        memory=_at_least("--host-memory", options.host_memory, 1),
+        minutes=None if options.time is None else _minutes(options.time, options.grace),
+        grace=_at_least("--grace", options.grace, LEAST_GRACE) or LEAST_GRACE,
+        shared=options.shared,
+        image=options.image,
+        ours=ours,
+        checked=not options.no_check,
+        api=options.api,
+    )
+
+
+def _at_least(flag: str, value: int | None, least: int) -> int | None:
+    if value is not None and value < least:
+        raise UsageError(f"{flag} {value}", why=f"it takes {least} or more", fix=f"{flag} {least}, or leave it out")
+    return value
+
+
+def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, MachineFacts | None]:
+    """How many machines, the GPUs of each, and which: what the YAML says, and where it doesn't, the flag.
+
+    Raises:
+        UsageError: neither says it, the two say different things, or the job is a TPU's.
+    """
+    if config.engine is Engine.TPU:
+        raise UsageError(
+            f"{options.file} is for TPUs",
+            why="a job file asks for GPUs",
+            fix="start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT",
+        )
+    processes, several = config.number("num_processes"), config.number("num_machines")
+    text = options.gpus or _gpus_of_header(config, processes, several or 1)
+    if not text:
+        if not processes:
+            raise UsageError(
+                f"{options.file} says no num_processes",
+                why="the job file asks for that many GPUs",
+                fix="num_processes in the YAML, or accel-fsdp script --gpus 2x8xH100-80GB for two machines",
+            )
+        _divide(processes, several or 1)
+        return several or 1, processes // (several or 1), None
+    one, number = machines.parse(text)
+    in_file = (several or number, processes or number * one.count)
+    if in_file != (number, number * one.count) or not one.count:
+        raise UsageError(
+            f"--gpus {text} is {counted(number, 'machine')} with {counted(one.count, 'GPU')} each, and {options.file} "
+            f"says num_machines {in_file[0]}, num_processes {in_file[1]}",
+            why="some GPUs would stay idle, or some ranks have none",
+            fix="make one of them say what the other says",
+        )
+    return number, one.count, one
+
+
+def _divide(processes: int, several: int) -> None:
+    if processes % several:
+        raise UsageError(
+            f"num_processes {processes} on {counted(several, 'machine')}",
+            why="each machine starts as many as the others",
+            fix=f"a multiple of {several} in the YAML",
+        )
+
+
+def _gpus_of_header(config: JobConfig, processes: int, several: int) -> str:
+    """The GPUs of the command that made the YAML, if it still has their number."""
+    text = made_with(config.source).get("--gpus", "")
+    try:
+        one, number = machines.parse(text)
+    except UsageError:
+        return ""
+    return text if one.count and (number, number * one.count) == (several, processes) else ""
+
+
+def _place(title: str, job: Job) -> place.Place:
+    """Where the engine will say that machine 0 is."""
+    said = {
+        "num_machines": job.machines,
+        "num_processes": job.machines * job.gpus,
+        "machine_rank": 0,
+        **({"main_process_ip": FIRST_MACHINE} if job.machines > 1 else {}),
+    }
+    return place.Place(title, {name: place.Said(value, f"machine 0 of {title}") for name, value in said.items()})
+
+
+def _name(options: ScriptCommand) -> str:
+    """One that each engine takes."""
+    if options.name is None:
+        word = re.sub(r"[^a-z0-9]+", "-", options.file.stem.lower()).strip("-")
+        return f"{'' if word[:1].isalpha() else 'job-'}{word}"[:LONGEST_NAME].strip("-")
+    if not re.fullmatch(rf"[a-z](?:[a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", options.name):
+        raise UsageError(
+            f"--name {options.name}",
+            why=f"the engines take small letters, digits and -, a letter first, {LONGEST_NAME} at most",
+            fix="--name llama-lora, for example",
+        )
+    return options.name
+
+
+def _minutes(text: str, grace: int) -> int:
+    found = TIME.fullmatch(text) or CLOCK.fullmatch(text)
+    parts = {name: int(part or 0) for name, part in found.groupdict().items()} if found else {}
+    minutes = (parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"] if parts else 0
+    if not minutes:
+        raise UsageError(
+            f"--time {text} is no time", why="it bounds how long the job may take", fix="--time 36h, 90m or 2d12h"
+        )
+    if minutes * 60 <= grace:
+        raise UsageError(
+            f"--time {text} is no longer than the {grace} seconds of --grace",
+            why="the job would be told to stop when it starts",
+            fix=f"a longer --time, or --grace {LEAST_GRACE}",
+        )
+    return minutes

@@ -1,0 +1,59 @@
+"""A job file for dstack."""
+
+from accel_fsdp.launch.script.job import INSTALL, Job, indented, refuse_own_disk
+
+FOLDER = "/project"
+"""Where the container sees the files that dstack copies."""
+SHM = "16GB"
+
+
+def text(job: Job) -> str:
+    """The task. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
+    refuse_own_disk(job, "dstack")
+    return "\n".join(
+        [
+            f"# {job.title}",
+            f"# {job.made_by}",
+            "# It lies in the folder that has both files; dstack copies it. Submit it: dstack apply -f FILE",
+            "type: task",
+            f"name: {job.name}",
+            f"nodes: {job.machines}",
+            *([f"image: {job.image}"] if job.image else []),
+            "files:",
+            f"  - .:{FOLDER}",
+            f"working_dir: {FOLDER}",
+            "volumes:",
+            f"  - /mnt/shared:{job.folder}    # <- a folder that all machines see, such as a network disk's",
+            "env:",
+            f"  - HF_HOME={job.folder}/.huggingface",
+            *([f"  - TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
+            "resources:",
+            f"  gpu: {_gpu(job)}",
+            f"  cpu: {job.cpus}..",
+            *([f"  memory: {job.memory}GB.."] if job.memory else []),
+            f"  shm_size: {SHM}",
+            *([f"max_duration: {job.minutes}m"] if job.minutes else []),
+            f"stop_duration: {job.grace}s",
+            *(_retry() if job.resumes else []),
+            *(["# fleets: [NAME]    # <- with placement: cluster, for InfiniBand or EFA"] if job.machines > 1 else []),
+            "shell: bash",
+            "commands:",
+            "  - |",
+            "    set -euo pipefail",
+            f"    {INSTALL}",
+            indented(f"exec {job.command()}", "    "),
+            "",
+        ]
+    )
+
+
+def _gpu(job: Job) -> str:
+    """Name, memory and count, as far as they are known."""
+    kind = job.kind
+    name = kind.accelerator.upper().replace(" ", "") if kind and kind.accelerator else ""
+    memory = f"{kind.memory_gib:.0f}GB" if kind and kind.memory_gib else ""
+    return ":".join(part for part in (name, memory, str(job.gpus)) if part)
+
+
+def _retry() -> list[str]:
+    return ["retry:", "  on_events: [interruption, error]", "  duration: 1d"]

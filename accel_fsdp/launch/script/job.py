@@ -1,0 +1,110 @@
+"""What a job file says, whichever engine reads it, and the parts that all of them share."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_fsdp import __version__
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import MachineFacts
+from accel_fsdp.launch.script.flags import KubernetesApi
+from accel_fsdp.linter import parse_command_line
+from accel_fsdp.units import counted
+
+SHARED = "/shared"
+"""Where containers see the folder that all machines share, unless a flag says otherwise."""
+LAUNCHER_SECONDS = 10
+"""What the launcher itself needs of the grace period, after the ranks have ended."""
+RESUMES = "resume_from_checkpoint"
+INSTALL = "pip install --quiet 'accel-fsdp[train]'"
+STOPPED = (75, 138)
+"""How `accel-fsdp launch` ends when a checkpoint was saved: its ranks got the signal, or it got SIGUSR1 itself."""
+ENDED_BY_SIGTERM = 143
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job. `gpus` and `cpus` are those of each machine, `memory` its GiB, `minutes` the longest that it may take.
+
+    `ours`: the script is train/sft.py or made of its parts. `resumes`: a later start goes on from a checkpoint.
+    """
+
+    file: Path
+    script: Path
+    words: tuple[str, ...]
+    name: str
+    machines: int
+    gpus: int
+    kind: MachineFacts | None
+    cpus: int
+    memory: int | None
+    minutes: int | None
+    grace: int
+    shared: str | None
+    image: str | None
+    ours: bool
+    checked: bool
+    api: KubernetesApi
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same job file goes on where it was stopped."""
+        return self.ours and parse_command_line(list(self.words)).get(RESUMES) in ("auto", "true")
+
+    @property
+    def folder(self) -> str:
+        """The shared one, in a container."""
+        return self.shared or SHARED
+
+    @property
+    def shutdown(self) -> int:
+        """Seconds that torch's launcher gives the ranks between the signal and SIGKILL."""
+        return self.grace - LAUNCHER_SECONDS
+
+    @property
+    def title(self) -> str:
+        """The first line of every job file, without the comment sign."""
+        return f"{self.script} with {self.file} on {counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}."
+
+    @property
+    def made_by(self) -> str:
+        """The second one."""
+        return f"Made by accel-fsdp {__version__}. Lines with <- are yours to edit."
+
+    def command(self, indent: str = "") -> str:
+        """What each machine runs, a flag to the line."""
+        words = ["accel-fsdp", "launch", *([] if self.checked else ["--no-check"]), str(self.file), str(self.script)]
+        return in_lines(words, self.words, indent)
+
+
+def in_lines(words: list[str], arguments: tuple[str, ...], indent: str) -> str:
+    """A command for bash: its words, then each flag of a script with its values on a line of its own."""
+    lines = [shlex.join(words)]
+    for word in arguments:
+        quoted = shlex.quote(word)
+        if word.startswith("--"):
+            lines.append(f"{indent}    {quoted}")
+        else:
+            lines[-1] += f" {quoted}"
+    return " \\\n".join(lines)
+
+
+def indented(text: str, indent: str) -> str:
+    """A text inside a YAML block; also the lines of a quoted word, from which YAML takes it away again."""
+    return "\n".join(f"{indent}{line}" if line else line for line in text.split("\n"))
+
+
+def refuse_own_disk(job: Job, engine: str) -> None:
+    """Goes on if a run is written where all machines, and a later start, will find it.
+
+    Raises:
+        UsageError: it would be written beside the files that each machine has a copy of.
+    """
+    output = parse_command_line(list(job.words)).get("output_dir", "")
+    if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
+        raise UsageError(
+            f"--output_dir {output or 'is missing'}, and {engine} gives each start a disk of its own",
+            why="a later start would find no checkpoint, and other machines not the shards of this one",
+            fix=f"train/sft.py --output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}; "
+            "or accel-fsdp script --shared FOLDER, in which it lies",
+        )

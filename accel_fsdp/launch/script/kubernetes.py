@@ -1,0 +1,161 @@
+"""A job file for kubectl: a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its older operator."""
+
+from accel_fsdp.launch.script.job import INSTALL, Job, indented
+
+RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
+"""The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
+PYTORCHJOB_CONTAINER = "pytorch"
+"""The operator looks for a container of that name."""
+CLAIM = "shared"
+RESTARTS = 3
+
+
+def text(job: Job) -> str:
+    """The manifest, for the API that the cluster has."""
+    return pytorch_job(job) if job.api == "pytorchjob" else train_job(job)
+
+
+def train_job(job: Job) -> str:
+    """A TrainJob; what its trainer can't say, patches of the runtime do: /dev/shm, the shared folder, the signal."""
+    return "\n".join(
+        [
+            *_title(job),
+            "apiVersion: trainer.kubeflow.org/v1alpha1",
+            "kind: TrainJob",
+            "metadata:",
+            f"  name: {job.name}",
+            "spec:",
+            "  runtimeRef:",
+            f"    name: {RUNTIME}",
+            *_deadline(job, "  "),
+            "  trainer:",
+            *_image(job, "    ", f"the runtime's: kubectl get clustertrainingruntime {RUNTIME}"),
+            f"    numNodes: {job.machines}",
+            f"    numProcPerNode: {job.gpus}",
+            "    resourcesPerNode:",
+            *_resources(job, "      "),
+            *_container(job, "    "),
+            "  runtimePatches:",
+            "    - manager: accel-fsdp",
+            "      trainingRuntimeSpec:",
+            "        template:",
+            "          spec:",
+            "            replicatedJobs:",
+            f"              - name: {REPLICATED_JOB}",
+            "                template:",
+            "                  spec:",
+            "                    template:",
+            "                      spec:",
+            *_pod(job, "                        "),
+            "                        containers:",
+            f"                          - name: {CONTAINER}",
+            *_mounts(job, "                            "),
+            "",
+        ]
+    )
+
+
+def pytorch_job(job: Job) -> str:
+    """A PyTorchJob: a master, and the other machines as its workers."""
+    several = job.machines > 1
+    workers = ["    Worker:", f"      replicas: {job.machines - 1}", *_restarts(job), "      template: *machine"]
+    return "\n".join(
+        [
+            *_title(job),
+            "apiVersion: kubeflow.org/v1",
+            "kind: PyTorchJob",
+            "metadata:",
+            f"  name: {job.name}",
+            "spec:",
+            f'  nprocPerNode: "{job.gpus}"',
+            "  runPolicy:",
+            "    cleanPodPolicy: None",
+            f"    backoffLimit: {RESTARTS if job.resumes else 0}",
+            *_deadline(job, "    "),
+            "  pytorchReplicaSpecs:",
+            "    Master:",
+            "      replicas: 1",
+            *_restarts(job),
+            f"      template:{' &machine' if several else ''}",
+            "        spec:",
+            *_pod(job, "          "),
+            "          containers:",
+            f"            - name: {PYTORCHJOB_CONTAINER}",
+            *_image(job, "              "),
+            "              resources:",
+            *_resources(job, "                "),
+            *_container(job, "              "),
+            *_mounts(job, "              "),
+            *(workers if several else []),
+            "",
+        ]
+    )
+
+
+def _title(job: Job) -> list[str]:
+    return [
+        f"# {job.title}",
+        f"# {job.made_by}",
+        f"# It runs in {job.folder}, which each machine sees, with both files in it. Submit it: kubectl create -f FILE",
+    ]
+
+
+def _deadline(job: Job, indent: str) -> list[str]:
+    return [f"{indent}activeDeadlineSeconds: {job.minutes * 60}"] if job.minutes else []
+
+
+def _image(job: Job, indent: str, otherwise: str = "") -> list[str]:
+    if job.image is None and otherwise:
+        return [f"{indent}# image: IMAGE    # <- or {otherwise}"]
+    return [f"{indent}image: {job.image or 'pytorch/pytorch:latest    # <- one with torch'}"]
+
+
+def _resources(job: Job, indent: str) -> list[str]:
+    memory = [f"  memory: {job.memory}Gi"] if job.memory else []
+    devices = ["limits:", f"  nvidia.com/gpu: {job.gpus}"]
+    network = ["  # vpc.amazonaws.com/efa: 1    # <- AWS with EFA", "  # rdma/ib: 1    # <- InfiniBand"]
+    asked = ["requests:", f"  cpu: {job.cpus}", *memory]
+    return [indent + line for line in (*devices, *(network if job.machines > 1 else []), *asked)]
+
+
+def _container(job: Job, indent: str) -> list[str]:
+    """Variables and command. `exec`: the signal that ends a pod goes to its first process, and bash keeps it."""
+    values = {"HF_HOME": f"{job.folder}/.huggingface"}
+    if job.ours:
+        values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f'"{job.shutdown}"'
+    variables = [line for name, value in values.items() for line in (f"  - name: {name}", f"    value: {value}")]
+    command = [
+        f"cd {job.folder}",
+        f"# {INSTALL}    # <- where the image lacks it",
+        f"exec {job.command()}",
+    ]
+    text = "\n".join(command).replace("$(", "$$(")  # Kubernetes would fill in a variable
+    lines = ["env:", *variables, "command: [bash, -euo, pipefail, -c]", "args:", "  - |"]
+    return [*(indent + line for line in lines), indented(text, f"{indent}    ")]
+
+
+def _pod(job: Job, indent: str) -> list[str]:
+    """What else a pod needs. Without /dev/shm in memory it has 64 MB, too little for NCCL and workers of a loader."""
+    lines = [
+        f"terminationGracePeriodSeconds: {job.grace}",
+        "# nodeSelector: {nvidia.com/gpu.product: NAME}    # <- which GPU",
+        "volumes:",
+        "  - name: shm",
+        "    emptyDir: {medium: Memory}",
+        "  - name: shared",
+        f"    persistentVolumeClaim: {{claimName: {CLAIM}}}    # <- ReadWriteMany, with YAML and script in it",
+    ]
+    return [indent + line for line in lines]
+
+
+def _mounts(job: Job, indent: str) -> list[str]:
+    lines = [
+        "volumeMounts:",
+        "  - {name: shm, mountPath: /dev/shm}",
+        f"  - {{name: shared, mountPath: {job.folder}}}",
+    ]
+    return [indent + line for line in lines]
+
+
+def _restarts(job: Job) -> list[str]:
+    return [f"      restartPolicy: {'OnFailure' if job.resumes else 'Never'}"]

@@ -1,0 +1,73 @@
+"""A job file for SkyPilot's managed jobs."""
+
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import MachineFacts
+from accel_fsdp.launch.script.job import ENDED_BY_SIGTERM, INSTALL, STOPPED, Job, indented, refuse_own_disk
+
+RESTARTS = 3
+TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
+"""GPUs of one name that come with more memory, as SkyPilot calls them."""
+
+
+def text(job: Job) -> str:
+    """The task. Its working folder is copied to the disk of each machine, so a run must be written elsewhere."""
+    refuse_own_disk(job, "SkyPilot")
+    return "\n".join(
+        [
+            f"# {job.title}",
+            f"# {job.made_by}",
+            "# Submit it from the folder that has both files; SkyPilot copies it: sky jobs launch FILE",
+            f"name: {job.name}",
+            f"num_nodes: {job.machines}",
+            "workdir: .",
+            "resources:",
+            f"  accelerators: {_gpu(job.kind, job)}:{job.gpus}",
+            f"  cpus: {job.cpus}+",
+            *([f"  memory: {job.memory}+"] if job.memory else []),
+            *([f"  image_id: docker:{job.image}"] if job.image else []),
+            "  # use_spot: true    # <- cheaper, and taken away at times",
+            *(["  # network_tier: best    # <- InfiniBand or EFA"] if job.machines > 1 else []),
+            *(_recovery() if job.resumes else []),
+            "volumes:",
+            f"  {job.folder}: shared    # <- a volume that all machines see (sky volumes ls)",
+            "envs:",
+            f"  HF_HOME: {job.folder}/.huggingface",
+            *([f'  TORCH_ELASTIC_SHUTDOWN_TIMEOUT: "{job.shutdown}"'] if job.ours else []),
+            "setup: |",
+            f"  {INSTALL}",
+            "run: |",
+            "  set -euo pipefail",
+            indented(f"{_limit(job)}{job.command()}", "  "),
+            "",
+        ]
+    )
+
+
+def _gpu(kind: MachineFacts | None, job: Job) -> str:
+    """What SkyPilot calls it.
+
+    Raises:
+        UsageError: nobody said which GPU.
+    """
+    if kind is None or kind.accelerator is None:
+        raise UsageError(
+            f"{job.file} doesn't say which GPU",
+            why="SkyPilot looks for machines that have it",
+            fix=f"accel-fsdp script --gpus {f'{job.machines}x' if job.machines > 1 else ''}{job.gpus}xH100-80GB",
+        )
+    name = kind.accelerator.upper().replace(" ", "")
+    return TWICE_THE_MEMORY.get((name, kind.memory_gib or 0.0), name)
+
+
+def _recovery() -> list[str]:
+    codes = ", ".join(map(str, (*STOPPED, ENDED_BY_SIGTERM)))
+    return [
+        "  job_recovery:",
+        f"    max_restarts_on_errors: {RESTARTS}",
+        f"    recover_on_exit_codes: [{codes}]    # the job was told to stop, and has saved a checkpoint",
+    ]
+
+
+def _limit(job: Job) -> str:
+    """SkyPilot itself has no limit; `timeout` ends with 124, which starts nothing again."""
+    return f"timeout --foreground --signal=USR1 {job.minutes}m " if job.minutes else ""

@@ -1,0 +1,86 @@
+"""A job file for sbatch."""
+
+from accel_fsdp.launch.script.job import STOPPED, Job
+
+DEFAULT_MINUTES = 24 * 60
+OTHERS_SECONDS = 60
+"""How long a machine may go on after another has ended."""
+
+
+def text(job: Job) -> str:
+    """The batch script: `srun` starts the launcher once on each machine; a stopped job goes back into the queue."""
+    return "\n".join([*_asked(job), "", *_prepared(job), "", *_run(job), ""])
+
+
+def _asked(job: Job) -> list[str]:
+    """What SLURM is asked for."""
+    days, minutes = divmod(job.minutes or DEFAULT_MINUTES, 24 * 60)
+    stated = [] if job.minutes else ["# <- Nobody said how long it takes; the less, the sooner a job starts:"]
+    whole = [] if job.memory else ["# All of each machine's memory:"]
+    return [
+        "#!/bin/bash",
+        f"# {job.title}",
+        f"# {job.made_by}",
+        "# Submit it from a folder that all machines see: sbatch FILE",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.machines}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={job.gpus}",
+        f"#SBATCH --cpus-per-task={job.cpus}",
+        *whole,
+        f"#SBATCH --mem={f'{job.memory}G' if job.memory else 0}",
+        *stated,
+        f"#SBATCH --time={f'{days}-' if days else ''}{minutes // 60:02d}:{minutes % 60:02d}:00",
+        "#SBATCH --output=%x-%j.out",
+        "#SBATCH --open-mode=append",
+        *([f"#SBATCH --chdir={job.shared}"] if job.shared else []),
+        *([f"#SBATCH --signal=USR1@{job.grace}"] if job.ours else []),
+        "#SBATCH --requeue" if job.resumes else "#SBATCH --no-requeue",
+        "# <- With one # where your cluster wants them:",
+        "##SBATCH --partition=NAME",
+        "##SBATCH --account=NAME",
+    ]
+
+
+def _prepared(job: Job) -> list[str]:
+    return [
+        "set -euo pipefail",
+        "# source .venv/bin/activate              # <- where accel-fsdp is installed",
+        'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
+        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+        *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
+        *([] if job.machines == 1 else _network()),
+    ]
+
+
+def _network() -> list[str]:
+    return [
+        "# export NCCL_SOCKET_IFNAME=ib0          # <- InfiniBand, if NCCL takes another interface",
+        "# export FI_PROVIDER=efa                 # <- AWS with EFA",
+    ]
+
+
+def _run(job: Job) -> list[str]:
+    again = [
+        f"# {' or '.join(map(str, STOPPED))}: the job was told to stop, and has saved a checkpoint.",
+        f"if {' || '.join(f'[ $code = {code} ]' for code in STOPPED)}; then",
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+    ]
+    return [
+        "# One launcher for each machine, with a log of its own.",
+        "code=0",
+        f"srun {_end_of_one(job)} --open-mode=append --output=%x-%j-machine-%n.log \\",
+        f"    {job.command('    ')} || code=$?",
+        *(again if job.resumes else []),
+        "exit $code",
+    ]
+
+
+def _end_of_one(job: Job) -> str:
+    """What happens when one machine ends before the others.
+
+    Ending the others at once would hide the code of a stopped job behind theirs, 143. Ours all end together; a script
+    of the user's own may go on for long on one machine, so only a failure ends the others there.
+    """
+    return f"--kill-on-bad-exit=0 --wait={OTHERS_SECONDS}" if job.ours else "--kill-on-bad-exit=1"

@@ -1,0 +1,72 @@
+"""A job file for machines without a scheduler: torchrun on each of them."""
+
+import shlex
+
+from accel_fsdp.errors import UsageError
+from accel_fsdp.launch import launcher
+from accel_fsdp.launch.script.job import Job, in_lines
+
+
+def text(job: Job) -> str:
+    """A bash script that is started on each machine with its number and the address of machine 0.
+
+    Raises:
+        UsageError: the script isn't ours, and would read no YAML under torchrun.
+    """
+    if not job.ours:
+        raise UsageError(
+            f"torchrun reads no Accelerate YAML, and {job.script} doesn't either",
+            why="the script would train without FSDP",
+            fix="accel-fsdp launch --machine-rank N --main-process-ip ADDRESS FILE SCRIPT, on each machine",
+        )
+    several = job.machines > 1
+    usage = "bash FILE NUMBER ADDRESS, with NUMBER 0, 1, ... and ADDRESS machine 0's" if several else "bash FILE"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# {job.title}",
+            f"# {job.made_by}",
+            f"# Start it {'on each machine ' if several else ''}from a folder that all machines see: {usage}",
+            "set -euo pipefail",
+            *([f"cd {job.shared}"] if job.shared else []),
+            "# source .venv/bin/activate    # <- where accel-fsdp is installed",
+            'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
+            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
+            *(_meeting() if several else []),
+            f"mkdir -p logs/{job.name}",
+            f"exec {_limit(job)}{_command(job)}",
+            "",
+        ]
+    )
+
+
+def _meeting() -> list[str]:
+    return [
+        "# export NCCL_SOCKET_IFNAME=ib0    # <- InfiniBand, if NCCL takes another interface",
+        "# export FI_PROVIDER=efa    # <- AWS with EFA",
+        'number="${1:?NUMBER of this machine, from 0}"',
+        'address="${2:?ADDRESS of machine 0}"',
+        'is_host="$([ "$number" = 0 ] && echo 1 || echo 0)"',
+    ]
+
+
+def _command(job: Job) -> str:
+    """torchrun, with a log for each rank; what a variable of the shell fills in isn't quoted away."""
+    port = launcher.DEFAULT_PORT
+    meeting = (
+        f'--rdzv-backend=c10d --rdzv-endpoint="$address:{port}" --rdzv-conf="is_host=$is_host" --rdzv-id={job.name}'
+        if job.machines > 1
+        else "--standalone"
+    )
+    told = ["--accelerate_config", str(job.file)]
+    script = in_lines([str(job.script), *told], job.words, "    ")
+    lines = [
+        f"torchrun --nnodes={job.machines} --nproc-per-node={job.gpus} {meeting}",
+        f"--signals-to-handle={launcher.SIGNALS} --log-dir=logs/{shlex.quote(job.name)} --tee=3",
+        script,
+    ]
+    return " \\\n    ".join(lines)
+
+
+def _limit(job: Job) -> str:
+    return f"timeout --foreground --signal=USR1 {job.minutes}m " if job.minutes else ""

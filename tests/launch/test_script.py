@@ -1,0 +1,399 @@
+"""Job files: what each engine makes of them, and what the command inside them starts."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, SFT
+from test_place import ENGINES, TWO, YAML
+
+from accel_fsdp import cli
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.launch.script.command import ENGINES as WRITERS
+
+ONE = f"{YAML}num_machines: 1\nnum_processes: 4\n"
+TRAINS = ("--model_name_or_path", "a model", "--output_dir", "/shared/runs/first")
+MADE = sorted(set((ROOT / "accelerate_configs").glob("*.yaml")) - {ROOT / "accelerate_configs" / "tpu.yaml"})
+Write = Callable[..., str]
+STUBS = {
+    "accel-fsdp": 'shift; exec "$PYTHON" -m accel_fsdp launch --dry-run "$@"',
+    "srun": 'until [ "$1" = accel-fsdp ]; do echo "srun $1"; shift; done; [ "${ENDS:-}" ] && exit $ENDS; exec "$@"',
+    "pip": 'echo "pip $*"',
+    "torchrun": 'printf "%s\\n" "$@"',
+    "scontrol": '[ "$1" = show ] && exit 1; echo "scontrol $*"',
+}
+"""In place of an engine's tools: what they were asked, and the dry run of a launch."""
+
+
+@pytest.fixture
+def write(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Write:
+    """The job file for a YAML, or the error that it ends with. The command runs in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(engine: str, yaml: str, *flags: str, script: Path = SFT, words: tuple[str, ...] = TRAINS) -> str:
+        Path("job.yaml").write_text(yaml)
+        try:
+            code = cli.call(["script", engine, *flags, "job.yaml", str(script), *words])
+        except UserError as error:
+            return f"{error.what}\n{error.why}\n{error.fix}"
+        shown = capsys.readouterr()
+        return shown.out if code == 0 else shown.err
+
+    return run
+
+
+BASH = ("bash", "-c")
+FOREIGN = ("SLURM_", "PET_", "SKYPILOT_", "DSTACK_")
+
+
+def started(
+    text: str, folder: Path, variables: Mapping[str, str], *words: str, by: Sequence[str] = BASH
+) -> tuple[int, str]:
+    """Runs the bash of a job file with an engine's variables and stubs for its tools: exit code and output."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, body in STUBS.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run([*by, text, "job", *words], capture_output=True, text=True, env=env, cwd=folder, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+SLURM = {**ENGINES["SLURM"], "SLURM_CPUS_PER_TASK": "16"}
+
+
+@pytest.fixture
+def batch(write: Write) -> str:
+    return write("slurm", TWO, "--time", "36h")
+
+
+def asked(text: str) -> dict[str, str]:
+    """What sbatch reads: the #SBATCH lines before the first command."""
+    head = text.partition("\nset -euo pipefail")[0]
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE)
+    assert len(found) == head.count("\n#SBATCH")
+    return dict(found)
+
+
+def test_slurm_is_asked_for_what_the_yaml_says(batch: str) -> None:
+    assert asked(batch) == {
+        "job-name": "job",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "4",
+        "cpus-per-task": "16",
+        "mem": "0",
+        "time": "1-12:00:00",
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "signal": "USR1@120",
+        "requeue": "",
+    }
+    assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
+
+
+def test_the_command_in_a_slurm_file_is_one_that_launch_accepts(batch: str, tmp_path: Path) -> None:
+    code, said = started(batch, tmp_path, SLURM)
+    assert code == 0, said
+    assert "srun --kill-on-bad-exit=0\nsrun --wait=60\n" in said
+    assert "# SLURM: num_machines 2 (SLURM_STEP_NUM_NODES), num_processes 8" in said
+    assert "--main_process_ip gpu07 --main_process_port 24567" in said
+    assert f"{SFT} --model_name_or_path 'a model' --output_dir /shared/runs/first --resume_from_checkpoint auto" in said
+
+
+@pytest.mark.parametrize(("ends", "again"), [("0", False), ("1", False), ("75", True), ("138", True), ("143", False)])
+def test_a_slurm_job_ends_as_training_does_and_is_requeued_after_a_checkpoint(
+    ends: str, again: bool, batch: str, tmp_path: Path
+) -> None:
+    code, said = started(batch, tmp_path, {**SLURM, "ENDS": ends})
+    assert code == int(ends)
+    assert ("scontrol requeue 1234567" in said) == again
+
+
+def test_a_script_that_cannot_resume_is_not_requeued(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print(1)\n")
+    text = write("slurm", TWO, script=Path("own.py"), words=("--resume",))
+    assert "#SBATCH --no-requeue" in text
+    assert "own.py \\\n        --resume || code=$?" in text
+    assert "srun --kill-on-bad-exit=1 --open-mode" in text
+    assert not re.search("signal|scontrol|resume_from_checkpoint|TORCH_ELASTIC", text)
+    own = write("slurm", TWO, words=(*TRAINS, "--resume_from_checkpoint", "false"))
+    assert "--resume_from_checkpoint false" in own
+    assert "--no-requeue" in own
+
+
+def test_flags_of_slurm(write: Write) -> None:
+    text = write(
+        "slurm", ONE, "--name", "first", "--time", "90m", "--grace", "300", "--cpus", "8", "--host-memory", "64",
+        "--shared", "/work/me", "--gpus", "4xA100-80GB",
+    )  # fmt: skip
+    wanted = {"job-name": "first", "time": "01:30:00", "signal": "USR1@300", "cpus-per-task": "8", "mem": "64G"}
+    assert wanted.items() <= asked(text).items()
+    assert asked(text)["chdir"] == "/work/me"
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "time"), [("2d12h", "2-12:00:00"), ("36:00:00", "1-12:00:00"), ("1-02:30", "1-02:30:00")]
+)
+def test_times(said: str, time: str, write: Write) -> None:
+    assert asked(write("slurm", ONE, "--time", said))["time"] == time
+
+
+def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
+    text = write("kubernetes", TWO, "--time", "36h", "--host-memory", "512", "--image", "mine:1", "--grace", "300")
+    manifest = yaml.safe_load(text)
+    job = TrainerV1alpha1TrainJob.from_dict(manifest)
+    assert job is not None
+    assert job.to_dict() == manifest  # the models drop what they don't know
+    assert job.spec is not None
+    assert job.spec.trainer is not None
+    trainer = job.spec.trainer
+    assert (job.spec.active_deadline_seconds, trainer.num_nodes, trainer.num_proc_per_node) == (36 * 3600, 2, 4)
+    assert trainer.image == "mine:1"
+    assert manifest["spec"]["trainer"]["resourcesPerNode"] == {
+        "limits": {"nvidia.com/gpu": 4},
+        "requests": {"cpu": 16, "memory": "512Gi"},
+    }
+    assert not [one for one in trainer.env or [] if one.name.startswith("PET_")]
+    patch = manifest["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    pod = patch["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+
+
+def test_a_pytorchjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
+    manifest = yaml.safe_load(write("kubernetes", TWO, "--api", "pytorchjob", "--time", "36h"))
+    spec = manifest["spec"]
+    replicas = spec["pytorchReplicaSpecs"]
+    assert (spec["nprocPerNode"], replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == ("4", 1, 1)
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    alone = yaml.safe_load(write("kubernetes", ONE, "--api", "pytorchjob"))
+    assert set(alone["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+    models = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training pulls in all of kubernetes")
+    assert _unknown(manifest, models.KubeflowOrgV1PyTorchJob, models) == []
+
+
+def _unknown(content: Any, kind: Any, models: Any) -> list[str]:
+    """The keys of a manifest that a generated class of Kubernetes, and those inside it, don't have."""
+    import kubernetes.client as core
+
+    known = {name: kind.openapi_types[field] for field, name in kind.attribute_map.items()}
+    found = [f"{kind.__name__}.{key}" for key in content if key not in known]
+    for key, value in content.items():
+        inner = re.sub(r"^(list\[|dict\(str, )(.*)[\])]$", r"\2", known.get(key, ""))
+        below = getattr(models, inner, None) or getattr(core, inner, None)
+        parts = [value] if isinstance(value, dict) and inner == known.get(key) else value
+        parts = list(parts.values()) if isinstance(parts, dict) else parts
+        if below is not None:
+            found += [name for part in parts for name in _unknown(part, below, models)]
+    return found
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(api: str, write: Write, tmp_path: Path) -> None:
+    words = (*TRAINS, "--text", "$(HOME)\n two")
+    spec = yaml.safe_load(write("kubernetes", TWO, "--api", api, "--shared", str(tmp_path), words=words))["spec"]
+    pods = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"] if api == "pytorchjob" else []
+    container = pods[0] if pods else spec["trainer"]
+    text = container["args"][0].replace("$$(", "$(")  # as Kubernetes does
+    assert "\nexec accel-fsdp launch" in text
+    for engine in ("Kubeflow", *(["PyTorchJob"] if api == "pytorchjob" else [])):
+        code, said = started(text, tmp_path, ENGINES[engine], by=container["command"])
+        assert code == 0, said
+        assert f"# {engine}: num_machines 2" in said
+        assert "--machine_rank 1 --main_process_ip job-" in said
+        assert "--text '$(HOME)\n two' --resume_from_checkpoint auto" in said
+
+
+def test_a_pod_of_a_script_that_cannot_resume_is_not_started_again(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print(1)\n")
+    text = write("kubernetes", TWO, "--api", "pytorchjob", script=Path("own.py"), words=())
+    assert text.count("restartPolicy: Never") == 2
+    assert "backoffLimit: 0" in text
+
+
+def test_a_skypilot_task_is_one_for_its_schema(write: Write) -> None:
+    task = yaml.safe_load(
+        write("skypilot", TWO, "--gpus", "2x4xA100-80GB", "--host-memory", "512", "--image", "mine:1")
+    )
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100-80GB:4")
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 138, 143]
+    sky = pytest.importorskip("sky", reason="SkyPilot pulls in a hundred packages")
+    found = sky.Task.from_yaml_config(task)
+    assert found.num_nodes == 2
+
+
+def test_skypilot_wants_to_know_which_gpu(write: Write) -> None:
+    assert "accel-fsdp script --gpus 2x4xH100-80GB" in write("skypilot", TWO)
+    assert "accelerators: A100:4" in write("skypilot", ONE, "--gpus", "4xa100-40GB")
+
+
+def test_a_dstack_task_is_one_for_its_models(write: Write) -> None:
+    text = write("dstack", TWO, "--gpus", "2x4xH100-80GB", "--time", "36h", "--host-memory", "512", "--image", "mine:1")
+    task = yaml.safe_load(text)
+    assert (task["nodes"], task["resources"]["gpu"], task["max_duration"]) == (2, "H100:80GB:4", "2160m")
+    assert yaml.safe_load(write("dstack", ONE))["resources"]["gpu"] == 4
+    models = pytest.importorskip(
+        "dstack._internal.core.models.configurations", reason="dstack pulls in a hundred packages"
+    )
+    found = models.parse_apply_configuration(task)
+    assert (found.nodes, found.resources.gpu.count.min, found.max_duration) == (2, 4, 36 * 3600)
+
+
+@pytest.mark.parametrize(("engine", "key"), [("skypilot", "run"), ("dstack", "commands")])
+@pytest.mark.parametrize("flags", [(), ("--time", "36h")])
+def test_the_command_in_a_task_is_one_that_launch_accepts(
+    engine: str, key: str, flags: tuple[str, ...], write: Write, tmp_path: Path
+) -> None:
+    task = yaml.safe_load(write(engine, TWO, "--gpus", "2x4xH100-80GB", *flags))
+    text = task[key] if engine == "skypilot" else "\n".join(task[key])
+    title = WRITERS[engine].title
+    code, said = started(text, tmp_path, ENGINES[title])
+    assert code == 0, said
+    assert f"# {title}: num_machines 2" in said
+    assert "--main_process_ip 10.0.0.1 --rdzv_backend" in said
+    assert "--resume_from_checkpoint auto" in said
+
+
+@pytest.mark.parametrize("engine", ["skypilot", "dstack"])
+def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) -> None:
+    flags = ("--gpus", "2x4xH100-80GB")
+    said = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
+    assert "--output_dir runs/first, and" in said
+    assert "--output_dir /shared/runs/first" in said
+    assert "--output_dir is missing" in write(engine, TWO, *flags, words=())
+    elsewhere = write(engine, TWO, *flags, "--shared", "/big", words=("--output_dir=/big/runs",))
+    assert "HF_HOME" in elsewhere
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_torchrun_is_called_with_flags_that_it_has(number: str, write: Write, tmp_path: Path) -> None:
+    from torch.distributed.run import get_args_parser
+
+    code, said = started(write("torchrun", TWO), tmp_path, {}, number, "10.0.0.1")
+    assert code == 0, said
+    args = get_args_parser().parse_args(said.splitlines())
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_endpoint) == ("2", "4", "10.0.0.1:29500")
+    assert args.rdzv_conf == f"is_host={1 - int(number)}"
+    assert args.training_script == str(SFT)
+    assert args.training_script_args == [
+        "--accelerate_config", "job.yaml", *TRAINS, "--resume_from_checkpoint", "auto"
+    ]  # fmt: skip
+
+
+def test_torchrun_on_one_machine_and_without_its_words(write: Write, tmp_path: Path) -> None:
+    assert "--standalone" in started(write("torchrun", ONE, "--time", "2h"), tmp_path, {})[1]
+    code, said = started(write("torchrun", TWO), tmp_path, {}, "0")
+    assert (code, "ADDRESS of machine 0" in said) == (1, True)
+    (tmp_path / "own.py").write_text("print(1)\n")
+    assert "would train without FSDP" in write("torchrun", TWO, script=Path("own.py"), words=())
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, write: Write, tmp_path: Path) -> None:
+    flags = ["--gpus", "4xH100-80GB"]
+    text = write(engine, ONE, *flags)
+    assert write(engine, ONE, *flags) == text
+    write(engine, ONE, *flags, "-o", "job")
+    assert (tmp_path / "job").read_text() == text
+    assert "job exists" in write(engine, ONE, *flags, "-o", "job")
+    assert write(engine, TWO, "-o", "job", "--force", "--gpus", "2x4xH100-80GB") == ""
+    assert (tmp_path / "job").read_text() != text
+
+
+@pytest.mark.parametrize(
+    ("engine", "yaml", "said"),
+    [
+        ("slurm", TWO, "next: sbatch 'a job'"),
+        ("torchrun", ONE, "next: bash 'a job'\n"),
+        ("torchrun", TWO, "next: bash 'a job' NUMBER ADDRESS, on each machine"),
+    ],
+)
+def test_what_to_type_next(
+    engine: str, yaml: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(yaml)
+    assert cli.call(["script", engine, "-o", "a job", "job.yaml", str(SFT)]) == 0
+    assert f"written: a job\n{said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("yaml", "flags", "said"),
+    [
+        (TWO, ["--gpus", "8xH100"], "--gpus 8xH100 is 1 machine with 8 GPUs each, and job.yaml says num_machines 2"),
+        (YAML, [], "job.yaml says no num_processes"),
+        (TWO, ["--time", "soon"], "--time soon is no time"),
+        (TWO, ["--time", "2m"], "--time 2m is no longer than the 120 seconds of --grace"),
+        (TWO, ["--grace", "5"], "--grace 5"),
+        (TWO, ["--cpus", "0"], "--cpus 0"),
+        (TWO, ["--name", "My Job"], "--name My Job"),
+        (TWO, ["--shared", "work"], "--shared work is no absolute path"),
+        (f"{YAML}num_machines: 3\nnum_processes: 8\n", ["--no-check"], "num_processes 8 on 3 machines"),
+        (f"{TWO}machine_rank: 1\n", [], "machine_rank: 1 in job.yaml"),
+        (TWO.replace("fsdp_version", "fdsp_version"), [], "no job file was written; --no-check"),
+    ],
+)
+def test_a_job_that_could_not_run_is_refused(yaml: str, flags: list[str], said: str, write: Write) -> None:
+    assert said in write("slurm", yaml, *flags)
+
+
+def test_deepspeeds_own_launcher_is_refused_before_the_job_waits(write: Write) -> None:
+    yaml = "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 3\n"
+    assert "deepspeed_multinode_launcher: standard" in write("slurm", yaml)
+
+
+def test_the_yamls_own_comment_names_the_gpus(write: Write) -> None:
+    made = (ROOT / "accelerate_configs" / "fsdp2_two_nodes.yaml").read_text()
+    assert "--gpus 2x8xH100-80GB" in made
+    assert asked(write("slurm", made))["gpus-per-node"] == "8"
+    assert asked(write("slurm", made.replace("num_processes: 16", "num_processes: 4")))["gpus-per-node"] == "2"
+
+
+@pytest.mark.parametrize("word", ["-o", "--time=2h", "--force"])
+def test_flags_of_the_command_stand_before_the_file(word: str, write: Write, tmp_path: Path) -> None:
+    assert f"{word} after SCRIPT would be the script's" in write("slurm", ONE, words=(*TRAINS, word))
+    (tmp_path / "own.py").write_text("print(1)\n")
+    assert f"own.py {word}" in write("slurm", ONE, script=Path("own.py"), words=(word,)).replace(" \\\n       ", "")
+
+
+def test_a_job_for_tpus_is_refused(write: Write) -> None:
+    assert "job.yaml is for TPUs" in write("slurm", (ROOT / "accelerate_configs" / "tpu.yaml").read_text())
+
+
+@pytest.mark.parametrize("yaml_file", MADE, ids=lambda one: one.stem)
+@pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes"])
+def test_each_ready_made_yaml_has_a_job_file(engine: str, yaml_file: Path, write: Write) -> None:
+    text = write(engine, yaml_file.read_text())
+    if engine == "kubernetes":
+        assert yaml.safe_load(text)["kind"] == "TrainJob"
+    else:
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+        assert text.startswith("#!/bin/bash")
+
+
+def test_words_that_no_file_could_hold(write: Write) -> None:
+    assert "can't be printed" in write("slurm", ONE, words=("--text", "a\x1bb"))
+    with pytest.raises(UsageError, match="reads the YAML from stdin"):
+        cli.call(["script", "slurm", "-", str(SFT)])
+
+
+def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> None:
+    word = 'it\'s $HOME `x`\n  # "two" \\ lines'
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+    code, said = started(write("slurm", ONE, words=("--text", word)), tmp_path, SLURM | alone)
+    assert code == 0, said
+    assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in said
