@@ -7,6 +7,8 @@ the version it was needed for; this module and `peft_patches.py` are the only on
 """
 
 import contextlib
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ RELIES_ON_FSDP1 = (
     Internal(f"{INIT_UTILS}:_init_intra_and_inter_node_groups", "global_process_group num_devices_per_node"),
     Internal(f"{INIT_UTILS}:_check_module_states_for_sync_module_states", "module_states"),
     Internal(f"{HANDLE}.to_cpu", "self"),
+    Internal("torch.distributed.fsdp:FullyShardedDataParallel.__init__", "self module *"),
     Internal(f"{OPTIM_UTILS}:_unflatten_orig_param_states", "fsdp_param_info output_states state_name *"),
 )
 RELIES_ON_TRANSFORMERS = (
@@ -100,6 +103,7 @@ def mend_fsdp1() -> None:
         UserError: torch has changed inside, so that this can't be done.
     """
     library_internals.check(*RELIES_ON_FSDP1, why="FSDP1 on CPU tensors would fail, or save wrong states")
+    _patch_device()
     _patch_hybrid_groups()
     _patch_sync_module_states()
     _patch_full_state_dict()
@@ -179,6 +183,23 @@ def _prepare_deepspeed() -> None:
         from deepspeed.ops import __compatible_ops__ as compatible
 
         compatible["deepspeed_shm_comm"] = False
+
+
+def _patch_device() -> None:
+    """torch 2.13: FSDP1 takes an accelerator's device for modules on the CPU, unless it is told `device_id`."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    original = FullyShardedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind_partial(self, *args, **kwargs)
+        bound.arguments["device_id"] = bound.arguments.get("device_id") or torch.device("cpu")
+        original(*bound.args, **bound.kwargs)
+
+    FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def _patch_backend_choice() -> None:

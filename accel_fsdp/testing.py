@@ -199,8 +199,9 @@ def _scaled(processes: int | None, config_file: str | Path | None) -> scaled.Sca
         raise UsageError(f"{processes} processes", why="nothing would run", fix="Ranks(2), or Ranks() for as many")
     if config_file is None:
         return scaled.ScaledJob(JobConfig({}), processes or scaled.PROCESSES, 1, ())
+    job = read_config(Path(config_file))[0]
     try:
-        return scaled.scale(read_config(Path(config_file))[0], processes)
+        return scaled.scale(job, processes)
     except UsageError as error:
         on = counted(processes or scaled.PROCESSES, "CPU rank")
         fix = "another number of processes, or none: Ranks(config_file=FILE)"

@@ -30,7 +30,10 @@ if NAME == "forgotten random state":
     checkpoint = torch.utils.checkpoint.checkpoint
     layer = model.model.layers[0]
     forward = layer.mlp.forward
-    layer.mlp.forward = lambda x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+    dropped = lambda x: nn.functional.dropout(forward(x))  # noqa: E731
+    layer.mlp.forward = lambda x: checkpoint(dropped, x, use_reentrant=False, preserve_rng_state=False)
+if NAME == "dropout":
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attention_dropout=0.5).train()
 if NAME == "tied":
     model.lm_head.weight = model.model.embed_tokens.weight
 if NAME == "adapter":
@@ -78,6 +81,8 @@ for step, batch in enumerate(loader):
     batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
     if NAME == "control flow" and step == 1 and accelerator.process_index == 1:
         continue
+    if NAME == "exits" and step == 1 and accelerator.process_index == 1:
+        sys.exit(3)
     scale = float("nan") if NAME == "loss is NaN" and step == 1 else 1.0
     if NAME == "part of the model":
         hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)

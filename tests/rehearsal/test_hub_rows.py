@@ -160,8 +160,8 @@ WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "
     ("name", "said"),
     [
         ("me/chats", "rows made up, as me/chats can't be read: HF_HUB_OFFLINE is set, and no cache here has it"),
-        ("/data/me/chats", "rows made up, as /data/me/chats isn't on this machine"),
-        ("chats.jsonl", "rows made up, as chats.jsonl isn't on this machine"),
+        ("/data/me/chats", "rows made up, as /data/me/chats isn't here: /data/me/chats"),
+        ("chats.jsonl", f"rows made up, as chats.jsonl isn't here: {ROOT / 'chats.jsonl'}"),
     ],
 )
 def test_made_up_rows_need_no_columns(name: str, said: str, tiny_model: Path, tmp_path: Path) -> None:

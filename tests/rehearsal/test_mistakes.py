@@ -5,6 +5,7 @@ docs/rehearse.md shows the lines.
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT, accel_fsdp
 
-from accel_fsdp.launch.ranks import Event
+from accel_fsdp.launch.ranks import Event, script
 from accel_fsdp.training.rehearsal import mistakes, own_script
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -115,6 +116,10 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "experts", FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "fsdp_transformer_layer_cls_to_wrap", "",
     ),
     "dropout drawn anew under checkpointing": ("forgotten random state", FSDP1, "preserve_rng_state", ""),
+    "dropout with FSDP2's checkpointing": (
+        "dropout", FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing", "labels=batch",
+    ),
+    "a rank that ends itself": ("exits", FSDP1, "the script", "sys.exit(3)"),
     "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", ""),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
@@ -184,6 +189,21 @@ def test_the_last_lines_of_a_script_are_few_and_short() -> None:
     printed = "\n".join(f"line {number}" for number in range(9)) + "\n\n 1%\r100%\n" + "a" * 500
     assert own_script.last_lines(printed).split("\n") == ["line 6", "line 7", "line 8", "100%", "a" * 160]
     assert own_script.last_lines("") == ""
+
+
+def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
+    rows = ("rows", {"hashes": [7]})
+    assert said_of(rows) == ["all 2 ranks train on the same rows"]
+    prepared = [Event(0, 0.0, "prepared-rows", {}), *(Event(rank, 1.0, *rows) for rank in (0, 1))]
+    assert not list(mistakes.found(prepared))
+
+
+def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SCRIPT.parent)
+    monkeypatch.setattr("sys.argv", [SCRIPT.name])
+    scope: dict[str, Any] = {"line_of_stack": script.line_of_stack, "_getframe": sys._getframe}
+    exec(compile("line = line_of_stack(_getframe())", "<frozen runpy>", "exec"), scope)
+    assert "<frozen" not in scope["line"]
 
 
 def test_gradients_alone_may_be_what_a_script_wants() -> None:

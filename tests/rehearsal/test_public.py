@@ -128,6 +128,33 @@ get_optimizer_state_dict(model, optimizer)
 """
 
 
+PLAIN_FSDP1 = """
+import functools, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+dist.init_process_group()
+torch.manual_seed(0)
+model = nn.Sequential(nn.TransformerEncoderLayer(16, 2), nn.TransformerEncoderLayer(16, 2), nn.Linear(16, 1))
+policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+model(torch.randn(4, 2, 16)).square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_torchs_own_fsdp1_is_not_told_its_device(tmp_path: Path) -> None:
+    """On GPUs it takes the current one; here gloo's."""
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN_FSDP1)
+    file = yaml_file(tmp_path, FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "TransformerEncoderLayer"})
+    step = rehearsed(file, script)
+    assert step["passed"], step
+    assert step["said"].startswith("FSDP1 FULL_SHARD, 3 units")
+
+
 def test_what_torch_does_to_save_is_no_step(tmp_path: Path) -> None:
     """It steps with gradients of 0, so that an optimizer that never stepped has states."""
     script = tmp_path / "train.py"

@@ -1,4 +1,5 @@
 from . import holding as holding
+from . import script as script
 from . import serving as serving
 from .events import EVENTS as EVENTS
 from .events import Event as Event

@@ -27,4 +27,6 @@ def _innermost(places: list[tuple[str, int | None]]) -> str:
 
 
 def _is_own(file: str) -> bool:
+    if file.startswith("<"):  # <frozen runpy>, <string>: no file at all
+        return False
     return os.path.dirname(os.path.abspath(file)) == os.path.dirname(os.path.abspath(sys.argv[0]))

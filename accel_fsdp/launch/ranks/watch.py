@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-RELIES_ON = (Internal("accelerate:Accelerator.prepare", "self args device_placement"),)
+RELIES_ON = (
+    Internal("accelerate:Accelerator.prepare", "self args device_placement"),
+    Internal("torch.utils.checkpoint:checkpoint"),
+    Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
+)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete a rank waits, to be killed there."""
 
@@ -35,13 +39,12 @@ HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 def begin() -> Callable[[], None]:
     """Puts the watch in place, before the script imports anything; returns what to call when the script has ended."""
     import torch
-    import torch.utils.checkpoint
 
     steps = _Steps(os.environ.get(HOLD_AFTER))
     _after(torch.Tensor, "backward", steps.ran_backward)
     _after(torch, "save", steps.torch_saved)
     _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
-    _after(torch.utils.checkpoint, "checkpoint", _tell_checkpoint)
+    _watch_checkpointing()
     _watch_prepare()
     steps.install()
     return steps.tell_end
@@ -86,9 +89,29 @@ def _tell_clipping(parameters: Any, *_: Any, **__: Any) -> None:
         events.tell("clipped", line=script.line_of_stack(sys._getframe(2)))
 
 
-def _tell_checkpoint(*_: Any, preserve_rng_state: bool = True, **__: Any) -> None:
-    if not preserve_rng_state:
-        events.tell("forgot-rng", line=script.line_of_stack(sys._getframe(2)))
+def _watch_checkpointing() -> None:
+    """Looks whether layers draw random numbers where those of their second run will be others.
+
+    Accelerate's own wrapper for FSDP2 runs them so (1.15), which matters to dropout alone.
+    """
+    import torch
+    import torch.utils.checkpoint as checkpointing
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    original = checkpointing.checkpoint
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+        before = None if preserve_rng_state else torch.get_rng_state()
+        result = original(*args, preserve_rng_state=preserve_rng_state, **kwargs)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            caller = sys._getframe(1)
+            by_wrapper = caller.f_globals.get("__name__") == wrappers.__name__
+            events.tell("forgot-rng", line=script.line_of_stack(caller), by_wrapper=by_wrapper)
+        return result
+
+    checkpointing.checkpoint = checkpoint
+    wrappers.torch_utils_checkpoint = checkpoint  # type: ignore[attr-defined]
 
 
 def _watch_prepare() -> None:
@@ -103,6 +126,8 @@ def _watch_prepare() -> None:
         before = [_shared(one) for one in args if isinstance(one, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         made = result if isinstance(result, tuple | list) else (result,)
+        if any(isinstance(one, torch.utils.data.DataLoader) for one in made):
+            events.tell("prepared-rows")
         models = [one for one in made if isinstance(one, torch.nn.Module)]
         for model, shared in zip(models, before, strict=False):
             _tell_holding("prepared", model, shared=shared)

@@ -137,13 +137,17 @@ def of_outcome(outcome: Outcome) -> Failure:
     said = next((one for one in failures if not CONSEQUENCE.search(one["error"])), None)
     if said is None and (ours := OURS.search(outcome.output)):
         return Failure(f"{ours['what']}: {ours['why']}", fix=ours["fix"], output=outcome.tail)
-    said = said or next(iter(failures), None) or next((one for one in outcome.ends if one["code"]), {})
+    if said is None and failures and (ended := next((one for one in outcome.ends if one.content["code"]), None)):
+        what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"
+        fix = "see why this rank alone comes to this line"
+        return Failure(what, key=SCRIPT, fix=fix, line=ended.content["line"], output=outcome.tail)
+    said = said or next(iter(failures), None) or next((one.content for one in outcome.ends if one.content["code"]), {})
     return of_message(str(said.get("error", "")), str(said.get("line", "")), outcome)
 
 
 def of_no_training(outcome: Outcome) -> Failure:
     """Why a script came to its end without a model."""
-    line = next((str(one["line"]) for one in outcome.ends if one["line"]), "")
+    line = next((str(one.content["line"]) for one in outcome.ends if one.content["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
     return Failure(what, key=SCRIPT, line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
 
@@ -178,5 +182,8 @@ def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
     lines: Mapping[str, str] = {collective: line for line, collective, _ in hang.waits.values() if line}
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
     fix = ABSENT if "" in lines else HANGING
-    what = f"the ranks wait for each other: {hang}" if hang.waits else "the launch took too long and was ended"
+    if not hang.waits:
+        what, fix = "the launch took too long and was ended", "fewer steps or a smaller model, or more of --timeout"
+        return Failure(what, key="--timeout", fix=fix, output=outcome.tail)
+    what = f"the ranks wait for each other: {hang}"
     return Failure(what, key=SCRIPT, fix=fix, line=line, output=hang.stacks or outcome.tail)

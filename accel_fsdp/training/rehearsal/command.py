@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from accel_fsdp import console, shipped
-from accel_fsdp.config import SCRIPT, read_config, script_arguments
+from accel_fsdp.config import SCRIPT, JobConfig, read_config, script_arguments
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.linter import LintOptions, lint, parse_command_line
 from accel_fsdp.training.rehearsal import forecast, janitor, prepare, warm
@@ -16,7 +17,8 @@ from accel_fsdp.training.rehearsal.flags import RehearseCommand
 from accel_fsdp.training.rehearsal.job import Rehearsed
 from accel_fsdp.training.rehearsal.own_script import OwnRehearsal
 from accel_fsdp.training.rehearsal.report import Proof, Report, Step, conclude, left_out, show
-from accel_fsdp.training.rehearsal.scaled import ScaledJob, scale
+from accel_fsdp.training.rehearsal.scaled import PROCESSES, scale
+from accel_fsdp.training.rehearsal.small_run import with_defaults
 from accel_fsdp.training.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
 
@@ -33,6 +35,14 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
     """
     require("rehearsing", "torch", "accelerate", "transformers")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
+    if options.processes is not None and options.processes < PROCESSES:
+        raise UsageError(
+            f"--processes {options.processes}",
+            why=f"nothing is sharded over fewer than {PROCESSES}",
+            fix=f"accel-fsdp rehearse FILE --processes {PROCESSES}",
+        )
+    if options.timeout < 1:
+        raise UsageError(f"--timeout {options.timeout}", why="no launch ends in that time", fix="--timeout 600")
     if options.script is not None and not options.script.is_file():
         raise UsageError(
             f"script {options.script} does not exist",
@@ -40,12 +50,12 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
             fix="accel-fsdp rehearse FILE --script SCRIPT, with the path of a training script",
         )
     job = read_config(options.file)[0]
-    scaled = scale(job, options.processes)
-    words = words or (() if options.script else script_arguments(options.file.read_text(encoding="utf-8")))
+    if options.script is None:
+        words = with_defaults(words, script_arguments(options.file.read_text(encoding="utf-8")))
     model = prepare.model_of(options.model, words)
-    report = Report(str(options.file), list(scaled.changes), left_out=list(left_out(job)))
+    report = Report(str(options.file), left_out=list(left_out(job)))
     with janitor.folder() as folder:
-        for name, action in _steps(options, words, model, scaled, report, folder):
+        for name, action in _steps(options, words, model, job, report, folder):
             step = _taken(name, action)
             report.steps.append(step)
             if not options.json:
@@ -65,7 +75,7 @@ def _steps(
     options: RehearseCommand,
     words: tuple[str, ...],
     model: str | None,
-    scaled: ScaledJob,
+    job: JobConfig,
     report: Report,
     folder: Path,
 ) -> Iterator[tuple[str, Action]]:
@@ -80,6 +90,8 @@ def _steps(
     if not launcher.cold:
         warm.start_server(folder)
     yield "check", lambda: _check(options.file, options.model, script, words, folder)
+    scaled = scale(job, options.processes)
+    report.changes += scaled.changes
     if options.script is not None:
         yield from OwnRehearsal(launcher, scaled, words).steps()
         return
@@ -97,8 +109,10 @@ def _steps(
     report.of_real_model += prepared.model.not_shown
     report.of_real_model += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
     small = prepared.model
-    job = prepared.scaled
-    yield from SftRehearsal(launcher, job, prepared.run, small.folder, prepared.rows, small.layer_classes).steps()
+    run = prepared.run
+    yield from SftRehearsal(
+        launcher, prepared.scaled, run, small.folder, prepared.rows, small.layer_classes, words
+    ).steps()
 
 
 def _check(file: Path, model: str | None, script: Path, words: tuple[str, ...], folder: Path) -> str:
@@ -110,9 +124,14 @@ def _check(file: Path, model: str | None, script: Path, words: tuple[str, ...], 
     if errors:
         first, *others = errors
         more = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
-        raise Failure(f"{first.code}: {first.what}; {first.why}{more}", key=first.key, fix=first.fix)
+        raise Failure(f"{first.code}: {first.what.rstrip('.')}; {first.why}{more}", key=first.key, fix=first.fix)
     warnings = sum(one.severity == "warning" for one in found)
-    return f"no errors, {counted(warnings, 'warning')}: accel-fsdp check {file}" if warnings else "no errors"
+    again = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *_own(script), str(file)])
+    return f"no errors, {counted(warnings, 'warning')}: {again}" if warnings else "no errors"
+
+
+def _own(script: Path) -> list[str]:
+    return [] if script == shipped.source() / SCRIPT else ["--script", str(script)]
 
 
 def _taken(name: str, action: Action) -> Step:

@@ -26,7 +26,9 @@ class RehearseCommand:
     ] = None
     script: Annotated[
         Optional[Path],
-        tyro.conf.arg(metavar="FILE", help="A training script of your own.", help_behavior_hint="(default: sft.py)"),
+        tyro.conf.arg(
+            metavar="FILE", help="A training script of your own.", help_behavior_hint="(default: train/sft.py)"
+        ),
     ] = None
     timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS", help="How long a launch may take.")] = 600
     json: Annotated[bool, tyro.conf.arg(help="The report as JSON.")] = False

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import psutil
 import yaml
@@ -69,9 +69,9 @@ class Outcome:
         return [event for event in self.events if event.kind == "failed"]
 
     @property
-    def ends(self) -> list[dict[str, Any]]:
+    def ends(self) -> list[Event]:
         """How scripts ended by themselves, the first one first."""
-        return [event.content for event in self.events if event.kind == "ended"]
+        return [event for event in self.events if event.kind == "ended"]
 
     @property
     def losses(self) -> list[float]:

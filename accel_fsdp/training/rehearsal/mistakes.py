@@ -40,7 +40,8 @@ def _another_optimizer(events: Sequence[Event], held: dict[int, Holding]) -> Ite
 def _same_rows(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
     """A dataloader that was not prepared gives each rank the same rows."""
     rows = [event.content["hashes"] for event in _of("rows", events)]
-    if len(rows) > 1 and rows[0] and all(one == rows[0] for one in rows):
+    prepared = _of("prepared-rows", events)  # then rows that are alike are so in the data
+    if not prepared and len(rows) > 1 and rows[0] and all(one == rows[0] for one in rows):
         yield Failure(
             f"all {len(rows)} ranks train on the same rows",
             SCRIPT,
@@ -103,10 +104,14 @@ def _clipped_by_torch(events: Sequence[Event], held: dict[int, Holding]) -> Iter
 def _forgotten_rng(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
     """Dropout draws another mask when a layer runs again: the gradients are of another pass."""
     for event in _of("forgot-rng", events)[:1]:
+        of_yaml = event.content["by_wrapper"]
         yield Failure(
             "activation checkpointing runs layers again with other random numbers: dropout differs in backward",
-            "preserve_rng_state",
-            "leave preserve_rng_state true",
+            "fsdp_activation_checkpointing" if of_yaml else "preserve_rng_state",
+            "fsdp_activation_checkpointing: false, and model.gradient_checkpointing_enable(), which keeps them; "
+            "or no dropout"
+            if of_yaml
+            else "leave preserve_rng_state true",
             event.content["line"],
         )
 

@@ -76,7 +76,7 @@ def _from_hub(launcher: Rehearsed, dataset: str, config_name: str | None, split:
     try:
         load.check_name(dataset)
     except UserError:
-        return f"{dataset} isn't on this machine"
+        return f"{dataset} isn't here: {Path(dataset).absolute()}"
     why = hub_rows.fetch(launcher, dataset, config_name, split, folder)
     return why and f"{dataset} can't be read: {why}"
 

@@ -86,13 +86,13 @@ def with_source(line: str) -> str:
 def conclude(report: Report) -> None:
     """What was proven, in which size, and what is left for GPUs to show."""
     if report.changes:
-        console.put(f"in small: {', '.join(report.changes)}", wrap=True)
+        console.put(f"in small: {'; '.join(report.changes)}", wrap=True)
     if not report.passed:
         return
     console.put(f"proven here: {', '.join(step.name for step in report.steps)}", style="green", wrap=True)
-    console.put(f"only a GPU can show: {', '.join(report.left_out)}", wrap=True)
+    console.put(f"only a GPU can show: {'; '.join(report.left_out)}", wrap=True)
     if report.of_real_model:
-        console.put(f"only the real model can show: {', '.join(report.of_real_model)}", wrap=True)
+        console.put(f"only the real model can show: {'; '.join(report.of_real_model)}", wrap=True)
     if report.forecast:
         console.put(report.forecast, wrap=True)
 

@@ -36,22 +36,25 @@ def _flaw(folder: Path, weights: int) -> str:
         found = discover.look(folder)
         if found is None:
             return "without weights"
-        held = _elements(found)
+        held, is_adapter = _elements(found)
     except UserError as error:
         return f"unreadable: {error.what}"
     if held == 0:
         return "with 0 tensors"
-    if found.kind != "adapter" and held < weights:
+    if not is_adapter and held < weights:
         return f"with {held:,} of {weights:,} weights"
     return ""
 
 
-def _elements(found: discover.CheckpointLocation) -> int:
+def _elements(found: discover.CheckpointLocation) -> tuple[int, bool]:
+    """How many weights it has, and whether they are those of an adapter, which goes without its base."""
     if found.kind in discover.EXPORTED:
-        return sum(prod(one.shape) for one in open_checkpoint.of_place(found.weights).values())
+        held = sum(prod(one.shape) for one in open_checkpoint.of_place(found.weights).values())
+        return held, found.kind == "adapter"
     reader = FileReader()
     try:
         content = open_checkpoint.read(found, reader)
     finally:
         reader.close()
-    return sum(prod(one.shape) for part in (content.tensors, content.adapter) for one in part.values())
+    held = sum(prod(one.shape) for part in (content.tensors, content.adapter) for one in part.values())
+    return held, bool(content.adapter)

@@ -44,7 +44,7 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     hybrid = int(mesh.get(REPLICAS, 1) or 1) > 1 and int(mesh.get(SHARDS, 1) or 1) > 1
     nodes = 2 if job.engine is Engine.FSDP1 and job.strategy in HYBRID else 1
     least = 4 if hybrid or nodes > 1 else 2
-    ranks = processes or max(PROCESSES, least)
+    ranks = max(PROCESSES, least) if processes is None else processes
     if ranks < least or ranks % (least // 2):
         raise UsageError(
             f"--processes {ranks}",

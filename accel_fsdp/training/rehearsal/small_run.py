@@ -40,6 +40,9 @@ WHOLE = columns.ALIASES["messages"]
 """The columns that are trained as a whole without those."""
 OF_GPUS = ("attn_implementation", "use_liger_kernel", "torch_compile", "torch_compile_backend", "tf32")
 """What only GPUs have; a rehearsal runs without."""
+OF_THE_PLACE = ("resume_from_checkpoint", "report_to", "accelerate_config", "hub_token")
+"""What asks for things that are where the real job runs."""
+PLACES = ("model_name_or_path", "dataset_name", "output_dir")
 OF_PRECISION = ("bf16", "fp16", "dtype", "export_dtype", "bf16_full_eval", "neftune_noise_alpha", "lora_dropout")
 """What rounds or draws at random."""
 
@@ -87,6 +90,22 @@ class SmallRun:
         return [*plain, *more, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
+def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:
+    """The words, and before them those flags of `defaults` that they don't give."""
+    kept, _ = _without(defaults, set(parse_command_line(list(words))))
+    return (*kept, *words)
+
+
+def readable(words: Sequence[str]) -> tuple[str, ...]:
+    """What `train/sft.py` can read on this machine of the real job's words."""
+    return _without(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
+
+
+def replaced(words: Sequence[str]) -> list[str]:
+    """The user's flags that a rehearsal leaves out or sets itself; places and sizes are said elsewhere."""
+    return sorted(f"--{name}" for name in set(parse_command_line(list(words))) & {*SET, *DROPPED})
+
+
 def small_run(words: Sequence[str], made: Rows) -> SmallRun:
     """What becomes of the user's arguments, for these rows.
 
@@ -97,7 +116,7 @@ def small_run(words: Sequence[str], made: Rows) -> SmallRun:
     own = made.origin == "cut"
     whole = bool(made.columns & {*WHOLE, str(given.get("dataset_text_field", "text"))})
     answers = not whole or given.get("truncation_mode") == "drop" or any(name in given for name in OF_ANSWERS)
-    ours = {*SET, *sizes, "model_name_or_path", "dataset_name", "output_dir"}
+    ours = {*SET, *sizes, *PLACES}
     ours |= {"truncation_mode"} if own and answers else set()
     kept, left = _without(words, {*ours, *DROPPED, *OF_GPUS, *(() if own else OF_OWN_ROWS)})
     return SmallRun(

@@ -9,23 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.checkpoints import completeness, file_names
-from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.config import SCRIPT, Engine, JobConfig
 from accel_fsdp.training.rehearsal import mistakes, verdict
 from accel_fsdp.training.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.training.rehearsal.scaled import ScaledJob, without_mesh
-from accel_fsdp.training.rehearsal.small_run import SAVED, STEPS, SmallRun
+from accel_fsdp.training.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
 from accel_fsdp.units import counted
 
 EXACT = 1e-4
 """How far losses in float32 may be apart, relative to them: the order of sums differs."""
+READS = "accel_fsdp.training.rehearsal.read_arguments"
 ROUNDED = 2e-2
 """The same in 16 bits, where each layer rounds to 3 digits."""
 
 
 @dataclass(frozen=True)
 class SftRehearsal:
-    """What its steps go by. `model` and `rows` are the small ones; `classes` the layer classes of that model."""
+    """What its steps go by. `model` and `rows` are the small ones; `classes` the layer classes of that model,
+    `given` the user's own words."""
 
     launcher: Rehearsed
     scaled: ScaledJob
@@ -33,9 +35,11 @@ class SftRehearsal:
     model: Path
     rows: Path
     classes: tuple[str, ...]
+    given: tuple[str, ...]
 
     def steps(self) -> Iterator[tuple[str, Any]]:
         """Their names, and what does them: a function that returns what it proved, or raises `Failure`."""
+        yield "read the arguments", self.read_arguments
         if self.precision != "no":
             yield f"train in {self.precision}", self.train_as_written
         yield "train and save", self.train_and_save
@@ -67,6 +71,16 @@ class SftRehearsal:
     def tolerance(self) -> float:
         """How far losses may be apart."""
         return ROUNDED if self.run.quantized and self.precision != "no" else EXACT
+
+    def read_arguments(self) -> str:
+        """All that the user gave, as the real job would read it; after that a rehearsal sets some itself."""
+        places = (word for name, value in self._places("read").items() for word in (f"--{name}", value))
+        words = [*readable(self.given), *places]
+        outcome = self.launcher.python("read", ["-m", READS, *words], ACCELERATE_MIXED_PRECISION=self.precision)
+        if outcome.code:
+            raise of_outcome(outcome)
+        left = replaced(self.given)
+        return f"{SCRIPT} takes them" + (f"; set or left out here: {', '.join(left)}" if left else "")
 
     def train_as_written(self) -> str:
         """Two steps in the YAML's own precision."""
@@ -136,13 +150,11 @@ class SftRehearsal:
     def _output(self, name: str) -> Path:
         return self.launcher.folder / "runs" / name
 
+    def _places(self, name: str) -> dict[str, str]:
+        return dict(zip(PLACES, map(str, (self.model, self.rows, self._output(name))), strict=True))
+
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
-        places = {
-            "model_name_or_path": str(self.model),
-            "dataset_name": str(self.rows),
-            "output_dir": str(self._output(name)),
-        }
-        words = self.run.words(places, ranks, self.scaled.processes, **more)
+        words = self.run.words(self._places(name), ranks, self.scaled.processes, **more)
         return self.run.exact(words) if exact else words
 
     def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:

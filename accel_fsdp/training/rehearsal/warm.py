@@ -45,6 +45,7 @@ def _become(words: list[str], environment: dict[str, str], log: str) -> None:
 
     np.random.seed()
     sys.argv = words[1:]
+    multiprocessing.set_start_method(None, force=True)  # Python's own; locks of a forked server's have names that stay
     code = 1
     try:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -1,0 +1,20 @@
+"""`python -m accel_fsdp.training.rehearsal.read_arguments WORDS` reads them as `train/sft.py` does: no more."""
+
+import sys
+
+from accel_fsdp import cpu
+from accel_fsdp.config import SCRIPT
+from accel_fsdp.errors import guard
+
+
+def main() -> None:
+    """Ends with the error of the real job, if it has one."""
+    from accel_fsdp.training import arguments
+
+    cpu.begin_rank()
+    sys.argv[0] = SCRIPT
+    arguments.parse()
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
