@@ -151,7 +151,7 @@ def _no_step(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Fail
     told = [event.content for event in _of("trained", events)]
     if any(one.engine.startswith(Engine.DEEPSPEED.value) for one in held.values()):  # which steps by itself
         return
-    if _all_ended(events) and all(one["kept"] and one["optimizers"] and one["backwards"] for one in told):
+    if told and _all_ended(events) and all(one["kept"] and one["optimizers"] and one["backwards"] for one in told):
         backwards = counted(told[0]["backwards"], "backward pass", "backward passes")
         yield Failure(
             f"no weight was ever updated: {backwards}, and no step of an optimizer",

@@ -1,7 +1,6 @@
 """`accel-fsdp launch --cpu`: a job as it is, on CPU processes, and afterwards what each of its ranks held."""
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 
 from accel_fsdp import console
@@ -19,7 +18,6 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     """
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
-        tempfile.tempdir = str(folder)  # where torch's launcher makes a folder for logs that Ctrl-C would leave
         code = launch()
         events = ranks.read(folder)
     holdings = ranks.holdings(events)
