@@ -179,8 +179,9 @@ def _parsed(path: Path, text: str) -> ScriptFacts:
         return ScriptFacts(path.name, ast.parse(text))
     except (SyntaxError, ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or error
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UsageError(
-            f"cannot read {path}: {reason}", why="the script can't be checked", fix="give a Python file"
+            f"cannot read {path}{line}: {reason}", why="the script can't be checked", fix="give a Python file"
         ) from error
 
 
