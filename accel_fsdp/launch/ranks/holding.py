@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 FLAT = "torch.distributed.fsdp._flat_param:FlatParameter"
-GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 RELIES_ON = (
     Internal(f"{FLAT}._unpadded_unsharded_size"),
     Internal(f"{FLAT}._param_infos"),
@@ -189,7 +188,7 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
 
 def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, set[int]]]:
     """A module may have several groups, one for each mesh, and several modules one; `seen` are those that were told."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _groups(module._get_fsdp_state()):
         if id(group) in seen:
             continue
         seen.add(id(group))
@@ -208,6 +207,13 @@ def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, se
             reshards=group.post_forward_mesh_info is not None,
         )
         yield unit, set(owned)
+
+
+def _groups(state: Any) -> list[Any]:
+    """Of a module: torch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _part(whole: int, ranks: int) -> int:
