@@ -103,7 +103,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "use_orig_params: false with frozen layers": (
         "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",
     ),
-    "optimizer of other weights": ("optimizer of other weights", FSDP1, "the script", ""),
+    "optimizer of other weights": ("optimizer of other weights", FSDP1, "the script", "AdamW([nn.Parameter("),
     "clipping by torch's function under FSDP1": ("torch clips", FSDP1, "the script", "torch.nn.utils.clip_grad_norm_"),
     "tied weights in different units": (
         "tied", FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,Embedding"},
@@ -120,15 +120,15 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "dropout", FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing", "labels=batch",
     ),
     "a rank that ends itself": ("exits", FSDP1, "the script", "sys.exit(3)"),
-    "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", ""),
+    "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", "labels=batch"),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
     "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss"),
     "another seed on each rank": (
-        "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "",
+        "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "optimizer, loader)",
     ),
     "another seed on each rank, under FSDP1": (
-        "other seeds", FSDP1 | {"fsdp_sync_module_states": False}, "the script", "",
+        "other seeds", FSDP1 | {"fsdp_sync_module_states": False}, "the script", "optimizer, loader)",
     ),
     "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
     "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
@@ -192,7 +192,7 @@ def test_the_last_lines_of_a_script_are_few_and_short() -> None:
 
 
 def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
-    rows = ("rows", {"hashes": [7]})
+    rows = ("rows", {"hashes": [7], "line": ""})
     assert said_of(rows) == ["all 2 ranks train on the same rows"]
     prepared = [Event(0, 0.0, "prepared-rows", {}), *(Event(rank, 1.0, *rows) for rank in (0, 1))]
     assert not list(mistakes.found(prepared))
@@ -237,7 +237,7 @@ def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
 def begun(total: float | None, ranks: tuple[int, ...] = (0, 1)) -> tuple[str, dict[str, Any]]:
     """What a rank told of the one weight that it began with."""
     sums = None if total is None else [total, 1.0]
-    return "begun", {"units": [{"ranks": list(ranks), "weights": [["lm_head.weight", sums]]}]}
+    return "begun", {"units": [{"ranks": list(ranks), "weights": [["lm_head.weight", sums]]}], "line": ""}
 
 
 def test_weights_that_are_loaded_later_may_begin_apart() -> None:

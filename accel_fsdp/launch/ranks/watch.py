@@ -167,6 +167,7 @@ class _Steps:
         self.rows: list[int] = []
         self.units: list[int] = []
         self.awaits_rows = False
+        self.rows_line = ""
         self.saves = Saves()
         self.weights = Weights()
 
@@ -194,6 +195,7 @@ class _Steps:
         self.depth += 1
         if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # Transformers: what its embedding is given
             self.awaits_rows = False
+            self.rows_line = self.rows_line or script.line_of_stack(sys._getframe())
             self.rows.append(zlib.crc32(args[0].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
     def _leave(self, *_: Any) -> None:
@@ -237,11 +239,12 @@ class _Steps:
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for model, own in self._trained_by(trained):
             name = type(unwrapped(model)).__name__
-            events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own))
+            line = self.weights.made_at.get(id(optimizer), "")
+            events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own), line=line)
             _tell_holding("stepped", model)
             names = {id(module): user_name(path) for path, module in model.named_modules()}
             events.tell("units", names=[names[unit] for unit in self.units if unit in names])
-        events.tell("rows", hashes=self.rows)
+        events.tell("rows", hashes=self.rows, line=self.rows_line)
         self.models.clear()
 
     def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:

@@ -49,7 +49,8 @@ class Weights:
         self.optimizers = self.backwards = self.steps = self.sharded_steps = 0
         self.first = 0
         self.has_told = False
-        self.backward_line = ""
+        self.backward_line = self.sharded_at = ""
+        self.made_at: dict[int, str] = {}
 
     def install(self) -> None:
         """Looks at each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
@@ -61,6 +62,7 @@ class Weights:
         def made(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             self.optimizers += 1
+            self.made_at[id(args[0])] = script.line_of_stack(sys._getframe())
 
         Optimizer.__init__ = made  # type: ignore[method-assign]
         if not any(map(library_internals.flaw, RELIES_ON)):
@@ -77,6 +79,7 @@ class Weights:
             whole = _sums_of_flat(handle.flat_param)
             original(handle)  # type: ignore[no-untyped-call]
             if whole:
+                self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
                 self.begun.append(_Begun(weakref.ref(handle), whole, checksum(_part(handle))))
 
         FlatParamHandle.shard = shard  # type: ignore[method-assign]
@@ -91,6 +94,7 @@ class Weights:
             whole = [_sums(param)] if _is_plain(param) else []
             original(one, param, *args, **kwargs)
             if whole:
+                self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
                 self.begun.append(_Begun(weakref.ref(one), whole, checksum(_part(one))))
 
         FSDPParam._init_sharded_param = init  # type: ignore[method-assign, assignment]
@@ -146,7 +150,7 @@ class Weights:
             weights = [[name, whole if same else None] for name, whole in zip(of, begun.whole, strict=False)]
             found.append({"ranks": _ranks(one), "weights": weights})
         if found:
-            events.tell("begun", units=found)
+            events.tell("begun", units=found, line=self.sharded_at)
         self.begun = [one for one in self.begun if hasattr(one.of(), "flat_param")]
 
 

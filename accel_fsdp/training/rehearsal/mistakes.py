@@ -34,18 +34,21 @@ def _another_optimizer(events: Sequence[Event], held: dict[int, Holding]) -> Ite
                 what,
                 SCRIPT,
                 "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
+                event.content["line"],
             )
 
 
 def _same_rows(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
     """A dataloader that was not prepared gives each rank the same rows."""
-    rows = [event.content["hashes"] for event in _of("rows", events)]
+    told = _of("rows", events)
+    rows = [event.content["hashes"] for event in told]
     prepared = _of("prepared-rows", events)  # then rows that are alike are so in the data
     if not prepared and len(rows) > 1 and rows[0] and all(one == rows[0] for one in rows):
         yield Failure(
             f"all {len(rows)} ranks train on the same rows",
             SCRIPT,
             "accelerator.prepare(dataloader), or a DistributedSampler",
+            told[0].content["line"],
         )
 
 
@@ -122,6 +125,7 @@ def _begun_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[
     DDP, FSDP1's `sync_module_states` and Accelerate's loading on rank 0 send that of rank 0 to all before.
     """
     told = {event.rank: event.content["units"] for event in _of("begun", events)}
+    lines = {event.rank: str(event.content["line"]) for event in _of("begun", events)}
     for rank, units in sorted(told.items()):
         for number, unit in enumerate(units):
             first = min(unit["ranks"])
@@ -134,6 +138,7 @@ def _begun_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[
                     SCRIPT,
                     "the same seed on all ranks before the model is made: accelerate.utils.set_seed(0); or let rank 0 "
                     "send its weights, in FSDP1 by fsdp_sync_module_states, in FSDP2 by fsdp_cpu_ram_efficient_loading",
+                    lines.get(rank, ""),
                 )
                 return
 
