@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_fsdp.exporter import ExportCommand
     from accel_fsdp.init_command import InitCommand
     from accel_fsdp.launch import LaunchCommand
+    from accel_fsdp.launch.doctor import DoctorCommand
     from accel_fsdp.launch.script import ScriptCommand
     from accel_fsdp.linter import CheckCommand
     from accel_fsdp.migration import MigrateCommand
@@ -230,6 +231,12 @@ def _script(options: "ScriptCommand", script_args: tuple[str, ...]) -> int:
     return script.write(options, script_args)
 
 
+def _doctor(options: "DoctorCommand", _: tuple[str, ...]) -> int:
+    from accel_fsdp.launch import doctor
+
+    return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
+
+
 def _rehearse(options: "RehearseCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp.training import rehearsal
 
@@ -303,5 +310,10 @@ COMMANDS = {
         "Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten.",
         "accel_fsdp.init_command:InitCommand",
         _init,
+    ),
+    "doctor": Command(
+        "Look at this machine, and at what lies between machines and ranks; say what is wrong and what to type.",
+        "accel_fsdp.launch.doctor:DoctorCommand",
+        _doctor,
     ),
 }

@@ -58,6 +58,31 @@ class LaunchEnvironment:
         return int(self.variables.get("LOCAL_WORLD_SIZE", self.world_size))
 
     @property
+    def machine_rank(self) -> int:
+        """Of this machine, from 0."""
+        return int(self.variables.get("GROUP_RANK", "0"))
+
+    @property
+    def machines(self) -> int:
+        """Those of the job."""
+        return int(self.variables.get("GROUP_WORLD_SIZE", "1"))
+
+    @property
+    def main_address(self) -> str:
+        """Where ranks meet."""
+        return self.variables.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """The port there."""
+        return int(self.variables.get("MASTER_PORT", "0"))
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the launcher holds the store at which ranks meet, so that no rank has to."""
+        return self._is_on("TORCHELASTIC_USE_AGENT_STORE")
+
+    @property
     def error_file(self) -> str:
         """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
         return self.variables.get("TORCHELASTIC_ERROR_FILE", "")

@@ -1,6 +1,6 @@
 """Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
 
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def counted(count: int, one: str, several: str = "") -> str:
@@ -26,6 +26,11 @@ def gib_of(used: float, has: float) -> str:
 def gb_or_mb(count: int) -> str:
     """Bytes of files as `1.24 GB` or `3.50 MB`."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def kib_or_mib(count: int) -> str:
+    """A whole number of them, as `4 KiB` or `16 MiB`."""
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
 
 
 def about_gib(count: float) -> str:

@@ -9,18 +9,10 @@ import tyro
 FOUND = "(default: what SLURM, Kubernetes, SkyPilot or dstack say, else the YAML)"
 
 
-@dataclass(frozen=True)
-class LaunchCommand:
-    """Those before the script; what follows it is the script's."""
+@dataclass(frozen=True, kw_only=True)
+class PlaceFlags:
+    """Which machine of how many this is, where nothing else says it."""
 
-    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
-    script: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(metavar="SCRIPT", help="The training script, for example train/sft.py."),
-    ]
-    dry_run: Annotated[
-        bool, tyro.conf.arg(help="Print the command and the environment of the ranks; start nothing.")
-    ] = False
     num_machines: Annotated[
         Optional[int],
         tyro.conf.arg(metavar="N", help="How many machines take part.", help_behavior_hint=FOUND),
@@ -41,6 +33,20 @@ class LaunchCommand:
         Optional[int],
         tyro.conf.arg(metavar="PORT", help="Port of machine 0 at which all meet.", help_behavior_hint=FOUND),
     ] = None
+
+
+@dataclass(frozen=True)
+class LaunchCommand(PlaceFlags):
+    """Those before the script; what follows it is the script's."""
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
+    script: Annotated[
+        tyro.conf.Positional[Path],
+        tyro.conf.arg(metavar="SCRIPT", help="The training script, for example train/sft.py."),
+    ]
+    dry_run: Annotated[
+        bool, tyro.conf.arg(help="Print the command and the environment of the ranks; start nothing.")
+    ] = False
     cpu: Annotated[
         bool,
         tyro.conf.arg(help="Run any script on CPU processes (gloo), then show what each rank held."),

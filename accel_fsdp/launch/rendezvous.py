@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from ipaddress import ip_address
 
@@ -10,17 +11,26 @@ from accel_fsdp.errors import UserError
 
 WAIT = "the machines would wait for each other until a timeout"
 FIX_ADDRESS = "main_process_ip: an address of machine 0 that the others reach; hostname -I shows those of a machine"
+ANSWER_SECONDS, AGAIN_SECONDS = 3.0, 0.2
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check(address: str, port: int, rank: int) -> None:
+    """Looks from this machine at what the launch of a job needs.
+
+    Raises:
+        UserError: there is no such network interface as a variable names; and as `check_place`.
+    """
+    check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
+    check_place(address, port, rank)
+
+
+def check_place(address: str, port: int, rank: int) -> None:
     """Looks from this machine at the place where all of them meet, that of machine 0.
 
     Raises:
-        UserError: its name can't be resolved, or is this machine's own for all; its port is taken; there is no such
-            network interface as a variable names.
+        UserError: its name can't be resolved, or is this machine's own for all; its port is taken.
     """
-    _check_interfaces(os.environ)
     own = _resolved(address)
     if all(ip_address(one).is_loopback for one in own):
         raise UserError(
@@ -34,6 +44,20 @@ def check(address: str, port: int, rank: int) -> None:
             why="the machines of the job can't meet there",
             fix=f"another one on all machines: accel-fsdp launch --main-process-port {_free_port()} FILE SCRIPT",
         )
+
+
+def wait_for(address: str, port: int, seconds: float) -> str:
+    """Waits until somebody listens there; returns why nobody was reached, empty if somebody was."""
+    deadline, last = time.monotonic() + seconds, ""
+    while True:
+        try:
+            with closing(socket.create_connection((address, port), timeout=ANSWER_SECONDS)):
+                return ""
+        except OSError as error:
+            last = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            return last
+        time.sleep(AGAIN_SECONDS)
 
 
 def own_address(towards: str) -> str:
@@ -78,18 +102,38 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_interfaces(variables: Mapping[str, str]) -> None:
-    there = [name for _, name in socket.if_nameindex()]
+def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:
+    """Holds what variables name against the network interfaces that are there.
+
+    Raises:
+        UserError: one isn't.
+    """
     for variable in INTERFACES:
         for wanted in _wanted(variable, variables.get(variable, "")):
-            begins = variable.startswith("NCCL") and not wanted.startswith("=")  # NCCL takes all that begin so
-            name = wanted.removeprefix("=")
-            if not any(one.startswith(name) if begins else one == name for one in there):
+            if not _named_by(variable, wanted, there):
                 raise UserError(
-                    f"{variable}={variables[variable]}: this machine has no interface {name}",
+                    f"{variable}={variables[variable]}: this machine has no interface {wanted.removeprefix('=')}",
                     why=f"it has {', '.join(there)}",
                     fix=f"unset {variable}, or name an interface that each machine has",
                 )
+
+
+def chosen_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> dict[str, list[str]]:
+    """Of each variable that names interfaces, those that are there."""
+    chosen = {
+        variable: [
+            name for wanted in _wanted(variable, variables[variable]) for name in _named_by(variable, wanted, there)
+        ]
+        for variable in INTERFACES
+        if variable in variables
+    }
+    return {variable: names for variable, names in chosen.items() if names}
+
+
+def _named_by(variable: str, wanted: str, there: Sequence[str]) -> list[str]:
+    begins = variable.startswith("NCCL") and not wanted.startswith("=")  # NCCL takes all that begin so
+    name = wanted.removeprefix("=")
+    return [one for one in there if (one.startswith(name) if begins else one == name)]
 
 
 def _wanted(variable: str, value: str) -> list[str]:

@@ -41,14 +41,14 @@ class Host:
         while not (children := psutil.Process(self._unshare.pid).children()) or children[0].name() != "sleep":
             time.sleep(0.01)
         self.first = children[0]
-        self._before = ("nsenter", "--target", str(self.first.pid), "--net", *NAMESPACES)
+        self.before = ("nsenter", "--target", str(self.first.pid), "--net", *NAMESPACES)
 
     def start(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
         """Starts Python with these words there, with the libraries imported already."""
-        warm = warm_python(*self._before)
+        warm = warm_python(*self.before)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **warm, **environment}
         return subprocess.Popen(
-            [*self._before, warm["PYTHON_EXEC"], *map(str, words)],
+            [*self.before, warm["PYTHON_EXEC"], *map(str, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,209 @@
+"""What is right and wrong between machines, from what each told and what was measured."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accel_fsdp.launch.doctor import known_errors
+from accel_fsdp.launch.doctor.facts import Facts
+from accel_fsdp.launch.doctor.meeting import Found
+from accel_fsdp.launch.doctor.probing import PairResult
+from accel_fsdp.launch.doctor.rows import Row
+from accel_fsdp.units import counted
+
+CLOCK_SECONDS = 1.0
+SLOW = 0.5
+"""The part of the others' bandwidth below which a machine is slow; on a busy network less than that varies."""
+SLOW_LINK = 125e6 / 2
+"""Bytes per second of half a link of 1 Gbit/s: too slow to train over, whatever the other pairs have."""
+PER_MACHINE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PET_NODE_RANK", "CUDA_VISIBLE_DEVICES")
+"""Variables that may differ between machines."""
+
+
+def judge(found: Found) -> list[Row]:
+    """All rows."""
+    checks: tuple[Callable[[Found], Iterator[Row]], ...] = (
+        _missing,
+        _told_differently,
+        _versions,
+        _hardware,
+        _variables,
+        _clocks,
+        _folder,
+        _pairs,
+        _collectives,
+    )
+    return [row for check in checks for row in check(found)]
+
+
+def _missing(found: Found) -> Iterator[Row]:
+    for machine in found.missing:
+        what = f"machine {machine} didn't come"
+        why = "nothing was started there, it ended, it can't reach machine 0, or it was told another number"
+        fix = f"accel-fsdp doctor there; its --machine-rank must be {machine}, and the port of machine 0 be open"
+        yield Row("machines", "error", what, why, fix)
+    if not found.missing and len(found.facts) > 1:
+        yield Row("machines", "ok", ", ".join(f"{number} is {facts.name}" for number, facts in found.facts.items()))
+
+
+def _values(found: Found, read: Callable[[Facts], Any]) -> dict[str, list[int]]:
+    """The machines that tell each value."""
+    values: dict[str, list[int]] = {}
+    for number, facts in found.facts.items():
+        values.setdefault(str(read(facts)), []).append(number)
+    return values
+
+
+def _in_words(values: dict[str, list[int]]) -> str:
+    return "; ".join(
+        f"{value or 'none'} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
+        for value, machines in values.items()
+    )
+
+
+def _told_differently(found: Found) -> Iterator[Row]:
+    for name in dict.fromkeys(name for facts in found.facts.values() for name in facts.asks_for):
+        values = _values(found, lambda facts, name=name: facts.asks_for.get(name))  # type: ignore[misc]
+        if len(values) > 1:
+            why = "some ranks would wait for others that never come"
+            yield Row("job", "error", f"{name}: {_in_words(values)}", why, "the same YAML and flags on all machines")
+
+
+def _versions(found: Found) -> Iterator[Row]:
+    names = dict.fromkeys(name for facts in found.facts.values() for name in facts.versions)
+    odd = False
+    for name in ("python", *names):
+        values = _values(found, lambda facts, name=name: facts.python if name == "python" else facts.versions.get(name))  # type: ignore[misc]
+        if len(values) > 1:
+            odd = True
+            what = f"{name}: {_in_words(values)}"
+            why = "ranks of different code hang, or disagree on what they send"
+            yield Row(
+                "versions", "error", what, why, "the same environment on all machines: a shared folder or an image"
+            )
+    if not odd and len(found.facts) > 1:
+        yield Row("versions", "ok", "the same on all machines")
+
+
+def _hardware(found: Found) -> Iterator[Row]:
+    if len(values := _values(found, lambda facts: _gpus(facts))) > 1:
+        counts = {len(facts.gpus) for facts in found.facts.values()}
+        why = "each machine starts as many ranks as the others" if len(counts) > 1 else "all wait for the slowest"
+        yield Row("GPUs", "error" if len(counts) > 1 else "warning", _in_words(values), why, "machines of one kind")
+
+
+def _gpus(facts: Facts) -> str:
+    return f"{len(facts.gpus)} x {facts.gpus[0]}" if facts.gpus else "no GPU"
+
+
+def _variables(found: Found) -> Iterator[Row]:
+    names = dict.fromkeys(name for facts in found.facts.values() for name in facts.variables)
+    for name in (name for name in names if name not in PER_MACHINE):
+        if len(values := _values(found, lambda facts, name=name: facts.variables.get(name, ""))) > 1:  # type: ignore[misc]
+            why = "what one machine's ranks do, the others' don't"
+            yield Row(
+                "variables", "warning", f"{name}: {_in_words(values)}", why, f"export {name} alike on all machines"
+            )
+
+
+def _clocks(found: Found) -> Iterator[Row]:
+    for number, ahead in found.clock_seconds.items():
+        if abs(ahead) > CLOCK_SECONDS:
+            what = f"machine {number} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} machine 0"
+            why = "logs can't be compared, and of several checkpoints the newest may be another"
+            yield Row("clocks", "warning", what, why, "timedatectl set-ntp true")
+
+
+def _folder(found: Found) -> Iterator[Row]:
+    if found.folder_unseen:
+        what = f"a file of machine 0 isn't seen by {', '.join(f'machine {number}' for number in found.folder_unseen)}"
+        why = "each machine's shards of a checkpoint would lie on its own disk, and no resume would find all"
+        yield Row(
+            "folder", "warning", what, why, "--output_dir, and --folder here, in a folder that all machines share"
+        )
+
+
+def _pairs(found: Found) -> Iterator[Row]:
+    failed = [pair for pair in found.pairs if pair.error]
+    for machine in _dead(found, failed):
+        errors = [pair.error for pair in failed if machine in (pair.one, pair.other)]
+        yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", errors[0])
+    dead = _dead(found, failed)
+    for pair in failed:
+        if not {pair.one, pair.other} & set(dead):
+            yield _unreachable(_name(pair), "they can't talk to each other", pair.error)
+    slow = _slow_machines(found)
+    yield from (_slow_machine(found, machine) for machine in slow)
+    for pair in found.pairs:
+        if not pair.error and not {pair.one, pair.other} & set(slow):
+            yield _measured(pair)
+
+
+def _dead(found: Found, failed: list[PairResult]) -> list[int]:
+    """Machines of three or more that reach nobody, while others do."""
+    if len(found.facts) < 3 or len(failed) == len(found.pairs):
+        return []
+    return [number for number in found.facts if all(p in failed for p in found.pairs if number in (p.one, p.other))]
+
+
+def _name(pair: PairResult) -> str:
+    return f"machines {pair.one} and {pair.other}"
+
+
+def _unreachable(subject: str, what: str, error: str) -> Row:
+    known = known_errors.find(error)
+    first = error.strip().splitlines()[0] if error.strip() else "no answer"
+    fix = (
+        known.fix if known else "a firewall between them? All ports above 1024 must be open among the machines of a job"
+    )
+    return Row(subject, "error", f"{what}: {first}", known.cause if known else "ranks on them would hang", fix)
+
+
+def _slow_machines(found: Found) -> list[int]:
+    """Machines of three or more whose best pair is far below the best pairs of the others."""
+    best: dict[int, float] = {}
+    for pair in found.pairs:
+        for machine in (pair.one, pair.other):
+            best[machine] = max(best.get(machine, 0.0), pair.bytes_per_second)
+    others = {number: statistics.median(best[one] for one in best if one != number) for number in best if len(best) > 2}
+    return [number for number, speed in others.items() if 0 < best[number] < SLOW * speed]
+
+
+def _slow_machine(found: Found, machine: int) -> Row:
+    speeds = {
+        machine in (p.one, p.other): p.bytes_per_second for p in sorted(found.pairs, key=lambda p: p.bytes_per_second)
+    }
+    what = f"{_rate(speeds[True])} to the others at best, which have {_rate(speeds.get(False, 0.0))} between them"
+    why = "all ranks wait for the slowest machine in each collective"
+    fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"
+    return Row(f"machine {machine}", "error", what, why, fix)
+
+
+def _measured(pair: PairResult) -> Row:
+    what = f"{_rate(pair.bytes_per_second)}, {pair.latency_seconds * 1e6:,.0f} us"
+    if pair.bytes_per_second >= SLOW_LINK:
+        return Row(_name(pair), "ok", what)
+    why = "a step sends the model's size several times: accel-fsdp plan says how long that takes"
+    return Row(_name(pair), "warning", what, why, "another interface: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME")
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:,.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:,.1f} MB/s"
+
+
+def _collectives(found: Found) -> Iterator[Row]:
+    if found.ranks < 2:
+        return
+    if found.missing or any(pair.error for pair in found.pairs):
+        yield Row("collectives", "unknown", "not tested, as not all machines came or talk to each other")
+        return
+    silent = [rank for rank, said in found.failed_ranks.items() if said.endswith("no answer")]
+    for rank, said in found.failed_ranks.items():
+        if silent and rank not in silent:
+            continue  # these failed because of the silent ones
+        known = known_errors.find(said)
+        why = known.cause if known else "a job would hang or stop there"
+        fix = known.fix if known else "accel-fsdp doctor --explain with the message"
+        yield Row(f"rank {rank}", "error", said.strip().splitlines()[0], why, fix)
+    if not found.failed_ranks:
+        yield Row("collectives", "ok", f"{counted(found.ranks, 'rank')}: each collective gives the right result")

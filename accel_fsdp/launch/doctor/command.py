@@ -1,0 +1,223 @@
+"""The command `accel-fsdp doctor`: look at this machine, meet the others, say what is wrong."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from accel_fsdp import console
+from accel_fsdp.config import read_config
+from accel_fsdp.errors import UsageError, UserError, require
+from accel_fsdp.launch import launcher, place, rendezvous
+from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
+from accel_fsdp.launch.doctor.flags import DoctorCommand
+from accel_fsdp.launch.doctor.meeting import Meeting, Team
+from accel_fsdp.launch.doctor.report import Examination
+from accel_fsdp.launch.doctor.rows import Row, is_healthy, of_error
+from accel_fsdp.launch.doctor.store import Address
+from accel_fsdp.launch.place import NOWHERE, Place, Said
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.linter import LintOptions, lint
+from accel_fsdp.units import counted
+
+MOST_RANKS_ON_CPU = 8
+
+
+def explain(message: str) -> int:
+    """Says what is behind an error message; returns 1 where nobody knows.
+
+    Raises:
+        UsageError: there is no message.
+    """
+    text = sys.stdin.read() if message == "-" else message
+    if not text.strip():
+        raise UsageError("no message", why="there is nothing to explain", fix='accel-fsdp doctor --explain "MESSAGE"')
+    known = known_errors.find(text)
+    if known is None:
+        console.say(
+            "nothing is known of it; the first error in the logs of all ranks says more than the last", wrap=True
+        )
+        return 1
+    console.put(f"{known.name}\n  cause: {known.cause}\n  fix: {known.fix}")
+    if known.sources:
+        console.put(f"  seen in: {', '.join(known.sources)}")
+    return 0
+
+
+def examine(options: DoctorCommand) -> int:
+    """Looks at everything and says it; returns 1 if something would stop a job.
+
+    Raises:
+        UserError: the YAML can't be read. UsageError: a flag has a value it can't have.
+    """
+    _check(options)
+    launched = LaunchEnvironment.now()
+    if launched.is_rank and launched.local_rank != 0:
+        return 0  # one process of each machine is enough
+    values = read_config(options.file)[0].values if options.file else {}
+    here, rows = _place(options, values, launched)
+    number = int(here.value("machine_rank", 0))
+    with console.stopwatch("looking at this machine"):
+        own = facts.look(options.folder, _asked(here, values))
+    rows += [replace(row, machine=number) for row in (*machine.judge(own, here.machines > 1), *_of_yaml(options))]
+    done = Examination(number, here.machines, rows)
+    done.found.facts = {number: own}
+    team = _team(options, here, launched, len(own.gpus))
+    if team is not None:
+        _meet(options, team, own, done)
+    done.healthy = done.healthy and is_healthy(done.rows)
+    if options.json:
+        console.put(report.as_json(done))
+    elif options.report:
+        console.put(report.for_bug_report(done))
+    else:
+        report.show(done)
+    return 0 if done.healthy else 1
+
+
+def _check(options: DoctorCommand) -> None:
+    if options.timeout < 1:
+        raise UsageError(
+            f"--timeout {options.timeout}", why="machines come one after the other", fix="--timeout 60, or leave it out"
+        )
+    if options.json and options.report:
+        raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
+
+
+def _place(options: DoctorCommand, values: Mapping[str, Any], launched: LaunchEnvironment) -> tuple[Place, list[Row]]:
+    """Which machine of how many this is, and what is contradictory about that."""
+    try:
+        engine = place.now()
+        if launched.is_rank:
+            return _of_launcher(launched), _launched_otherwise(engine, values, launched)
+        if launched.has_config and engine.machines > 1:
+            return NOWHERE, _launched_otherwise(engine, values, launched)
+        flags = {name: getattr(options, name) for name in place.FLAGS}
+        return place.settle(engine, flags, values, str(options.file or "the YAML")), []
+    except UserError as error:
+        return NOWHERE, [of_error("job", error)]
+
+
+def _of_launcher(launched: LaunchEnvironment) -> Place:
+    """torchrun's own account of it."""
+    told = {
+        "num_machines": (launched.machines, "GROUP_WORLD_SIZE"),
+        "num_processes": (launched.world_size, "WORLD_SIZE"),
+        "machine_rank": (launched.machine_rank, "GROUP_RANK"),
+        "main_process_ip": (launched.main_address, "MASTER_ADDR"),
+        "main_process_port": (launched.main_port, "MASTER_PORT"),
+    }
+    return Place("torchrun", {name: Said(value, source) for name, (value, source) in told.items()})
+
+
+def _launched_otherwise(engine: Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
+    """What the engine and the YAML say, and the launcher that started this process didn't do."""
+    rows = []
+    wanted = {
+        "num_machines": (launched.machines, engine.said.get("num_machines"), values.get("num_machines")),
+        "num_processes": (launched.world_size, engine.said.get("num_processes"), values.get("num_processes")),
+    }
+    for name, (started, said, in_file) in wanted.items():
+        for value, source in ((said.value if said else None, said.source if said else ""), (in_file, "the YAML")):
+            if isinstance(value, int) and value != started and not (said and said.at_most and started < value):
+                what = f"{source} says {name} {value}, and the launcher started {started}"
+                why = "each machine would train alone, or ranks would wait for others that never come"
+                rows.append(Row("job", "error", what, why, "accel-fsdp launch FILE SCRIPT, which reads both"))
+                break
+    return rows
+
+
+def _asked(here: Place, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What all machines must have been told alike."""
+    told = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
+    return {**{name: values[name] for name in ("distributed_type", "mixed_precision") if name in values}, **told}
+
+
+def _of_yaml(options: DoctorCommand) -> list[Row]:
+    """What the linter finds in the file, held against this machine."""
+    if options.file is None:
+        return []
+    found = [one for one in lint(options.file, LintOptions(here=True)) if one.severity in ("error", "warning")]
+    rows = [
+        Row(one.code, "error" if one.severity == "error" else "warning", one.what, one.why, one.fix) for one in found
+    ]
+    return rows or [Row("YAML", "ok", f"{options.file} fits this machine")]
+
+
+def _team(options: DoctorCommand, here: Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
+    """Who is to be tested together; None where there is nobody else."""
+    processes = int(here.value("num_processes", gpus * here.machines or here.machines))
+    each = max(processes // here.machines, 1)
+    each = min(each, gpus or MOST_RANKS_ON_CPU)
+    if here.machines * each < 2:
+        return None
+    number = int(here.value("machine_rank", 0))
+    address = Address(
+        str(here.value("main_process_ip", "")),
+        int(here.value("main_process_port", launcher.DEFAULT_PORT)),
+        hosts=number == 0 and not launched.has_store,
+    )
+    if here.machines == 1:
+        address = Address("127.0.0.1", 0, hosts=True)
+    return Team(address, number, here.machines, each, bool(gpus), float(options.timeout))
+
+
+def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examination) -> None:
+    """Tests what lies between machines and ranks, and adds it to what is known."""
+    alone = team.machines == 1
+    meeting = None
+    try:
+        require("testing how ranks talk", "torch")
+        with console.stopwatch("testing how ranks talk" if alone else f"meeting {counted(team.machines, 'machine')}"):
+            if not alone:
+                rendezvous.check_place(team.address.host, team.address.port, 0 if team.address.hosts else 1)
+                _refuse_second_first(team)
+            meeting = Meeting(team)
+            meeting.gather(own, options.folder)
+            meeting.test_network()
+    except UserError as error:
+        done.rows.append(of_error("machines", error))
+        return
+    except RuntimeError as error:
+        done.rows.append(_not_met(team, meeting, error))
+        return
+    if team.machine == 0:
+        done.found = meeting.found
+        for number in sorted(done.found.facts.keys() - {0}):
+            done.rows += [replace(row, machine=number) for row in machine.judge(done.found.facts[number], True)]
+        done.rows += between.judge(done.found)
+    try:
+        done.healthy = meeting.end(is_healthy(done.rows))
+    except RuntimeError as error:
+        done.rows.append(_not_met(team, meeting, error))
+
+
+def _refuse_second_first(team: Team) -> None:
+    """Goes on if this is machine 0, or may be.
+
+    Raises:
+        UserError: another machine answers at the address of machine 0.
+    """
+    if team.address.hosts and not rendezvous.wait_for(team.address.host, team.address.port, 0.0):
+        raise UserError(
+            f"this one was told that it is machine 0, and another one is so already at {team.address.host}",
+            why="both would wait for others; a variable such as $SLURM_NODEID may have been expanded on one machine",
+            fix="srun --ntasks-per-node=1 accel-fsdp doctor FILE; or --machine-rank N, another on each machine",
+        )
+
+
+def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
+    """That machine 0 didn't answer, or not any more."""
+    at = f"machine 0 at {team.address.host}:{team.address.port}"
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    if meeting is not None:
+        what, why = f"{at} is gone: {first}", "it ended while this one was testing, or the network broke"
+        return Row("machines", "error", what, why, "look at the report of machine 0")
+    what, refused = f"{at} doesn't answer: {first}", "refused" in first
+    why = "nothing listens there" if refused else "a firewall drops the port, or the address is another machine's"
+    fix = (
+        "accel-fsdp doctor on machine 0 at the same time"
+        if refused
+        else "open the port, or another --main-process-port"
+    )
+    return Row("machines", "error", what, why, fix)

@@ -1,0 +1,217 @@
+"""What one machine tells of itself, as data that travels to the others; torch isn't imported."""
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import __version__, atomic_files
+from accel_fsdp.errors import is_installed
+from accel_fsdp.hardware import host, machines
+from accel_fsdp.units import MIB
+
+LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors", "numpy", "deepspeed")
+NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+"""The packages that torch's wheels bring it in."""
+SHARED_MEMORY = Path("/dev/shm")
+INFINIBAND = Path("/sys/class/infiniband")
+COMMAND_SECONDS = 60
+"""Until torch has found its GPUs, or nvidia-smi has answered."""
+PROBE_BYTES = 128 * MIB
+"""Of the file that measures a disk."""
+SEEN_BY_TORCH = "import torch; torch.zeros(1, device='cuda'); print(torch.cuda.device_count())"
+SET_HERE = "TORCH_CPP_LOG_LEVEL"
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "FI_", "PET_", "OMP_", "HF_HUB_OFFLINE", "UCX_")
+"""How the names of variables begin that change how ranks talk and compute. None of these holds a secret."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it. `*_bytes` are bytes; None and empty where it isn't known.
+
+    `addresses`: each network interface with its IP addresses. `name_addresses`: what the host's own name is resolved
+    to. `links`: between GPUs, as nvidia-smi calls them, with how many pairs have each. `asks_for`: the numbers that
+    this machine was told of the job, by the names of `accelerate launch`.
+    """
+
+    name: str
+    name_addresses: list[str]
+    addresses: dict[str, list[str]]
+    system: str
+    python: str
+    versions: dict[str, str]
+    torch_cuda: str
+    gpus: list[str]
+    driver: str
+    links: dict[str, int]
+    gpu_problem: str
+    cores: int
+    memory_bytes: int | None
+    free_memory_bytes: int | None
+    shared_memory_bytes: int | None
+    free_shared_memory_bytes: int | None
+    open_files: int
+    locked_bytes: int | None
+    infiniband: dict[str, str]
+    filesystem: str
+    disk_bytes_per_second: float | None
+    disk_problem: str
+    variables: dict[str, str]
+    asks_for: dict[str, Any] = field(default_factory=dict)
+    clock_seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For another machine, and for programs."""
+        return asdict(self)
+
+
+def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
+    """Looks at this machine. `folder` is where the job will write."""
+    gpus, driver, problem = _gpus()
+    speed, disk_problem = measure_disk(folder)
+    shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if hasattr(resource, "RLIMIT_MEMLOCK") else None
+    return Facts(
+        name=socket.gethostname(),
+        name_addresses=_addresses_of(socket.gethostname()),
+        addresses=_interfaces(),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        versions={"accel-fsdp": __version__, **_versions()},
+        torch_cuda=_torch_cuda(),
+        gpus=gpus,
+        driver=driver,
+        links=_links() if len(gpus) > 1 else {},
+        gpu_problem=problem,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=host.memory_limit(),
+        free_memory_bytes=host.free_memory(),
+        shared_memory_bytes=shared.total if shared else None,
+        free_shared_memory_bytes=shared.free if shared else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        infiniband=_infiniband(),
+        filesystem=host.filesystem(atomic_files.existing_part(folder)),
+        disk_bytes_per_second=speed,
+        disk_problem=disk_problem,
+        variables={
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES) and name != SET_HERE
+        },
+        asks_for=asks_for,
+        clock_seconds=time.time(),
+    )
+
+
+def measure_disk(folder: Path) -> tuple[float | None, str]:
+    """Bytes per second that a new file there takes until it is on disk, or why none can be written."""
+    block = os.urandom(MIB)
+    try:
+        with tempfile.TemporaryFile(dir=atomic_files.existing_part(folder)) as file:
+            began = time.monotonic()
+            for _ in range(PROBE_BYTES // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return PROBE_BYTES / (time.monotonic() - began), ""
+    except OSError as error:
+        return None, error.strerror or str(error)
+
+
+def _addresses_of(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
+
+
+def _interfaces() -> dict[str, list[str]]:
+    names = {name: list[str]() for _, name in socket.if_nameindex()}
+    if is_installed("psutil"):
+        import psutil
+
+        kinds = (socket.AF_INET, socket.AF_INET6)
+        for name, addresses in psutil.net_if_addrs().items():
+            names[name] = [one.address.partition("%")[0] for one in addresses if one.family in kinds]
+    return names
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for name in NCCL:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["nccl"] = metadata.version(name)
+    return found
+
+
+def _torch_cuda() -> str:
+    """The version of CUDA that torch was built for, without importing it; empty for a build without."""
+    spec = find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    text = version.read_text(encoding="utf-8") if version and version.is_file() else ""
+    found = re.search(r"^cuda\b[^=]*=\s*['\"](?P<version>[\d.]+)", text, flags=re.MULTILINE)
+    return found["version"] if found else ""
+
+
+def _gpus() -> tuple[list[str], str, str]:
+    """Names of those that a process here would see, the driver's version, and what is wrong with them."""
+    listed = host.listed_gpus()
+    if listed.accelerator is None:
+        broken = Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
+        return [], "", _output_of("nvidia-smi", "-L") or "nvidia-smi lists no GPU" if broken else ""
+    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    problem = "" if not is_installed("torch") else _unseen_by_torch(listed.count)
+    return (
+        [machines.as_named(machines.MachineFacts(listed.accelerator, 1, listed.memory_gib))] * listed.count,
+        driver,
+        problem,
+    )
+
+
+def _unseen_by_torch(count: int) -> str:
+    """What torch says when it is to use the GPUs, if that isn't that there are so many."""
+    said = _output_of(sys.executable, "-c", SEEN_BY_TORCH).strip().splitlines() or ["torch says nothing"]
+    return "" if said[-1] == str(count) else said[-1]
+
+
+def _output_of(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"{words[0]} gave no answer in {COMMAND_SECONDS} seconds"
+    except OSError:
+        return ""
+    return done.stdout
+
+
+def _links() -> dict[str, int]:
+    """How many pairs of GPUs have each kind of link, from the matrix of `nvidia-smi topo -m`."""
+    kinds: dict[str, int] = {}
+    rows = [line.split() for line in _output_of("nvidia-smi", "topo", "-m").splitlines()]
+    for number, row in enumerate(row for row in rows if re.fullmatch(r"GPU\d+", row[0] if row else "") and "X" in row):
+        for kind in row[1 : number + 1]:
+            kinds[kind] = kinds.get(kind, 0) + 1
+    return kinds
+
+
+def _infiniband() -> dict[str, str]:
+    """The state of each port, such as ACTIVE."""
+    ports = sorted(INFINIBAND.glob("*/ports/*/state"))
+    return {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().rpartition(":")[2].strip() for port in ports}

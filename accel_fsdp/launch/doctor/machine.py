@@ -1,0 +1,236 @@
+"""What is right and wrong with one machine, from what it told of itself."""
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from accel_fsdp.errors import TESTED, UserError
+from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch.doctor import known_errors
+from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
+from accel_fsdp.launch.doctor.rows import Row, of_error
+from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+LITTLE_SHARED = 64 * MIB
+"""What containers get where nobody asks for more."""
+LEAST_FREE_SHARED = 16 * MIB
+FEW_FILES = 4096
+"""Open files at a time: a rank holds sockets to other ranks, shards, and what its data loaders open."""
+SLOW_DISK = 100e6
+"""Bytes per second: a checkpoint of 100 GB takes 17 minutes."""
+BRIDGES = ("docker", "veth", "virbr", "br-", "cni", "flannel")
+"""How the names of interfaces begin that lead to containers of the same machine."""
+NO_JOB = "no job can be started here"
+ON = ("1", "true", "yes", "on", "detail")
+
+
+def judge(facts: Facts, several: bool) -> list[Row]:
+    """All rows of one machine. `several`: it works together with others."""
+    checks: tuple[Callable[[Facts, bool], Iterator[Row]], ...] = (
+        _system,
+        _libraries,
+        _gpus,
+        _memory,
+        _shared_memory,
+        _limits,
+        _disk,
+        _host_name,
+        _interfaces,
+        _infiniband,
+        _variables,
+    )
+    return [row for check in checks for row in check(facts, several)]
+
+
+def _system(facts: Facts, several: bool) -> Iterator[Row]:
+    yield Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}")
+
+
+def _libraries(facts: Facts, several: bool) -> Iterator[Row]:
+    yield Row("libraries", "ok", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
+    for name in ("torch", "accelerate", "transformers"):
+        if name not in facts.versions:
+            yield Row(name, "warning", "isn't installed", NO_JOB, "pip install 'accel-fsdp[train]'")
+    for name, wanted in _ranges().items():
+        installed = facts.versions.get(name)
+        if installed and not wanted.contains(installed, prereleases=True):
+            oldest, newest = TESTED[name]
+            what, fix = (
+                f"{installed} is outside of {wanted}",
+                f"pip install '{name}>={oldest},<={newest}', which is tested",
+            )
+            yield Row(name, "error", what, "this project doesn't work with it, or was never tried", fix)
+
+
+def _ranges() -> dict[str, "SpecifierSet"]:
+    """The versions that this project takes."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("accel-fsdp") or []]
+    except metadata.PackageNotFoundError:  # run from its sources
+        return {}
+    return {one.name: one.specifier for one in wanted if one.name in TESTED}
+
+
+def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
+    if facts.gpu_problem:
+        known = known_errors.find(facts.gpu_problem)
+        yield Row(
+            "GPUs",
+            "error",
+            facts.gpu_problem,
+            known.cause if known else NO_JOB,
+            known.fix if known else "nvidia-smi; a restart of the machine, if it says the same",
+        )
+    elif not facts.gpus:
+        yield Row("GPUs", "ok", "none: ranks compute on the CPU and talk by gloo")
+    else:
+        links = ", ".join(f"{kind} x {count}" for kind, count in sorted(facts.links.items()))
+        yield Row(
+            "GPUs", "ok", f"{len(facts.gpus)} x {facts.gpus[0]}, driver {facts.driver}{links and f', links {links}'}"
+        )
+    if facts.gpus and "torch" in facts.versions and not facts.torch_cuda:
+        what, why = f"torch {facts.versions['torch']} is built without CUDA", "it can't use the GPUs"
+        yield Row("torch", "error", what, why, "pip install torch, from the index that pytorch.org names for your CUDA")
+
+
+def _memory(facts: Facts, several: bool) -> Iterator[Row]:
+    if facts.memory_bytes is None:
+        yield Row("memory", "unknown", "this system doesn't tell")
+        return
+    free = f", {about_gib(facts.free_memory_bytes)} free" if facts.free_memory_bytes is not None else ""
+    yield Row("memory", "ok", f"{about_gib(facts.memory_bytes)}{free}")
+
+
+def _shared_memory(facts: Facts, several: bool) -> Iterator[Row]:
+    size, free = facts.shared_memory_bytes, facts.free_shared_memory_bytes
+    if size is None or free is None:
+        yield Row("/dev/shm", "unknown", "there is none")
+        return
+    what = f"{gib_or_mib(free)} free of {gib_or_mib(size)}"
+    more = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    if free < min(LEAST_FREE_SHARED, size):
+        why = "ranks of one machine and workers of data loaders talk through it, and fail when it is full"
+        yield Row("/dev/shm", "error", what, why, f"ls -l /dev/shm, and remove what ended jobs have left; or {more}")
+    elif size <= LITTLE_SHARED:
+        why = "NCCL and the workers of data loaders run out of it"
+        yield Row("/dev/shm", "error" if len(facts.gpus) > 1 else "warning", what, why, more)
+    else:
+        yield Row("/dev/shm", "ok", what)
+
+
+def _limits(facts: Facts, several: bool) -> Iterator[Row]:
+    locked = "unlimited" if facts.locked_bytes is None else gib_or_mib(facts.locked_bytes)
+    few = 0 <= facts.open_files < FEW_FILES
+    if few:
+        what, why = f"{facts.open_files} open files", "a rank fails with: Too many open files"
+        yield Row("limits", "warning", what, why, "ulimit -n 65536")
+    if facts.infiniband and facts.locked_bytes is not None:
+        what, why = f"{locked} of locked memory", "InfiniBand fails with: ibv_reg_mr ... Cannot allocate memory"
+        yield Row("limits", "error", what, why, "ulimit -l unlimited; docker run --ulimit memlock=-1")
+    elif not few:
+        yield Row("limits", "ok", f"{facts.open_files:,} open files, {locked} of locked memory")
+
+
+def _disk(facts: Facts, several: bool) -> Iterator[Row]:
+    speed, where = facts.disk_bytes_per_second, f"on {facts.filesystem}" if facts.filesystem else ""
+    if speed is None:
+        why, fix = "no checkpoint can be written", "make room, or --folder with another folder to write into"
+        yield Row("disk", "error", f"{facts.disk_problem} {where}".strip(), why, fix)
+        return
+    what = f"{speed / 1e6:,.0f} MB/s {where}".strip() + f" ({PROBE_BYTES // MIB} MiB written and synced)"
+    if speed < SLOW_DISK:
+        why = f"a checkpoint of 100 GB takes {100e9 / speed / 60:,.0f} minutes"
+        yield Row("disk", "warning", what, why, "write to a faster disk: --folder measures another one")
+    else:
+        yield Row("disk", "ok", what)
+
+
+def _host_name(facts: Facts, several: bool) -> Iterator[Row]:
+    found = facts.name_addresses
+    named = any(variable in facts.variables for variable in rendezvous.INTERFACES[:1])
+    if found and not all(ipaddress.ip_address(one).is_loopback for one in found):
+        yield Row("host name", "ok", f"{facts.name} is {', '.join(found)}")
+        return
+    what = f"{facts.name} is {', '.join(found)}, its own alone" if found else f"{facts.name} is unknown here"
+    if not several or named:
+        yield Row("host name", "ok", f"{what}; a job on one machine doesn't need it" if not several else what)
+        return
+    why = "ranks tell it to those of other machines, which then connect to themselves, or nowhere"
+    interface = next((name for name, own in facts.addresses.items() if _leads_away(own)), "eth0")
+    fix = f"the machine's own address beside its name in /etc/hosts; or export GLOO_SOCKET_IFNAME={interface}"
+    yield Row("host name", "error", what, why, fix)
+
+
+def _leads_away(addresses: list[str]) -> bool:
+    parsed = [ipaddress.ip_address(one) for one in addresses]
+    return any(not one.is_loopback and not one.is_link_local for one in parsed)
+
+
+def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
+    shown = ", ".join(f"{name} {' '.join(own)}".strip() for name, own in facts.addresses.items() if own)
+    try:
+        rendezvous.check_interfaces(facts.variables, list(facts.addresses))
+    except UserError as error:
+        yield of_error("interfaces", error)
+        return
+    wrong = list(_wrong_interfaces(facts)) if several else []
+    yield from wrong or [Row("interfaces", "ok", shown or ", ".join(facts.addresses))]
+
+
+def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
+    """Those that variables name, that are there, and that lead to no other machine."""
+    for variable, names in rendezvous.chosen_interfaces(facts.variables, list(facts.addresses)).items():
+        for name in names:
+            inside = name == "lo" or name.startswith(BRIDGES)
+            if not inside and facts.addresses[name]:
+                continue
+            why = "it leads to no other machine: Connection refused" if inside else "it has no IP address"
+            others = [one for one, own in facts.addresses.items() if _leads_away(own) and not one.startswith(BRIDGES)]
+            fix = f"export {variable}={others[0]}" if others else f"unset {variable}"
+            yield Row("interfaces", "error", f"{variable}={facts.variables[variable]}: {name}", why, fix)
+
+
+def _infiniband(facts: Facts, several: bool) -> Iterator[Row]:
+    if not facts.infiniband:
+        return
+    shown = ", ".join(f"{port} {state}" for port, state in facts.infiniband.items())
+    if "ACTIVE" in facts.infiniband.values():
+        yield Row("InfiniBand", "ok", shown)
+    else:
+        yield Row(
+            "InfiniBand", "warning", shown, "NCCL falls back to TCP, which is slow", "ibstat; ask who runs the network"
+        )
+
+
+def _variables(facts: Facts, several: bool) -> Iterator[Row]:
+    found = list(_odd_variables(facts))
+    yield from found
+    if not found:
+        names = [name for name in facts.variables if not name.startswith("PET_")]
+        yield Row(
+            "variables", "ok", ", ".join(f"{name}={facts.variables[name]}" for name in names) or "none that matter"
+        )
+
+
+ODD: dict[str, tuple[tuple[str, ...], str]] = {
+    "CUDA_LAUNCH_BLOCKING": (ON, "each kernel waits for the one before: for looking into errors only"),
+    "TORCH_DISTRIBUTED_DEBUG": (("detail",), "each collective is compared between ranks first, which is slow"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (("0",), "a rank that is lost lets the others hang for ever"),
+    "TORCH_NCCL_BLOCKING_WAIT": (ON, "the CPU waits for each collective, which is slow"),
+    "NCCL_P2P_DISABLE": (ON, "GPUs of this machine don't use the links between them"),
+    "NCCL_SHM_DISABLE": (ON, "GPUs of this machine talk through the network"),
+    "NCCL_IB_DISABLE": (ON, "machines talk by TCP even where InfiniBand is there"),
+}
+"""Variables with values that slow a job down or hide what goes wrong; each is a way around some problem."""
+
+
+def _odd_variables(facts: Facts) -> Iterator[Row]:
+    for name, (values, why) in ODD.items():
+        if (value := facts.variables.get(name, "")).lower() in values:
+            yield Row("variables", "warning", f"{name}={value}", why, f"unset {name}, unless you know what it is for")

@@ -1,0 +1,202 @@
+"""Machines that meet: who comes, what each knows, how every pair and all ranks talk."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+
+from accel_fsdp import atomic_files
+from accel_fsdp.launch.doctor import probing
+from accel_fsdp.launch.doctor.facts import Facts
+from accel_fsdp.launch.doctor.store import Address
+
+START_SECONDS = 30.0
+"""Until a process of its own has imported torch, on a busy machine."""
+FOLDER_SECONDS = 3.0
+"""Until a file of one machine is seen by the others, where they share the folder (NFS remembers what it saw)."""
+LEAVE_SECONDS = 10.0
+NO_ANSWER = "no answer"
+MARK = ".accel-fsdp-doctor-"
+
+
+@dataclass(frozen=True)
+class Team:
+    """The machines of a job, seen from one of them."""
+
+    address: Address
+    machine: int
+    machines: int
+    ranks_each: int
+    on_gpus: bool
+    seconds: float
+
+    @property
+    def backend(self) -> str:
+        """Of process groups."""
+        return "nccl" if self.on_gpus else "gloo"
+
+    def device_of(self, place: int) -> str:
+        """Of one of this machine's processes."""
+        return f"cuda:{place}" if self.on_gpus else "cpu"
+
+
+@dataclass
+class Found:
+    """What was found between machines; facts by machine, pairs by their numbers."""
+
+    facts: dict[int, Facts] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    clock_seconds: dict[int, float] = field(default_factory=dict)
+    folder_unseen: list[int] = field(default_factory=list)
+    pairs: list[probing.PairResult] = field(default_factory=list)
+    collectives: list[probing.CollectiveResult] = field(default_factory=list)
+    failed_ranks: dict[int, str] = field(default_factory=dict)
+    ranks: int = 0
+
+
+class Meeting:
+    """One machine's part in it. Every method raises RuntimeError where machine 0 isn't there, or is gone."""
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.found = team, Found(ranks=team.machines * team.ranks_each)
+        self.board = team.address.open(team.seconds)
+
+    def gather(self, facts: Facts, folder: Path) -> None:
+        """Learns who is there; machine 0 also what each knows of itself."""
+        self.board.put(_facts_key(self.team.machine), facts.as_json())
+        with _mark(folder if self.team.machine == 0 else None) as mark:
+            if self.team.machine == 0:
+                self._call_the_roll(mark)
+            else:
+                self._answer(facts, folder)
+
+    def _call_the_roll(self, mark: str) -> None:
+        everyone, found = range(self.team.machines), self.found
+        told = self.board.wait(map(_facts_key, everyone), self.team.seconds)
+        found.facts = {number: Facts(**told[_facts_key(number)]) for number in everyone if _facts_key(number) in told}
+        found.missing = [number for number in everyone if number not in found.facts]
+        others = [number for number in found.facts if number]
+        self.board.put("present", {"machines": sorted(found.facts), "mark": mark, "clock": time.time()})
+        seen = self.board.wait(map(_sees_key, others), FOLDER_SECONDS + LEAVE_SECONDS)
+        answers = {number: seen[_sees_key(number)] for number in others if _sees_key(number) in seen}
+        found.folder_unseen = [number for number, answer in answers.items() if not answer["mark"]]
+        found.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}
+
+    def _answer(self, facts: Facts, folder: Path) -> None:
+        roll = self.board.wait(["present"], self.team.seconds + LEAVE_SECONDS).get("present")
+        if roll is None or self.team.machine not in roll["machines"]:
+            raise RuntimeError("machine 0 went on without this one")
+        ahead = time.time() - roll["clock"]
+        self.board.put(_sees_key(self.team.machine), {"ahead": ahead, "mark": _sees(folder, roll["mark"])})
+        self.found.facts = dict.fromkeys(roll["machines"], facts)
+
+    def test_network(self) -> None:
+        """Every pair of machines; then, if all of them talk, all ranks together."""
+        team, board, present = self.team, self.board, sorted(self.found.facts)
+        longest = 0.0
+        if len(present) > 1:
+            count = len(list(probing.rounds(present)))
+            longest = START_SECONDS + count * probing.PAIR_SECONDS * 2
+            self._run([team.machine], "pairs", present, longest)
+        if team.machine == 0:
+            self._collect_pairs(present)
+            all_talk = not self.found.missing and not any(pair.error for pair in self.found.pairs)
+            board.put("all talk", all_talk and self.found.ranks > 1)
+        if board.wait(["all talk"], longest + LEAVE_SECONDS).get("all talk"):
+            own = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
+            self._run(own, "collectives", list(range(self.found.ranks)), START_SECONDS + 2 * probing.COLLECTIVE_SECONDS)
+            if team.machine == 0:
+                self._collect_collectives()
+
+    def _run(self, numbers: Sequence[int], task: str, members: list[int], seconds: float) -> None:
+        """Starts this machine's processes of a task; ends those that hang."""
+        team, address = self.team, replace(self.board.address, hosts=False)
+        tasks = [
+            probing.Task(task, address, number, members, team.backend, team.device_of(place))
+            for place, number in enumerate(numbers)
+        ]
+        with tempfile.TemporaryFile() as said:
+            words = [sys.executable, "-m", "accel_fsdp.launch.doctor.probing"]
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            started = [
+                subprocess.Popen(
+                    [*words, json.dumps(asdict(one))], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=env
+                )
+                for one in tasks
+            ]
+            try:
+                deadline = time.monotonic() + seconds
+                for process in started:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(max(deadline - time.monotonic(), 0))
+            finally:
+                for process in started:
+                    process.kill()
+                    process.wait()
+
+    def _collect_pairs(self, present: list[int]) -> None:
+        """What the machines have left; all had the same time."""
+        for one, other in combinations(present, 2):
+            key = probing.pair_key(one, other)
+            told = self.board.wait([key], 1.0).get(key) or self.board.get(probing.other_key(one, other))
+            result = probing.PairResult(**told) if told else probing.PairResult(one, other, error=NO_ANSWER)
+            self.found.pairs.append(result)
+
+    def _collect_collectives(self) -> None:
+        found, board = self.found, self.board
+        done = board.wait(map(probing.done_key, range(found.ranks)), LEAVE_SECONDS)
+        for rank in range(found.ranks):
+            said = done.get(probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}")
+            if said:
+                found.failed_ranks[rank] = said
+        sizes = probing.sizes(self.team.on_gpus)
+        keys = [probing.collective_key(name, size) for name in probing.COLLECTIVES for size in sizes]
+        found.collectives = [probing.CollectiveResult(**told) for key in keys if (told := board.get(key))]
+
+    def end(self, healthy: bool) -> bool:
+        """Tells how it went, and stays until the others have heard; they return what machine 0 tells."""
+        if self.team.machine == 0:
+            self.board.put("healthy", healthy)
+            self.board.wait([f"left/{number}" for number in self.found.facts if number], LEAVE_SECONDS)
+            return healthy
+        told = self.board.wait(["healthy"], self.team.seconds).get("healthy", False)
+        self.board.put(f"left/{self.team.machine}", True)
+        return healthy and bool(told)
+
+
+def _facts_key(machine: int) -> str:
+    return f"facts/{machine}"
+
+
+def _sees_key(machine: int) -> str:
+    return f"sees/{machine}"
+
+
+@contextlib.contextmanager
+def _mark(folder: Path | None) -> Iterator[str]:
+    """The name of a file that is in the folder for a while; empty where none can be."""
+    with contextlib.ExitStack() as stack:
+        name = ""
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                place = atomic_files.existing_part(folder)
+                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=place))
+                name = os.path.basename(file.name)
+        yield name
+
+
+def _sees(folder: Path, mark: str) -> bool:
+    """Whether that file is here too; true where there is none to look for."""
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while mark and not (atomic_files.existing_part(folder) / mark).exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

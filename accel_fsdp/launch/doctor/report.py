@@ -1,0 +1,133 @@
+"""The doctor's report: for people, for programs, and for a bug report, where nothing private may stand."""
+
+import getpass
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from accel_fsdp import console
+from accel_fsdp.launch.doctor.facts import Facts
+from accel_fsdp.launch.doctor.meeting import Found
+from accel_fsdp.launch.doctor.rows import Row, Verdict
+from accel_fsdp.units import counted, kib_or_mib
+
+COLOURS: dict[Verdict, str] = {"ok": "", "unknown": "cyan", "warning": "yellow", "error": "red"}
+VERDICT_WIDTH, SUBJECT_WIDTH = 9, 14
+PUBLIC_PATHS = ("/dev/shm", "/etc/hosts")
+TOKEN = re.compile(r"\b(?:hf|gh[a-z]|sk|xox[a-z]|AKIA|glpat|wandb)[_-]?\w{8,}|\b(?=\w*\d)\w{24,}\b")
+URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s,;'\"]+", re.IGNORECASE)
+PATH = re.compile(r"(?<![\w.])(?:~|\.{1,2})?(?:/[\w.@%+=~-]+)+/?|\b[A-Za-z]:\\\S+")
+IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
+IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}(?:[0-9a-f]{1,4}|(?<=:))(?![\w:])", re.IGNORECASE)
+
+
+@dataclass
+class Examination:
+    """Everything that was found by one of the machines."""
+
+    machine: int
+    machines: int
+    rows: list[Row] = field(default_factory=list)
+    found: Found = field(default_factory=Found)
+    healthy: bool = True
+
+    def by_machine(self) -> Iterator[tuple[str, list[Row]]]:
+        """The rows under their headings."""
+        for number in sorted(self.found.facts):
+            if rows := [row for row in self.rows if row.machine == number]:
+                yield f"machine {number} ({self.found.facts[number].name})", rows
+        if rows := [row for row in self.rows if row.machine is None]:
+            yield "the job", rows
+
+
+def as_json(done: Examination) -> str:
+    """All of it, facts and measurements included."""
+    told: dict[str, Any] = {
+        "healthy": done.healthy,
+        "machine": done.machine,
+        "machines": done.machines,
+        "rows": [asdict(row) for row in done.rows],
+        "facts": {number: facts.as_json() for number, facts in done.found.facts.items()},
+        "missing": done.found.missing,
+        "pairs": [asdict(pair) for pair in done.found.pairs],
+        "collectives": [asdict(one) for one in done.found.collectives],
+    }
+    return json.dumps(told, indent=2)
+
+
+def show(done: Examination) -> None:
+    """For people: what is well in a line each, what isn't with cause and what to type."""
+    for heading, rows in done.by_machine():
+        console.put(heading, style="bold")
+        for row in rows:
+            if done.machine and row.verdict == "ok":  # machine 0 shows those
+                continue
+            console.put(_line(row), style=COLOURS[row.verdict])
+            for word, text in (("why", row.why), ("fix", row.fix)):
+                if text:
+                    console.put(f"{' ' * (VERDICT_WIDTH + 2)}{word}: {text}")
+    if done.found.collectives:
+        console.show_table(
+            ("collective", "size", "time", "bus bandwidth"), table := list(_table(done.found)), [""] * len(table)
+        )
+    console.say(summary(done))
+
+
+def _line(row: Row) -> str:
+    return f"  {row.verdict:{VERDICT_WIDTH}}{row.subject:{SUBJECT_WIDTH}} {row.what}"
+
+
+def _table(found: Found) -> Iterator[list[str]]:
+    for one in found.collectives:
+        bandwidth = f"{one.bytes_per_second / 1e9:,.3f} GB/s"
+        yield [one.collective, kib_or_mib(one.size_bytes), f"{one.seconds * 1e3:,.3f} ms", bandwidth]
+
+
+def summary(done: Examination) -> str:
+    """The last line."""
+    counts = {kind: sum(row.verdict == kind for row in done.rows) for kind in ("error", "warning")}
+    words = [counted(number, kind) for kind, number in counts.items() if number]
+    said = ", ".join(["healthy" if done.healthy else "not healthy", *words])
+    return said if done.machine == 0 else f"{said}; machine 0 shows the whole report"
+
+
+def for_bug_report(done: Examination) -> str:
+    """Markdown without paths, tokens, addresses and names of users and hosts; machines keep their numbers."""
+    lines = ["### accel-fsdp doctor", "", summary(done), ""]
+    for number, facts in sorted(done.found.facts.items()):
+        versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+        lines += [f"- machine {number}: {facts.system}, Python {facts.python}, {versions}"]
+    lines += ["", "| verdict | machine | subject | what | why |", "|---|---|---|---|---|"]
+    for row in done.rows:
+        where = "" if row.machine is None else str(row.machine)
+        cells = (row.verdict, where, row.subject, row.what, row.why)
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    if done.found.collectives:
+        lines += ["", "| collective | size | time | bus bandwidth |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(cells)} |" for cells in _table(done.found)]
+    return without_private("\n".join(lines), done.found.facts)
+
+
+def without_private(text: str, facts: dict[int, Facts]) -> str:
+    """A text with placeholders for what tells who and where somebody is."""
+    text = URL.sub("<url>", text)
+    for number, one in sorted(facts.items(), key=lambda item: -len(item[1].name)):
+        for name in {one.name, one.name.partition(".")[0]} - {""}:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", f"<machine {number}>", text)
+        for address in sorted({a for own in one.addresses.values() for a in own} | set(one.name_addresses), key=len):
+            text = re.sub(rf"(?<![\w.:]){re.escape(address)}(?![\w.:]*\d)", "<address>", text)
+    text = PATH.sub(lambda found: found[0] if found[0] in PUBLIC_PATHS else "<path>", text)
+    text = IPV6.sub("<address>", IPV4.sub("<address>", text))
+    text = TOKEN.sub("<token>", text)
+    for user in {_user()} - {"", "root"}:
+        text = re.sub(rf"\b{re.escape(user)}\b", "<user>", text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""

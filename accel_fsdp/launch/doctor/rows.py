@@ -1,0 +1,34 @@
+"""What the doctor says: one row for each thing that it looked at."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_fsdp.errors import UserError
+
+Verdict = Literal["ok", "unknown", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`what` was found of a `subject`; where it isn't well, `why` that matters and the `fix` to type.
+
+    `machine` is the one that was looked at, None for what lies between several.
+    """
+
+    subject: str
+    verdict: Verdict
+    what: str
+    why: str = ""
+    fix: str = ""
+    machine: int | None = None
+
+
+def of_error(subject: str, error: UserError) -> Row:
+    """What another command would have refused."""
+    return Row(subject, "error", error.what, error.why, error.fix)
+
+
+def is_healthy(rows: Iterable[Row]) -> bool:
+    """Whether a job could run: warnings only make it slower or less safe."""
+    return all(row.verdict != "error" for row in rows)

@@ -1,0 +1,64 @@
+"""Where the machines of a job leave what they know for each other: torch's store, held by machine 0."""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch import rendezvous
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+PREFIX = "accel_fsdp/doctor"
+EVERY_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the store is; `hosts`: this process holds it, at a free port if that is 0."""
+
+    host: str
+    port: int
+    hosts: bool
+
+    def open(self, seconds: float) -> "Board":
+        """Connects to it, for at most so long.
+
+        Raises:
+            RuntimeError: nobody holds it there.
+        """
+        if not self.hosts and (problem := rendezvous.wait_for(self.host, self.port, seconds)):
+            raise RuntimeError(problem)
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        limit = timedelta(seconds=seconds)
+        inner = TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
+        return Board(PrefixStore(PREFIX, inner), replace(self, port=inner.port))
+
+
+@dataclass(frozen=True)
+class Board:
+    """Values by name, as JSON. Every method raises RuntimeError where machine 0 is gone."""
+
+    store: "Store"
+    address: Address
+
+    def put(self, name: str, value: Any) -> None:
+        """For all to read."""
+        self.store.set(name, json.dumps(value))
+
+    def get(self, name: str) -> Any:
+        """None if nobody has put it yet."""
+        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+
+    def wait(self, names: Iterable[str], seconds: float) -> dict[str, Any]:
+        """Those that are there when all are, or when the time is over."""
+        wanted, found, deadline = list(names), dict[str, Any](), time.monotonic() + seconds
+        while True:
+            found |= {name: self.get(name) for name in wanted if name not in found and self.store.check([name])}
+            if len(found) == len(wanted) or time.monotonic() > deadline:
+                return found
+            time.sleep(EVERY_SECONDS)

@@ -1,0 +1,150 @@
+"""`accel-fsdp doctor` on one machine: what it looks at, and what it says of real errors."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Finished, made_yaml, run
+
+ERRORS = ROOT / "tests" / "launch" / "network_errors.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MOUNTS = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+FULL = 'mount -t tmpfs -o size=1m tmpfs /dev/shm; head -c 2000000 /dev/zero > /dev/shm/left; exec "$@"'
+
+
+def doctor(*words: object, **environment: str) -> Finished:
+    return run([sys.executable, "-m", "accel_fsdp", "doctor", *map(str, words)], **environment)
+
+
+def with_full_shared_memory(*words: str | Path) -> Finished:
+    return run(["unshare", "--mount", "bash", "-c", FULL, "bash", *words])
+
+
+def test_a_healthy_machine() -> None:
+    found = doctor()
+    assert found.code == 0, found.output
+    for subject in ("system", "libraries", "GPUs", "memory", "/dev/shm", "limits", "disk", "host name", "interfaces"):
+        assert re.search(rf"^  (ok|warning) +{subject} ", found.output, flags=re.MULTILINE), subject
+    assert "healthy" in found.output
+
+
+def test_ranks_of_one_machine_are_measured() -> None:
+    told = json.loads(doctor("--json", "--num-processes", 2).output)
+    assert told["healthy"]
+    kinds = {(one["collective"], one["size_bytes"]) for one in told["collectives"]}
+    assert len(kinds) == len(told["collectives"]) == 12
+    assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast"} == {kind for kind, _ in kinds}
+    assert all(one["seconds"] > 0 and one["bytes_per_second"] > 0 for one in told["collectives"])
+
+
+def test_what_a_yaml_asks_for_and_this_machine_has_not(tmp_path: Path) -> None:
+    yaml = tmp_path / "job.yaml"
+    yaml.write_text(made_yaml(model="llama-3.1-8b", num_processes="2").replace("fsdp_version", "fsdp_versoin"))
+    found = doctor(yaml)
+    assert found.code == 1
+    assert re.search(r"error +AF\d{3} .*fsdp_versoin", found.output)
+
+
+@pytest.mark.skipif(not MOUNTS, reason="mounts of its own are not allowed")
+def test_full_shared_memory() -> None:
+    found = with_full_shared_memory(sys.executable, "-m", "accel_fsdp", "doctor")
+    assert found.code == 1
+    assert re.search(r"error +/dev/shm +0\.0 MiB free of 1\.0 MiB", found.output)
+    real = with_full_shared_memory(sys.executable, ERRORS, "shared_memory").output
+    assert "/dev/shm is full or small" in doctor("--explain", real[-2000:]).output
+
+
+def test_an_interface_that_is_not_there() -> None:
+    found = doctor(NCCL_SOCKET_IFNAME="ib7")
+    assert found.code == 1
+    assert "NCCL_SOCKET_IFNAME=ib7: this machine has no interface ib7" in found.output
+
+
+def test_variables_that_slow_a_job_down() -> None:
+    found = doctor(CUDA_LAUNCH_BLOCKING="1")
+    assert found.code == 0
+    assert "CUDA_LAUNCH_BLOCKING=1" in found.output
+    assert "unset CUDA_LAUNCH_BLOCKING" in found.output
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    if not MOUNTS:
+        pytest.skip("mounts of its own are not allowed")
+    small = f'mount -t tmpfs -o size=1m tmpfs {tmp_path}; exec "$@"'
+    words = [sys.executable, "-m", "accel_fsdp", "doctor", "--folder", tmp_path / "runs" / "first"]
+    found = run(["unshare", "--mount", "bash", "-c", small, "bash", *words])
+    assert found.code == 1
+    assert re.search(r"error +disk +No space left on device on tmpfs", found.output)
+    assert list(tmp_path.iterdir()) == []
+
+
+REAL = {
+    "interface": "names an interface that this machine hasn't",
+    "unknown_name": "machine 0 isn't reached",
+    "loopback": "its loopback address in /etc/hosts",
+    "port": "listens on the port",
+    "alone": "never came to the start",
+    "mesh": "no dimension to shard over",
+}
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_a_real_message_is_explained(case: str) -> None:
+    said = run([sys.executable, ERRORS, case]).output
+    found = doctor("--explain", said[-2000:])
+    assert found.code == 0, said
+    assert REAL[case] in found.output
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"), {"skipped": "one rank is elsewhere", "left": "another rank has ended"}.items()
+)
+def test_a_real_message_of_ranks_is_explained(case: str, cause: str) -> None:
+    said = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
+    first = next(line for line in said.splitlines() if "RuntimeError" in line)
+    assert cause in doctor("--explain", first).output
+
+
+def test_a_message_of_torchrun_is_explained() -> None:
+    words = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "nosuch.invalid:29500")
+    said = run([*TORCHRUN, *words, "--rdzv-conf", "read_timeout=2", ERRORS, "alone"]).output
+    assert "RendezvousConnectionError" in said
+    assert "machine 0 isn't reached" in doctor("--explain", said[-2000:]).output
+
+
+def test_what_nobody_knows() -> None:
+    found = doctor("--explain", "the printer is on fire")
+    assert found.code == 1
+    assert "nothing is known of it" in found.output
+
+
+def test_a_message_from_a_pipe() -> None:
+    words = [sys.executable, "-m", "accel_fsdp", "doctor", "--explain", "-"]
+    found = subprocess.run(words, input="EADDRINUSE", text=True, capture_output=True, cwd=ROOT, timeout=60, check=False)
+    assert "main_process_port" in found.stdout
+
+
+def test_ranks_that_another_launcher_started(tmp_path: Path) -> None:
+    """Under torchrun one process of the machine speaks."""
+    words = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "accel_fsdp", "doctor", "--folder", tmp_path]
+    found = run(words)
+    assert found.code == 0, found.output
+    assert found.output.count("2 ranks: each collective gives the right result") == 1
+    yaml = tmp_path / "job.yaml"
+    yaml.write_text(made_yaml(model="llama-3.1-8b", num_processes="2"))
+    words = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        yaml,
+        "--module",
+        "accel_fsdp",
+        "doctor",
+    ]
+    alone = run(words, PET_NNODES="2", PET_NPROC_PER_NODE="2", PET_NODE_RANK="0", PET_MASTER_ADDR="n1")
+    assert alone.code != 0
+    assert "PET_NNODES says num_machines 2, and the launcher started 1" in alone.output
