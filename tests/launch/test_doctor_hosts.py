@@ -1,6 +1,8 @@
 """`accel-fsdp doctor` on several machines at once: each fault is named, and where it is."""
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import time
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hosts
+import psutil
 import pytest
 from conftest import ROOT, Finished
 from hosts import Host
@@ -26,7 +29,7 @@ def machines() -> Iterator[list[Host]]:
 
 def started(host: Host, rank: int, count: int, *words: str | Path, **environment: str) -> "subprocess.Popen[str]":
     place = ["--machine-rank", str(rank), "--num-machines", str(count), "--main-process-ip", "n1"]
-    given = [*place, "--main-process-port", PORT, "--timeout", "15", *words]
+    given = [*place, "--main-process-port", PORT, "--timeout", "8", *words]
     return host.start(["-m", "accel_fsdp", "doctor", *given], **environment)
 
 
@@ -103,7 +106,7 @@ def test_a_blocked_port(machines: list[Host]) -> None:
 
 def test_one_machine_is_slow(machines: list[Host]) -> None:
     limit = ["dev", "eth0", "root"]
-    slow = ["tc", "qdisc", "add", *limit, "tbf", "rate", "80mbit", "burst", "64kbit", "latency", "400ms"]
+    slow = ["tc", "qdisc", "add", *limit, "tbf", "rate", "400mbit", "burst", "64kbit", "latency", "400ms"]
     with changed(machines[2], slow, ["tc", "qdisc", "del", *limit]):
         first, *_ = doctors(machines, "--num-processes", "3")
     assert first.code == 1
@@ -147,10 +150,23 @@ def test_the_report_for_others_names_nobody(machines: list[Host], tmp_path: Path
     assert json.loads(doctors(machines[:1], "--json", "--folder", folder)[0].output)["healthy"]
 
 
+def words_of_all(host: Host) -> list[str]:
+    """The command lines of what runs there, whoever started it."""
+    inner = psutil.Process(host.first.pid)
+    namespace = os.readlink(f"/proc/{inner.pid}/ns/net")
+    words = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.readlink(f"/proc/{one.pid}/ns/net") == namespace:
+                words += one.cmdline()
+    return words
+
+
 def test_a_machine_that_is_switched_off_while_it_is_tested(machines: list[Host]) -> None:
     """Last, as it stays off."""
     processes = [started(host, number, 3, "--num-processes", "3") for number, host in enumerate(machines)]
-    time.sleep(6)
+    while not any("doctor.probing" in word for word in words_of_all(machines[2])):
+        time.sleep(0.05)
     machines[2].cut_power()
     first, second, _ = hosts.ended(processes, SECONDS)
     assert (first.code, second.code) == (1, 1)

@@ -194,8 +194,8 @@ def _rate(bytes_per_second: float) -> str:
 def _collectives(found: Found) -> Iterator[Row]:
     if found.ranks < 2:
         return
-    if found.missing or any(pair.error for pair in found.pairs):
-        yield Row("collectives", "unknown", "not tested, as not all machines came or talk to each other")
+    if not found.can_join:
+        yield Row("collectives", "unknown", "not tested: the machines can't form one job yet")
         return
     silent = [rank for rank, said in found.failed_ranks.items() if said.endswith("no answer")]
     for rank, said in found.failed_ranks.items():

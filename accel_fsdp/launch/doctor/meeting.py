@@ -60,6 +60,13 @@ class Found:
     failed_ranks: dict[int, str] = field(default_factory=dict)
     ranks: int = 0
 
+    @property
+    def can_join(self) -> bool:
+        """Whether the ranks of all machines can form one group."""
+        told = [facts.asks_for for facts in self.facts.values()]
+        alike = all(one == told[0] for one in told)
+        return alike and not self.missing and not any(pair.error for pair in self.pairs)
+
 
 class Meeting:
     """One machine's part in it. Every method raises RuntimeError where machine 0 isn't there, or is gone."""
@@ -107,9 +114,8 @@ class Meeting:
             self._run([team.machine], "pairs", present, longest)
         if team.machine == 0:
             self._collect_pairs(present)
-            all_talk = not self.found.missing and not any(pair.error for pair in self.found.pairs)
-            board.put("all talk", all_talk and self.found.ranks > 1)
-        if board.wait(["all talk"], longest + LEAVE_SECONDS).get("all talk"):
+            board.put("all ranks", self.found.can_join and self.found.ranks > 1)
+        if board.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks"):
             own = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
             self._run(own, "collectives", list(range(self.found.ranks)), START_SECONDS + 2 * probing.COLLECTIVE_SECONDS)
             if team.machine == 0:
