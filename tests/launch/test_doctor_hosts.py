@@ -24,12 +24,14 @@ PORT = "29431"
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Host]]:
     with hosts.network("n1", "n2", "n3") as found:
+        for host in found:  # so that none comes late to the first test
+            hosts.ended([host.start(["-m", "accel_fsdp", "--version"])], SECONDS)
         yield found
 
 
 def started(host: Host, rank: int, count: int, *words: str | Path, **environment: str) -> "subprocess.Popen[str]":
     place = ["--machine-rank", str(rank), "--num-machines", str(count), "--main-process-ip", "n1"]
-    given = [*place, "--main-process-port", PORT, "--timeout", "8", *words]
+    given = [*place, "--main-process-port", PORT, "--timeout", "10", *words]
     return host.start(["-m", "accel_fsdp", "doctor", *given], **environment)
 
 
@@ -106,7 +108,7 @@ def test_a_blocked_port(machines: list[Host]) -> None:
 
 def test_one_machine_is_slow(machines: list[Host]) -> None:
     limit = ["dev", "eth0", "root"]
-    slow = ["tc", "qdisc", "add", *limit, "tbf", "rate", "400mbit", "burst", "64kbit", "latency", "400ms"]
+    slow = ["tc", "qdisc", "add", *limit, "tbf", "rate", "200mbit", "burst", "256kbit", "latency", "400ms"]
     with changed(machines[2], slow, ["tc", "qdisc", "del", *limit]):
         first, *_ = doctors(machines, "--num-processes", "3")
     assert first.code == 1
