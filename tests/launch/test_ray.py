@@ -23,6 +23,7 @@ SECONDS = 150
 OWN = """
 import glob, json, os, signal, sys, time
 from accel_fsdp import cpu  # what says that it can do without a GPU
+os.setsid()  # Ray ends processes of the worker's own group, too
 rank = os.environ["RANK"]
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 with open(f"started-{rank}-{os.getpid()}.json", "w") as file:
