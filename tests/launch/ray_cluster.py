@@ -56,7 +56,11 @@ class Cluster:
             },
             start_new_session=True,
         )
-        self.environment["RAY_ADDRESS"] = self._answer()
+        try:
+            self.environment["RAY_ADDRESS"] = self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, word: str) -> None:
         """Adds or removes the second node."""
