@@ -74,7 +74,7 @@ class Stopped(UserError):
 
 LIBRARIES = {
     **dict.fromkeys(("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "jinja2"), "train"),
-    **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant"},
+    **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant", "ray": "ray"},
 }
 """The libraries that `pip install accel-fsdp` leaves out, and the extra that brings each."""
 

@@ -26,7 +26,7 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"linter.rules"},
     {"linter", "migration", "wizard", "exporter", "launch.ranks"},
     {"launch"},
-    {"planner", "launch.script", "launch.doctor"},
+    {"planner", "launch.script", "launch.doctor", "launch.on_ray"},
     {"training.data"},
     {"training"},
     {"training.rehearsal"},

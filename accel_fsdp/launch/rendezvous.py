@@ -46,6 +46,18 @@ def check_place(address: str, port: int, rank: int) -> None:
         )
 
 
+def is_own(address: str) -> bool:
+    """Whether a socket can be bound to it here."""
+    for family, kind, number, _, place in _look_up(address):
+        with closing(socket.socket(family, kind, number)) as probe:
+            try:
+                probe.bind((place[0], 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
 def wait_for(address: str, port: int, seconds: float) -> str:
     """Waits until somebody listens there; returns why nobody was reached, empty if somebody was."""
     deadline, last = time.monotonic() + seconds, ""

@@ -133,18 +133,12 @@ def test_ranks_that_another_launcher_started(tmp_path: Path) -> None:
     found = run(words)
     assert found.code == 0, found.output
     assert found.output.count("2 ranks: each collective gives the right result") == 1
-    yaml = tmp_path / "job.yaml"
-    yaml.write_text(made_yaml(model="llama-3.1-8b", num_processes="2"))
-    words = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        yaml,
-        "--module",
-        "accel_fsdp",
-        "doctor",
-    ]
-    alone = run(words, PET_NNODES="2", PET_NPROC_PER_NODE="2", PET_NODE_RANK="0", PET_MASTER_ADDR="n1")
-    assert alone.code != 0
-    assert "PET_NNODES says num_machines 2, and the launcher started 1" in alone.output
+
+
+def test_a_launcher_that_does_not_see_the_other_machines(tmp_path: Path) -> None:
+    """Accelerate's, which starts one process alone in each pod of Kubeflow."""
+    words = ["--cpu", "--num_processes", "1", "--module", "accel_fsdp", "doctor", "--folder", str(tmp_path)]
+    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost"}
+    found = run([sys.executable, "-m", "accelerate.commands.launch", *words], **pod)
+    assert found.code != 0
+    assert "PET_NNODES says num_machines 2, and the launcher started 1" in found.output

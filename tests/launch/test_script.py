@@ -1,5 +1,6 @@
 """Job files: what each engine makes of them, and what the command inside them starts."""
 
+import ast
 import os
 import re
 import shlex
@@ -268,7 +269,40 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
     assert "--resume_from_checkpoint auto" in said
 
 
-@pytest.mark.parametrize("engine", ["skypilot", "dstack"])
+def called(text: str, name: str) -> dict[str, Any]:
+    """The keyword arguments of a call in a driver that are written out there."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    [call] = [one for one in calls if ast.unparse(one.func).rpartition(".")[2] == name]
+    return {str(one.arg): ast.unparse(one.value) for one in call.keywords}
+
+
+def test_a_driver_for_ray_asks_for_what_the_yaml_says(write: Write) -> None:
+    text = write("ray", TWO, "--time", "36h", "--grace", "60", "--host-memory", "512", "--name", "first")
+    asked = {"num_workers": "8", "use_gpu": "True", "resources_per_worker": "{'CPU': 4, 'memory': 128 << 30}"}
+    assert called(text, "ScalingConfig") == asked
+    assert called(text, "FailureConfig") == {"max_failures": "3"}
+    assert called(text, "RunConfig").items() >= {"name": "'first'", "storage_path": "'/shared/ray'"}.items()
+    assert called(text, "fit") == {"grace": "60", "minutes": "2160"}
+    loop = called(text, "TorchTrainer")["train_loop_config"].replace("os.getcwd()", "'here'")
+    assert ast.literal_eval(loop) == {
+        "folder": "here",
+        "config_file": "job.yaml",
+        "script": str(SFT),
+        "arguments": [*TRAINS, "--resume_from_checkpoint", "auto"],
+        "environment": {"HF_HOME": "/shared/.huggingface"},
+    }
+
+
+def test_words_of_any_kind_stay_in_a_driver_for_ray(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print(1)\n")
+    words = ("first", "--text", 'it\'s $HOME `x`\n  # "two" \\ lines {0} é 😀', "--last=1")
+    text = write("ray", ONE, script=Path("own.py"), words=words)
+    loop = called(text, "TorchTrainer")["train_loop_config"].replace("os.getcwd()", "''")
+    assert ast.literal_eval(loop)["arguments"] == list(words)
+    assert called(text, "FailureConfig") == {"max_failures": "0"}  # it wouldn't resume
+
+
+@pytest.mark.parametrize("engine", ["skypilot", "dstack", "ray"])
 def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) -> None:
     flags = ("--gpus", "2x4xH100-80GB")
     said = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
@@ -319,6 +353,7 @@ def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, writ
     [
         ("slurm", TWO, "next: sbatch 'a job'"),
         ("torchrun", ONE, "next: bash 'a job'\n"),
+        ("ray", ONE, "next: python 'a job', or: ray job submit --working-dir . -- python 'a job'\n"),
         ("torchrun", TWO, "next: bash 'a job' NUMBER ADDRESS, on each machine"),
     ],
 )
@@ -327,7 +362,8 @@ def test_what_to_type_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(yaml)
-    assert cli.call(["script", engine, "-o", "a job", "job.yaml", str(SFT)]) == 0
+    words = ["--output_dir", "/shared/first"]
+    assert cli.call(["script", engine, "-o", "a job", "job.yaml", str(SFT), *words]) == 0
     assert f"written: a job\n{said}" in capsys.readouterr().err
 
 
@@ -375,11 +411,15 @@ def test_a_job_for_tpus_is_refused(write: Write) -> None:
 
 
 @pytest.mark.parametrize("yaml_file", MADE, ids=lambda one: one.stem)
-@pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes"])
+@pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes", "ray"])
 def test_each_ready_made_yaml_has_a_job_file(engine: str, yaml_file: Path, write: Write) -> None:
     text = write(engine, yaml_file.read_text())
     if engine == "kubernetes":
         assert yaml.safe_load(text)["kind"] == "TrainJob"
+    elif engine == "ray":
+        assert (
+            int(called(text, "ScalingConfig")["num_workers"]) == yaml.safe_load(yaml_file.read_text())["num_processes"]
+        )
     else:
         assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
         assert text.startswith("#!/bin/bash")

@@ -21,6 +21,8 @@ from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.units import counted
 
 MOST_RANKS_ON_CPU = 8
+OTHER_FIRST_SECONDS = 5.0
+"""How long a machine 0 looks for another one, if it is to be reached at an address that it hasn't."""
 
 
 def explain(message: str) -> int:
@@ -198,9 +200,11 @@ def _refuse_second_first(team: Team) -> None:
     Raises:
         UserError: another machine answers at the address of machine 0.
     """
-    if team.address.hosts and not rendezvous.wait_for(team.address.host, team.address.port, 0.0):
+    host, port = team.address.host, team.address.port
+    seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
+    if team.address.hosts and not rendezvous.wait_for(host, port, seconds):
         raise UserError(
-            f"this one was told that it is machine 0, and another one is so already at {team.address.host}",
+            f"this one was told that it is machine 0, and another one is so already at {host}",
             why="both would wait for others; a variable such as $SLURM_NODEID may have been expanded on one machine",
             fix="srun --ntasks-per-node=1 accel-fsdp doctor FILE; or --machine-rank N, another on each machine",
         )

@@ -10,7 +10,7 @@ from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_fi
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import dstack, kubernetes, skypilot, slurm, torchrun
+from accel_fsdp.launch.script import dstack, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
 from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
 from accel_fsdp.linter import parse_command_line, read_launch, stops
@@ -42,6 +42,7 @@ ENGINES: Mapping[EngineWord, EngineKind] = {
     "kubernetes": EngineKind("Kubernetes", kubernetes.text, "kubectl create -f FILE"),
     "skypilot": EngineKind("SkyPilot", skypilot.text, "sky jobs launch FILE"),
     "dstack": EngineKind("dstack", dstack.text, "dstack apply -f FILE"),
+    "ray": EngineKind("Ray", ray.text, "python FILE, or: ray job submit --working-dir . -- python FILE"),
     "torchrun": EngineKind("torchrun", torchrun.text, "bash FILE", " NUMBER ADDRESS, on each machine"),
 }
 

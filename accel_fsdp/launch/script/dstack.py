@@ -9,7 +9,7 @@ SHM = "16GB"
 
 def text(job: Job) -> str:
     """The task. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
-    refuse_own_disk(job, "dstack")
+    refuse_own_disk(job, "dstack gives each start a disk of its own")
     return "\n".join(
         [
             f"# {job.title}",

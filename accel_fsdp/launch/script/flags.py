@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Optional
 
 import tyro
 
-EngineWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "torchrun"]
+EngineWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"]
 KubernetesApi = Literal["trainjob", "pytorchjob"]
 LEAST_GRACE = 30
 
@@ -17,7 +17,7 @@ class ScriptCommand:
 
     engine: Annotated[
         tyro.conf.Positional[EngineWord],
-        tyro.conf.arg(metavar="ENGINE", help="slurm, kubernetes, skypilot, dstack or torchrun."),
+        tyro.conf.arg(metavar="ENGINE", help="slurm, kubernetes, skypilot, dstack, ray or torchrun."),
     ]
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     script: Annotated[

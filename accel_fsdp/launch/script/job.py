@@ -94,8 +94,8 @@ def indented(text: str, indent: str) -> str:
     return "\n".join(f"{indent}{line}" if line else line for line in text.split("\n"))
 
 
-def refuse_own_disk(job: Job, engine: str) -> None:
-    """Goes on if a run is written where all machines, and a later start, will find it.
+def refuse_own_disk(job: Job, disks: str) -> None:
+    """Goes on if a run is written where all machines, and a later start, will find it; `disks` says what others are.
 
     Raises:
         UsageError: it would be written beside the files that each machine has a copy of.
@@ -103,7 +103,7 @@ def refuse_own_disk(job: Job, engine: str) -> None:
     output = parse_command_line(list(job.words)).get("output_dir", "")
     if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
         raise UsageError(
-            f"--output_dir {output or 'is missing'}, and {engine} gives each start a disk of its own",
+            f"--output_dir {output or 'is missing'}, and {disks}",
             why="a later start would find no checkpoint, and other machines not the shards of this one",
             fix=f"train/sft.py --output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}; "
             "or accel-fsdp script --shared FOLDER, in which it lies",

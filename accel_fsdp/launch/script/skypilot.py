@@ -11,7 +11,7 @@ TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
 
 def text(job: Job) -> str:
     """The task. Its working folder is copied to the disk of each machine, so a run must be written elsewhere."""
-    refuse_own_disk(job, "SkyPilot")
+    refuse_own_disk(job, "SkyPilot gives each start a disk of its own")
     return "\n".join(
         [
             f"# {job.title}",

@@ -1,0 +1,126 @@
+"""How workers and driver of a job find each other: Ray's part of it, the ranks' store, and an actor for messages."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_fsdp.errors import UsageError
+
+MOST_WORKERS = 100_000
+"""Calls that the actor may have open; each worker has one. Ray's default is 1000."""
+
+
+def shared_devices() -> Any:
+    """What `TorchTrainer` takes as `torch_config`: each worker sees the GPUs of all workers of its machine.
+
+    So LOCAL_RANK counts them as under torchrun. Ray's own `TorchConfig` would besides make a process group and a CUDA
+    context in each worker, which trains nothing: half a GB of the GPU whose rank is a process of its own, and 200 MB of
+    the host's memory for torch.
+    """
+    from ray.train.backend import Backend, BackendConfig
+
+    class SharedDevices(Backend):  # type: ignore[misc]
+        share_cuda_visible_devices = True
+
+    class Ranks(BackendConfig):  # type: ignore[misc]
+        backend = "gloo"  # which TorchTrainer would choose where nothing stands
+
+        @property
+        def backend_cls(self) -> Any:
+            return SharedDevices
+
+    return Ranks()
+
+
+def store() -> tuple[Any, int]:
+    """The store at which the ranks meet, and its port: of the worker of rank 0, as torchrun's agent has it.
+
+    A port that is chosen for a rank to listen at later may be taken by then.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return made, made.port
+
+
+@dataclass
+class Messages:
+    """The actor of a job: what the driver wants of the workers, and how their ranks ended.
+
+    It runs where the driver does, and ends with it.
+    """
+
+    starts: int = 0
+    running: bool = False
+    over: int | None = None
+    """The code that the job ends with, once nothing is to be started again."""
+    ranks: int = 0
+    done: int = 0
+    failures: list[tuple[int, int]] = field(default_factory=list)
+    """Rank and code of those that failed since the last start, the first one first."""
+    signal: int = 0
+
+    def __post_init__(self) -> None:
+        self._signalled = asyncio.Event()
+
+    async def begin(self, ranks: int) -> None:
+        """Notes that all workers are there; rank 0 says so."""
+        self.starts += 1
+        self.ranks, self.running, self.done, self.failures = ranks, True, 0, []
+
+    async def ended(self, rank: int, code: int) -> bool:
+        """Notes how a rank ended; returns whether that is a failure after which Ray is to start all ranks again.
+
+        It is none where the driver has told them to stop. A bad flag stays bad.
+        """
+        if code == 0:
+            self.done += 1
+            if self.done == self.ranks:
+                self.over = 0
+            return False
+        self.failures.append((rank, code))
+        self.running = False
+        if self.over is None and (self.signal or code == UsageError.exit_code):
+            self.over = code
+        return self.over is None
+
+    async def stop(self, number: int) -> bool:
+        """Hands a signal on to all ranks; returns whether there are any."""
+        self.signal = number
+        self._signalled.set()
+        return self.running
+
+    async def wanted(self) -> int:
+        """Waits until there is a signal for the ranks."""
+        await self._signalled.wait()
+        return self.signal
+
+    async def outcome(self) -> tuple[int, int | None, list[tuple[int, int]]]:
+        """How often the ranks were started, the code that the job ends with, and what failed last."""
+        return self.starts, self.over, self.failures
+
+
+def open_messages() -> Any:
+    """The actor, made by the driver; of Ray's, `ray.init` has been called."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    kind = ray.remote(Messages).options(
+        name=_name(), num_cpus=0, max_concurrency=MOST_WORKERS, scheduling_strategy=here
+    )
+    return kind.remote()
+
+
+def messages() -> Any:
+    """The actor, as workers find it."""
+    import ray
+
+    return ray.get_actor(_name())
+
+
+def _name() -> str:
+    """By the number of Ray's job, as several jobs may share its namespace."""
+    import ray
+
+    return f"accel-fsdp-{ray.get_runtime_context().get_job_id()}"

@@ -1,0 +1,47 @@
+"""`python -m accel_fsdp.launch.on_ray.rank WORKER FILE SCRIPT [arguments]`: becomes one rank of a job on Ray.
+
+It reads the Accelerate YAML as `accelerate launch` does, and then is the script's process. WORKER is the process number
+of Ray's worker, with which it ends.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from accel_fsdp.errors import guard
+from accel_fsdp.launch import launcher
+
+PR_SET_PDEATHSIG = 1
+RAYS = frozenset({"CUDA_VISIBLE_DEVICES"})
+"""What Ray has told the ranks itself; a YAML's gpu_ids count those of a machine, not those that Ray gave."""
+
+
+def main() -> None:
+    """Takes the place of this process.
+
+    Raises:
+        UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
+    """
+    worker, file, script, *words = sys.argv[1:]
+    end_with(int(worker))
+    found = launcher.rank_environment(Path(file), Path(script), tuple(words))
+    os.environ.update({name: value for name, value in found.items() if name not in RAYS})
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, script, *words])
+
+
+def end_with(parent: int) -> None:
+    """Has Linux end this process when its parent ends, however that happens; elsewhere Ray ends it, where it can.
+
+    By SIGKILL: Ray starts the ranks again at once, and one that went on, or saved, would hold the GPU and the folder.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(128 + signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

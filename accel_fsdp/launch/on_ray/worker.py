@@ -1,0 +1,127 @@
+"""What each worker of Ray Train runs: one rank, in a process of its own.
+
+A worker's function runs in a thread beside Ray's own, where no signal arrives, and a rank that has failed in the middle
+of a collective can't be ended without its process. A process of its own gets signals, ends by itself, and differs in
+nothing from one that `accelerate launch` starts.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch.on_ray import meeting
+
+POLL_SECONDS = 0.5
+TAIL_LINES = 10
+"""Of a failed rank's stderr, in the error that Ray shows."""
+RANK = "accel_fsdp.launch.on_ray.rank"
+_kept: list[Any] = []
+"""The store, which ranks may ask for longer than that of rank 0 lives; it ends with the worker."""
+
+
+class RankFailed(RuntimeError):
+    """What Ray is told of a rank that failed; it starts all ranks again, as often as `FailureConfig` says."""
+
+
+def run_rank(job: Mapping[str, Any]) -> None:
+    """Runs the rank of this worker to its end; `job` is the driver's `train_loop_config`.
+
+    Raises:
+        RankFailed: it failed, and starting it again may help.
+        UserError: this machine doesn't see the job's folder.
+    """
+    import ray
+
+    rank, messages = ray.train.get_context().get_world_rank(), meeting.messages()
+    _, over, _ = ray.get(messages.outcome.remote())
+    if over is not None:
+        return
+    signalled = messages.wanted.remote()
+    process = _start(job, _variables(messages))
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    copying = threading.Thread(target=_copy, args=(process.stderr, tail), daemon=True)
+    copying.start()
+    code = _wait(process, signalled)
+    copying.join(POLL_SECONDS)  # a process that the rank left behind may hold the pipe
+    if ray.get(messages.ended.remote(rank, code)):
+        raise RankFailed(f"rank {rank} on {socket.gethostname()} ended with {described(code)}\n{''.join(tail)}")
+
+
+def described(code: int) -> str:
+    """An exit code, or the signal behind it, in words."""
+    names = {128 + one: one.name for one in signal.Signals}
+    return f"exit code {code}" + (f" ({names[code]})" if code in names else "")
+
+
+def _variables(messages: Any) -> dict[str, str]:
+    """What torchrun would tell the rank: its place, and the store of rank 0's worker as that of its agent."""
+    import ray
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context = ray.train.get_context()
+    meets = None
+    if context.get_world_rank() == 0:
+        ray.get(messages.begin.remote(context.get_world_size()))
+        made, port = meeting.store()
+        _kept.append(made)
+        meets = ray.util.get_node_ip_address(), port
+    address, port = broadcast_from_rank_zero(meets)
+    return {
+        "RANK": str(context.get_world_rank()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "GROUP_RANK": str(context.get_node_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "MASTER_ADDR": str(address),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _start(job: Mapping[str, Any], variables: Mapping[str, str]) -> "subprocess.Popen[str]":
+    if not Path(job["folder"]).is_dir():
+        raise UserError(
+            f"there is no folder {job['folder']} on {socket.gethostname()}",
+            why="the workers look there for the YAML and the script",
+            fix="start the driver in a folder that all machines see, or: ray job submit --working-dir . -- python FILE",
+        )
+    words = [str(os.getpid()), job["config_file"], job["script"], *job["arguments"]]
+    return subprocess.Popen(
+        [sys.executable, "-m", RANK, *words],
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **job["environment"], **variables},
+        cwd=Path(job["folder"]),
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def _copy(stream: IO[str], tail: deque[str]) -> None:
+    """Shows a rank's stderr as it comes, and keeps its end."""
+    for line in stream:
+        sys.stderr.write(line)
+        tail.append(line)
+
+
+def _wait(process: "subprocess.Popen[str]", signalled: Any) -> int:
+    """The code of the rank's end, as a shell would say it. The driver's signal is handed on, once."""
+    import ray
+
+    waiting = True
+    while True:
+        try:
+            code = process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if waiting and ray.wait([signalled], timeout=0)[0]:
+                waiting = False
+                process.send_signal(ray.get(signalled))
+        else:
+            return code if code >= 0 else 128 - code

@@ -1,0 +1,103 @@
+"""A driver for Ray Train: a Python program, as Ray has no job files."""
+
+import json
+
+from accel_fsdp.launch.script.job import Job, refuse_own_disk
+
+RESTARTS = 3
+RESULTS = "ray"
+"""Where in the shared folder Ray keeps what it notes of a run."""
+
+
+def text(job: Job) -> str:
+    """The driver. What a worker does, and how the job ends, is `launch.on_ray`'s; here stands what a user may edit."""
+    refuse_own_disk(job, "Ray starts the workers again on any of its machines")
+    return "\n".join(
+        [
+            f"# {job.title}",
+            f"# {job.made_by}",
+            "# Start it on a machine of Ray's cluster, in a folder that all machines see, with both files: python FILE",
+            "# Or let Ray copy such a folder to each machine: ray job submit --working-dir . -- python FILE",
+            "import os",
+            "import sys",
+            "",
+            "from ray.train import FailureConfig, RunConfig, ScalingConfig",
+            "from ray.train.torch import TorchTrainer",
+            "",
+            "from accel_fsdp.launch import on_ray",
+            "",
+            "trainer = TorchTrainer(",
+            "    on_ray.run_rank,",
+            "    train_loop_config={",
+            *_loop(job),
+            "    },",
+            "    torch_config=on_ray.shared_devices(),",
+            "    scaling_config=ScalingConfig(",
+            f"        num_workers={job.machines * job.gpus},",
+            "        use_gpu=True,",
+            f"        resources_per_worker={_resources(job)},",
+            '        # accelerator_type="H100",    # <- which GPU',
+            "    ),",
+            "    run_config=RunConfig(",
+            f"        name={_quoted(job.name)},",
+            f"        storage_path={_path(job, RESULTS)},",
+            f"        failure_config=FailureConfig(max_failures={RESTARTS if job.resumes else 0}),{_again(job)}",
+            "    ),",
+            ")",
+            f"sys.exit(on_ray.fit(trainer, grace={job.grace}{f', minutes={job.minutes}' if job.minutes else ''}))",
+            "",
+        ]
+    )
+
+
+def _loop(job: Job) -> list[str]:
+    """What each worker is told: the command, and the variables that its rank gets besides those of Ray."""
+    network = [
+        '# "NCCL_SOCKET_IFNAME": "ib0",    # <- InfiniBand, if NCCL takes another interface',
+        '# "FI_PROVIDER": "efa",    # <- AWS with EFA',
+    ]
+    variables = [
+        f'"HF_HOME": {_path(job, ".huggingface")},',
+        *(network if job.machines > 1 else []),
+    ]
+    return [
+        '        "folder": os.getcwd(),  # <- where each machine finds the two files',
+        f'        "config_file": {_quoted(str(job.file))},',
+        f'        "script": {_quoted(str(job.script))},',
+        '        "arguments": [',
+        *(f"            {line}," for line in _arguments(job.words)),
+        "        ],",
+        '        "environment": {  # <- what else the ranks need; they don\'t get the variables of this process',
+        *(f"            {line}" for line in variables),
+        "        },",
+    ]
+
+
+def _arguments(words: tuple[str, ...]) -> list[str]:
+    """A flag to the line, with its values."""
+    lines: list[str] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append(_quoted(word))
+        else:
+            lines[-1] += f", {_quoted(word)}"
+    return lines
+
+
+def _resources(job: Job) -> str:
+    """Of each worker, a machine's part; `use_gpu` asks for its GPU."""
+    memory = f', "memory": {job.memory // job.gpus or 1} << 30' if job.memory else ""
+    return f'{{"CPU": {max(1, job.cpus // job.gpus)}{memory}}}'
+
+
+def _path(job: Job, name: str) -> str:
+    return _quoted(f"{job.folder}/{name}")
+
+
+def _quoted(word: str) -> str:
+    """As Python reads it, in double quotes."""
+    return json.dumps(word, ensure_ascii=False)
+
+
+def _again(job: Job) -> str:
+    return "  # <- starts again, from the newest complete checkpoint" if job.resumes else ""
