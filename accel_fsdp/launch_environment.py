@@ -80,7 +80,7 @@ class LaunchEnvironment:
     @property
     def has_store(self) -> bool:
         """Whether the launcher holds the store at which ranks meet, so that no rank has to."""
-        return self._is_on("TORCHELASTIC_USE_AGENT_STORE")
+        return self.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
     def error_file(self) -> str:

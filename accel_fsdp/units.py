@@ -33,6 +33,11 @@ def kib_or_mib(count: int) -> str:
     return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
 
 
+def per_second(count: float) -> str:
+    """Bytes per second of a disk or a network, as `1.24 GB/s` or `3.5 MB/s`."""
+    return f"{count / 1e9:,.2f} GB/s" if count >= 1e8 else f"{count / 1e6:,.1f} MB/s"
+
+
 def about_gib(count: float) -> str:
     """Bytes in a sentence that needs no more than `64 GiB` or `2.3 GiB`."""
     return f"{_about(count / GIB)} GiB"

@@ -110,6 +110,14 @@ def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any)
     assert TRAIN in " ".join(lines[1:])
 
 
+def test_the_doctor_looks_at_this_machine_and_says_what_ranks_need(light: Any) -> None:
+    said = light("doctor")
+    assert said.code == 0, said.output
+    assert TRAIN in said.output
+    assert "needs torch" in light("doctor", "--num-processes", "2").output
+    assert "main_process_port" in light("doctor", "--explain", "EADDRINUSE").output
+
+
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "torchrun"])
 def test_a_job_file_is_that_of_the_whole_installation(engine: str, light: Any) -> None:
     said = light("script", engine, YAML, SFT, "--max_steps", "3")

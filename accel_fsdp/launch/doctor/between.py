@@ -9,7 +9,7 @@ from accel_fsdp.launch.doctor.facts import Facts
 from accel_fsdp.launch.doctor.meeting import Found
 from accel_fsdp.launch.doctor.probing import PairResult
 from accel_fsdp.launch.doctor.rows import Row
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, per_second
 
 CLOCK_SECONDS = 1.0
 SLOW = 0.5
@@ -173,22 +173,18 @@ def _slow_machine(found: Found, machine: int) -> Row:
     speeds = {
         machine in (p.one, p.other): p.bytes_per_second for p in sorted(found.pairs, key=lambda p: p.bytes_per_second)
     }
-    what = f"{_rate(speeds[True])} to the others at best, which have {_rate(speeds.get(False, 0.0))} between them"
+    what = f"{per_second(speeds[True])} to the others at best, which have {per_second(speeds.get(False, 0.0))} between them"
     why = "all ranks wait for the slowest machine in each collective"
     fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"
     return Row(f"machine {machine}", "error", what, why, fix)
 
 
 def _measured(pair: PairResult) -> Row:
-    what = f"{_rate(pair.bytes_per_second)}, {pair.latency_seconds * 1e6:,.0f} us"
+    what = f"{per_second(pair.bytes_per_second)}, {pair.latency_seconds * 1e6:,.0f} us"
     if pair.bytes_per_second >= SLOW_LINK:
         return Row(_name(pair), "ok", what)
     why = "a step sends the model's size several times: accel-fsdp plan says how long that takes"
     return Row(_name(pair), "warning", what, why, "another interface: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME")
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:,.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:,.1f} MB/s"
 
 
 def _collectives(found: Found) -> Iterator[Row]:

@@ -15,7 +15,6 @@ from accel_fsdp.launch.doctor.meeting import Meeting, Team
 from accel_fsdp.launch.doctor.report import Examination
 from accel_fsdp.launch.doctor.rows import Row, is_healthy, of_error
 from accel_fsdp.launch.doctor.store import Address
-from accel_fsdp.launch.place import NOWHERE, Place, Said
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.units import counted
@@ -86,21 +85,23 @@ def _check(options: DoctorCommand) -> None:
         raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
 
 
-def _place(options: DoctorCommand, values: Mapping[str, Any], launched: LaunchEnvironment) -> tuple[Place, list[Row]]:
+def _place(
+    options: DoctorCommand, values: Mapping[str, Any], launched: LaunchEnvironment
+) -> tuple[place.Place, list[Row]]:
     """Which machine of how many this is, and what is contradictory about that."""
     try:
         engine = place.now()
         if launched.is_rank:
             return _of_launcher(launched), _launched_otherwise(engine, values, launched)
         if launched.has_config and engine.machines > 1:
-            return NOWHERE, _launched_otherwise(engine, values, launched)
+            return place.NOWHERE, _launched_otherwise(engine, values, launched)
         flags = {name: getattr(options, name) for name in place.FLAGS}
         return place.settle(engine, flags, values, str(options.file or "the YAML")), []
     except UserError as error:
-        return NOWHERE, [of_error("job", error)]
+        return place.NOWHERE, [of_error("job", error)]
 
 
-def _of_launcher(launched: LaunchEnvironment) -> Place:
+def _of_launcher(launched: LaunchEnvironment) -> place.Place:
     """torchrun's own account of it."""
     told = {
         "num_machines": (launched.machines, "GROUP_WORLD_SIZE"),
@@ -109,10 +110,10 @@ def _of_launcher(launched: LaunchEnvironment) -> Place:
         "main_process_ip": (launched.main_address, "MASTER_ADDR"),
         "main_process_port": (launched.main_port, "MASTER_PORT"),
     }
-    return Place("torchrun", {name: Said(value, source) for name, (value, source) in told.items()})
+    return place.Place("torchrun", {name: place.Said(value, source) for name, (value, source) in told.items()})
 
 
-def _launched_otherwise(engine: Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
+def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
     """What the engine and the YAML say, and the launcher that started this process didn't do."""
     rows = []
     wanted = {
@@ -129,7 +130,7 @@ def _launched_otherwise(engine: Place, values: Mapping[str, Any], launched: Laun
     return rows
 
 
-def _asked(here: Place, values: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
     """What all machines must have been told alike."""
     told = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
     return {**{name: values[name] for name in ("distributed_type", "mixed_precision") if name in values}, **told}
@@ -146,7 +147,7 @@ def _of_yaml(options: DoctorCommand) -> list[Row]:
     return rows or [Row("YAML", "ok", f"{options.file} fits this machine")]
 
 
-def _team(options: DoctorCommand, here: Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
+def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
     """Who is to be tested together; None where there is nobody else."""
     processes = int(here.value("num_processes", gpus * here.machines or here.machines))
     each = max(processes // here.machines, 1)

@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import tyro
 
-from accel_fsdp.launch.flags import PlaceFlags
+from accel_fsdp.launch import PlaceFlags
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
 from accel_fsdp.launch.doctor.rows import Row, of_error
-from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib
+from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -143,7 +143,7 @@ def _disk(facts: Facts, several: bool) -> Iterator[Row]:
         why, fix = "no checkpoint can be written", "make room, or --folder with another folder to write into"
         yield Row("disk", "error", f"{facts.disk_problem} {where}".strip(), why, fix)
         return
-    what = f"{speed / 1e6:,.0f} MB/s {where}".strip() + f" ({PROBE_BYTES // MIB} MiB written and synced)"
+    what = f"{per_second(speed)} {where}".strip() + f" ({kib_or_mib(PROBE_BYTES)} written and synced)"
     if speed < SLOW_DISK:
         why = f"a checkpoint of 100 GB takes {100e9 / speed / 60:,.0f} minutes"
         yield Row("disk", "warning", what, why, "write to a faster disk: --folder measures another one")
@@ -188,8 +188,8 @@ def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
     for variable, names in rendezvous.chosen_interfaces(facts.variables, list(facts.addresses)).items():
         for name in names:
             inside = name == "lo" or name.startswith(BRIDGES)
-            if not inside and facts.addresses[name]:
-                continue
+            if not inside and (facts.addresses[name] or not any(facts.addresses.values())):
+                continue  # without psutil no address is known
             why = "it leads to no other machine: Connection refused" if inside else "it has no IP address"
             others = [one for one, own in facts.addresses.items() if _leads_away(own) and not one.startswith(BRIDGES)]
             fix = f"export {variable}={others[0]}" if others else f"unset {variable}"

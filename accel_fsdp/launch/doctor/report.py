@@ -11,7 +11,7 @@ from accel_fsdp import console
 from accel_fsdp.launch.doctor.facts import Facts
 from accel_fsdp.launch.doctor.meeting import Found
 from accel_fsdp.launch.doctor.rows import Row, Verdict
-from accel_fsdp.units import counted, kib_or_mib
+from accel_fsdp.units import counted, kib_or_mib, per_second
 
 COLOURS: dict[Verdict, str] = {"ok": "", "unknown": "cyan", "warning": "yellow", "error": "red"}
 VERDICT_WIDTH, SUBJECT_WIDTH = 9, 14
@@ -81,8 +81,8 @@ def _line(row: Row) -> str:
 
 def _table(found: Found) -> Iterator[list[str]]:
     for one in found.collectives:
-        bandwidth = f"{one.bytes_per_second / 1e9:,.3f} GB/s"
-        yield [one.collective, kib_or_mib(one.size_bytes), f"{one.seconds * 1e3:,.3f} ms", bandwidth]
+        seconds = f"{one.seconds * 1e3:,.3f} ms"
+        yield [one.collective, kib_or_mib(one.size_bytes), seconds, per_second(one.bytes_per_second)]
 
 
 def summary(done: Examination) -> str:
