@@ -171,8 +171,9 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     if not words or words[0] not in BEFORE_ARGS:
         return words, ()
     takes = flag_words.flags_of(COMMANDS[words[0]].flags())
-    flags = {_plain(name) for name, flag in takes.items() if not flag.is_switch}
-    values = {i + 1 for i, word in enumerate(words) if flag_words.is_flag(word) and _plain(word) in flags}
+    name_of = flag_words.field_name
+    flags = {name_of(name) for name, flag in takes.items() if not flag.is_switch}
+    values = {i + 1 for i, word in enumerate(words) if flag_words.is_flag(word) and name_of(word) in flags}
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
     last = BEFORE_ARGS[words[0]] - 1
     end = positions[last] + 1 if len(positions) > last else len(words)
@@ -218,10 +219,6 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         also = "the environment of the ranks isn't known either"
         console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
     return 0
-
-
-def _plain(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def _script(options: "ScriptCommand", script_args: tuple[str, ...]) -> int:

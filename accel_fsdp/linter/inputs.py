@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from accel_fsdp import flag_words
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import ReadConfig, read_config, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
@@ -254,9 +255,9 @@ def parse_command_line(words: list[str]) -> dict[str, Any]:
     for position, word in enumerate(words):
         if not word.startswith("--"):
             continue
-        name, equals, value = word.removeprefix("--").partition("=")
+        name, equals, value = word.partition("=")
         following = words[position + 1] if position + 1 < len(words) else "--"
-        args[name.replace("-", "_")] = value if equals else True if following.startswith("--") else following
+        args[flag_words.field_name(name)] = value if equals else True if following.startswith("--") else following
     return args
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from accel_fsdp import flag_words
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.training.data import columns
 from accel_fsdp.training.rehearsal.rows import Rows
@@ -140,7 +141,7 @@ def _without(words: Sequence[str], names: set[str]) -> tuple[tuple[str, ...], li
     kept, left, skipping = [], [], False
     for word in words:
         if word.startswith("--"):
-            name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            name = flag_words.field_name(word.partition("=")[0])
             skipping = name in names
             left += [name] if skipping else []
         if not skipping:
