@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import cpu
-from accel_fsdp.config import DDP_TYPES, DISTRIBUTED_TYPES, Engine, yaml_file
+from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.place import NOWHERE, Place
@@ -28,9 +28,6 @@ TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 
 ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 """What stands before a script that is to shard on CPU processes: a module that prepares them and then runs it."""
-
-DEFAULT_PORT = 29500
-"""Accelerate's, for several machines."""
 
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Edit, Engine
+from accel_fsdp.config import DEFAULT_PORT, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
@@ -60,7 +60,7 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "num_machines",
             f"{machines} machines and no main_process_ip",
-            "they wait at None:29500",
+            f"they wait at None:{DEFAULT_PORT}",
             "main_process_ip: the address of machine 0",
         )
 
