@@ -194,15 +194,14 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp.launch import launcher, place
 
     job, document = read_config(options.file)
-    values = job.values
     flags = {name: getattr(options, name) for name in place.FLAGS}
-    here = place.settle(place.now(), flags, values, str(options.file))
-    read = dataclasses.replace(job, values={**values, **here.beside(values)}), document
+    here = place.settle(place.now(), flags, job.values, str(options.file))
+    read = here.applied(job), document
     if linter.stops(options.file, read, options.script, script_args, options.no_check):
         return 1
     parses = is_installed("accelerate") or not options.dry_run
-    words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, values)
-    args = launcher.parsed(options.file, words, here) if parses else None
+    words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, job.values)
+    args = launcher.parse(options.file, words, here) if parses else None
     if options.cpu and not options.dry_run:
         from accel_fsdp.training import rehearsal
 

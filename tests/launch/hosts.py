@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import conftest
 import psutil
-from conftest import ROOT, Finished, warm_python
+from conftest import ROOT, warm_python
 
 NEEDED = ("ip", "nsenter", "unshare")
 START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec sleep infinity'
@@ -47,36 +48,13 @@ class Host:
         """Starts Python with these words there, with the libraries imported already."""
         warm = warm_python(*self._before)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **warm, **environment}
-        return subprocess.Popen(
-            [*self._before, warm["PYTHON_EXEC"], *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        return conftest.start([*self._before, warm["PYTHON_EXEC"], *map(str, words)], env)
 
     def cut_power(self) -> None:
         """Ends all of its processes at once: they have no other parent than the first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.first.kill()
         self._unshare.wait()
-
-
-def ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[Finished]:
-    """What they printed, once all have ended; those that take longer are killed."""
-    found = []
-    for process in processes:
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            output = process.communicate()[0] + f"\nstill running after {seconds} s"
-        found.append(Finished(process.returncode, output.replace("\r", "\n")))
-    return found
 
 
 @contextlib.contextmanager

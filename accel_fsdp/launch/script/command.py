@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from accel_fsdp import atomic_files, console, flag_words
 from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_file
@@ -62,10 +62,9 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     if made.ours:
         _refuse_own_flags(script_args)
     there = _place(kind.title, made)
-    values = job.values
-    settled = place.settle(there, {}, values, str(options.file))
-    launcher.launcher_words(options.file, options.script, made.words, place=settled, values=values)
-    read = replace(job, values={**values, **settled.beside(values)}), document
+    settled = place.settle(there, {}, job.values, str(options.file))
+    launcher.launcher_words(options.file, options.script, made.words, place=settled, values=job.values)
+    read = settled.applied(job), document
     nothing = "no job file was written; --no-check writes it as it is"
     if stops(options.file, read, options.script, made.words, options.no_check, nothing):
         return 1
@@ -170,8 +169,8 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
                 why="the job file asks for that many GPUs",
                 fix="num_processes in the YAML, or accel-fsdp script --gpus 2x8xH100-80GB for two machines",
             )
-        _divide(processes, several or 1)
-        return several or 1, processes // (several or 1), None
+        number = several or 1
+        return number, place.of_each(number, processes, " in the YAML"), None
     one, number = machines.parse(text)
     in_file = (several or number, processes or number * one.count)
     if in_file != (number, number * one.count) or not one.count:
@@ -182,15 +181,6 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             fix="make one of them say what the other says",
         )
     return number, one.count, one
-
-
-def _divide(processes: int, several: int) -> None:
-    if processes % several:
-        raise UsageError(
-            f"num_processes {processes} on {counted(several, 'machine')}",
-            why="each machine starts as many as the others",
-            fix=f"a multiple of {several} in the YAML",
-        )
 
 
 def _gpus_of_header(config: JobConfig, processes: int, several: int) -> str:
