@@ -10,7 +10,7 @@ from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_fi
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import dstack, kubernetes, skypilot, slurm, torchrun
+from accel_fsdp.launch.script import dstack, duration, kubernetes, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
 from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
 from accel_fsdp.linter import parse_command_line, read_launch, stops
@@ -121,7 +121,9 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
     """The job with all that its file says."""
     found, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
-    resumed = RESUMES in parse_command_line(list(script_args))
+    arguments = parse_command_line(list(script_args))
+    resumed = RESUMES in arguments
+    known = ours and options.time is None
     return Job(
         file=options.file,
         script=options.script,
@@ -132,6 +134,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         kind=kind,
         cpus=_at_least("--cpus", options.cpus, 1) or CPUS_PER_GPU * gpus,
         memory=_at_least("--host-memory", options.host_memory, 1),
+        predicted=duration.predicted(arguments, config, found, kind) if known else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
         grace=_at_least("--grace", options.grace, LEAST_GRACE) or LEAST_GRACE,
         shared=options.shared,
