@@ -51,12 +51,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 COMMAND = """\
 #!/bin/bash
-if [ -z "${{COLD:-}}" ]; then
+if [ -z "${{COLD:-}}" ] || [ -n "${{SLURM_RESTART_COUNT:-}}" ]; then
     . {folder}/warm-$(hostname)
+    unset COLD
 fi
 exec "${{PYTHON_EXEC:-{python}}}" -m accel_fsdp "$@"
 """
-"""`accel-fsdp` on each machine, which starts warm; with COLD in its environment as it does elsewhere."""
+"""`accel-fsdp` on each machine, which starts warm; with COLD, the first time, as it does elsewhere."""
 
 
 def missing() -> str:
