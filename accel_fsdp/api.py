@@ -14,6 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from accel_fsdp import flag_words
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -152,8 +153,11 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
             why="each answer needs the name of its question",
             fix='to_yaml({"model": "gpt2", "gpus": "8xH100-80GB"})',
         )
-    names = {question.field: question.field for question in wizard.QUESTIONS}
-    names |= {_word(alias): question.field for question in wizard.QUESTIONS for alias in question.aliases}
+    names = {
+        name: question.field
+        for question in wizard.QUESTIONS
+        for name in (question.field, *map(flag_words.field_name, question.aliases))
+    }
     _refuse_unknown("there is no question", answers, names)
     flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}
     try:
@@ -161,10 +165,6 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     except UserError as error:
         told = [wizard.interview.in_words(text, between="_") for text in (error.what, error.why, error.fix)]
         raise type(error)(told[0], why=told[1], fix=told[2]) from error.__cause__
-
-
-def _word(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def _refuse_value(name: str, value: Any, hint: Any) -> None:

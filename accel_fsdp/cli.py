@@ -172,8 +172,9 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     if not words or words[0] not in BEFORE_ARGS:
         return words, ()
     takes = flag_words.flags_of(COMMANDS[words[0]].flags())
-    flags = {_plain(name) for name, flag in takes.items() if not flag.is_switch}
-    values = {i + 1 for i, word in enumerate(words) if flag_words.is_flag(word) and _plain(word) in flags}
+    name_of = flag_words.field_name
+    flags = {name_of(name) for name, flag in takes.items() if not flag.is_switch}
+    values = {i + 1 for i, word in enumerate(words) if flag_words.is_flag(word) and name_of(word) in flags}
     positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
     last = BEFORE_ARGS[words[0]] - 1
     end = positions[last] + 1 if len(positions) > last else len(words)
@@ -194,15 +195,14 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp.launch import launcher, place
 
     job, document = read_config(options.file)
-    values = job.values
     flags = {name: getattr(options, name) for name in place.FLAGS}
-    here = place.settle(place.now(), flags, values, str(options.file))
-    read = dataclasses.replace(job, values={**values, **here.beside(values)}), document
+    here = place.settle(place.now(), flags, job.values, str(options.file))
+    read = here.applied(job), document
     if linter.stops(options.file, read, options.script, script_args, options.no_check):
         return 1
     parses = is_installed("accelerate") or not options.dry_run
-    words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, values)
-    args = launcher.parsed(options.file, words, here) if parses else None
+    words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, job.values)
+    args = launcher.parse(options.file, words, here) if parses else None
     if options.cpu and not options.dry_run:
         from accel_fsdp.training import rehearsal
 
@@ -219,10 +219,6 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         also = "the environment of the ranks isn't known either"
         console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
     return 0
-
-
-def _plain(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def _script(options: "ScriptCommand", script_args: tuple[str, ...]) -> int:

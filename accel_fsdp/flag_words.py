@@ -95,6 +95,11 @@ def is_flag(word: str) -> bool:
     return word.startswith("-") and word.lstrip("-")[:1].isalpha()
 
 
+def field_name(word: str) -> str:
+    """A flag as the field is called that it is parsed into: --max-steps is max_steps."""
+    return word.lstrip("-").replace("-", "_")
+
+
 def _check(command: str, flag: Flag, value: str) -> None:
     """Refuses a value that isn't of the flag's types.
 

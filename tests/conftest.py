@@ -1,6 +1,7 @@
 """A tiny model with a real tokenizer, and real launches of several gloo processes."""
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -57,10 +58,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that has ended: exit code and everything it printed, progress bars split into lines."""
+    """A process that has ended: exit code and everything it printed, progress bars split into lines.
+
+    `late`: it was killed for taking too long.
+    """
 
     code: int
     output: str
+    late: bool = False
 
 
 def run(words: Sequence[str | Path], **environment: str) -> Finished:
@@ -73,7 +78,15 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
     if env.get("WARM", "1") != "0" and words[0] == sys.executable and _may_be_warm(words[1:]):
         env.update(warm_python())
         words[0] = env["PYTHON_EXEC"]
-    process = subprocess.Popen(
+    found = ended(start(words, env), LAUNCH_SECONDS)
+    if found.late:
+        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{found.output[-OUTPUT_LETTERS:]}")
+    return found
+
+
+def start(words: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str]":
+    """Starts a command in a process group of its own; all that it prints comes through one pipe."""
+    return subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,14 +95,20 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
         cwd=ROOT,
         start_new_session=True,
     )
+
+
+def ended(process: "subprocess.Popen[str]", seconds: float) -> Finished:
+    """What a started command printed; it is killed with all that it started if it takes longer."""
+    late = False
     try:
-        output, _ = process.communicate(timeout=LAUNCH_SECONDS)
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        late = True
         for one in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         output, _ = process.communicate()
-        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{output[-OUTPUT_LETTERS:]}")
-    return Finished(process.returncode, output.replace("\r", "\n"))
+    return Finished(process.returncode, output.replace("\r", "\n"), late)
 
 
 def _may_be_warm(words: list[str]) -> bool:

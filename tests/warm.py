@@ -35,7 +35,8 @@ READ_LATER = (
     *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "CUDA_VISIBLE_"),
     *("FSDP_", "ACCELERATE_", "ACCEL_FSDP_", "PARALLELISM_CONFIG_", "DS_", "WARM_", "PYTEST_", "PYTHON_EXEC"),
     *("COLUMNS", "PWD", "TORCHINDUCTOR_CACHE_DIR", "_"),
-    *("PET_", "SLURM_", "SKYPILOT_", "DSTACK_"),
+    *("PET_", "SKYPILOT_", "DSTACK_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
+    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""

@@ -24,6 +24,7 @@ from .read import read_config as read_config
 from .read import unreadable as unreadable
 from .schema import BY_NAME as BY_NAME
 from .schema import DEEPSPEED_FIELDS as DEEPSPEED_FIELDS
+from .schema import DEFAULT_PORT as DEFAULT_PORT
 from .schema import DYNAMO_FIELDS as DYNAMO_FIELDS
 from .schema import EXACT as EXACT
 from .schema import FIELDS as FIELDS

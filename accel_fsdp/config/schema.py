@@ -26,6 +26,8 @@ class Kind(Enum):
     SECTION = "a section of keys"
 
 
+DEFAULT_PORT = 29500
+"""Where several machines meet, on machine 0, if nothing says otherwise."""
 FSDP = frozenset({Engine.FSDP1, Engine.FSDP2})
 ONLY1, ONLY2 = frozenset({Engine.FSDP1}), frozenset({Engine.FSDP2})
 DS, XLA = frozenset({Engine.DEEPSPEED}), frozenset({Engine.TPU})
@@ -140,7 +142,8 @@ TOP: tuple[Field, ...] = (
           "belongs on the command line: --machine_rank."),
     Field("main_process_ip", Kind.TEXT, None, GPU, "Address of machine 0, for several machines.",
           question="Address of the first machine?"),
-    Field("main_process_port", Kind.INT, None, GPU, "Port of machine 0 (29500 if absent; 0 picks a free one).",
+    Field("main_process_port", Kind.INT, None, GPU,
+          f"Port of machine 0 ({DEFAULT_PORT} if absent; 0 picks a free one).",
           question="Port of the first machine?"),
     Field("gpu_ids", Kind.TEXT, "all", GPU, "GPUs to use as text such as '0,1'; replaces CUDA_VISIBLE_DEVICES."),
     Field("main_training_function", Kind.TEXT, "main", XLA, "The script's function that a TPU process calls."),

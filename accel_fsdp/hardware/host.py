@@ -175,6 +175,24 @@ def port_in_use(port: int) -> bool:
         return probe.connect_ex(("localhost", port)) == 0
 
 
+def can_listen(port: int) -> bool:
+    """Whether a store can listen on `port` of all addresses, as torch's does. Stricter than `port_in_use`."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port() -> int:
+    """A port of this machine on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def _torch_xla() -> bool:
     wanted = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
     return wanted and importlib.util.find_spec("torch_xla") is not None

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import cpu
-from accel_fsdp.config import DDP_TYPES, DISTRIBUTED_TYPES, Engine, yaml_file
+from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.place import NOWHERE, Place
@@ -29,9 +29,6 @@ TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 """What stands before a script that is to shard on CPU processes: a module that prepares them and then runs it."""
 
-DEFAULT_PORT = 29500
-"""Accelerate's, for several machines."""
-
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
 
@@ -46,10 +43,10 @@ def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...])
         UserError: the YAML can't be read, or Accelerate's parser refuses it; there is no such script, or no Accelerate.
     """
     yaml_file.load(config_file)  # for errors that say where they are
-    return parsed(config_file, launcher_words(config_file, script, script_args))
+    return parse(config_file, launcher_words(config_file, script, script_args))
 
 
-def parsed(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
+def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
     """Accelerate's own parsed launch arguments of words for it.
 
     Raises:
@@ -216,6 +213,23 @@ def _asks_for_cpu(args: Any) -> bool:
     return bool(re.search(r"cpu\s*=\s*True", text)) or "--use_cpu" in args.training_script_args
 
 
+def _check_ranks(args: Any) -> str:
+    """The address at which several machines meet, empty for one, if the ranks of this machine can start and share.
+
+    Raises:
+        UserError: they can't.
+    """
+    meeting = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
+    if meeting:
+        port = int(args.place.value("main_process_port", DEFAULT_PORT))
+        rendezvous.check(meeting, port, int(args.place.value("machine_rank", 0)))
+    with warnings.catch_warnings():  # the launcher itself repeats them
+        warnings.simplefilter("ignore")
+        environment(copy.copy(args))
+    _refuse_unsharded(args)
+    return meeting
+
+
 def command(words: list[str]) -> list[str]:
     """What a shell would need for the same launch."""
     return ["accelerate", "launch", *words]
@@ -231,15 +245,7 @@ def launch(args: Any) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    meeting = str(args.place.value("main_process_ip", "")) if distributed(args) and args.place.machines > 1 else ""
-    if meeting:
-        port = int(args.place.value("main_process_port", DEFAULT_PORT))
-        rendezvous.check(meeting, port, int(args.place.value("machine_rank", 0)))
-    if distributed(args):
-        with warnings.catch_warnings():  # the launcher itself repeats them
-            warnings.simplefilter("ignore")
-            environment(copy.copy(args))
-        _refuse_unsharded(args)
+    meeting = _check_ranks(args) if distributed(args) else ""
     parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = SIGNALS

@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.units import counted
 
@@ -44,6 +45,10 @@ class Place:
     def beside(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What a YAML's `values` don't say, or say otherwise."""
         return {name: said.value for name, said in self.said.items() if str(values.get(name)) != str(said.value)}
+
+    def applied(self, job: JobConfig) -> JobConfig:
+        """What the file is read as here."""
+        return replace(job, values={**job.values, **self.beside(job.values)})
 
     @property
     def machines(self) -> int:
@@ -87,7 +92,8 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
         _compare_with_file(place, name, told[name], in_file[name])
     settled = Place(place.engine, {name: said for name in FLAGS if (said := told.get(name) or in_file.get(name))})
     _check_rank(settled, told, in_file, file)
-    _check_processes(settled)
+    if isinstance(processes := settled.value("num_processes"), int):
+        of_each(settled.machines, processes, ": accel-fsdp launch --num-processes N FILE SCRIPT")
     return settled
 
 
@@ -149,14 +155,19 @@ def _check_rank(settled: Place, told: Mapping[str, Said], in_file: Mapping[str, 
         )
 
 
-def _check_processes(settled: Place) -> None:
-    processes = settled.value("num_processes")
-    if isinstance(processes, int) and processes % settled.machines:
+def of_each(machines: int, processes: int, fix: str) -> int:
+    """How many of the processes each machine starts; `fix` is what to do where they can't be shared out.
+
+    Raises:
+        UsageError: some machines would have more of them than others.
+    """
+    if processes % machines:
         raise UsageError(
-            f"num_processes {processes} on {counted(settled.machines, 'machine')}",
+            f"num_processes {processes} on {counted(machines, 'machine')}",
             why="each machine starts as many as the others",
-            fix=f"a multiple of {settled.machines}: accel-fsdp launch --num-processes N FILE SCRIPT",
+            fix=f"a multiple of {machines}{fix}",
         )
+    return processes // machines
 
 
 def _flag(name: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import closing
 from ipaddress import ip_address
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
 
 WAIT = "the machines would wait for each other until a timeout"
 FIX_ADDRESS = "main_process_ip: an address of machine 0 that the others reach; hostname -I shows those of a machine"
@@ -38,11 +39,11 @@ def check_place(address: str, port: int, rank: int) -> None:
             why=f"{WAIT}; /etc/hosts may map a machine's own name so",
             fix=FIX_ADDRESS,
         )
-    if rank == 0 and port and not _is_free(port):
+    if rank == 0 and port and not host.can_listen(port):
         raise UserError(
             f"port {port} is taken on this machine",
             why="the machines of the job can't meet there",
-            fix=f"another one on all machines: accel-fsdp launch --main-process-port {_free_port()} FILE SCRIPT",
+            fix=f"another one on all machines: accel-fsdp launch --main-process-port {host.free_port()} FILE SCRIPT",
         )
 
 
@@ -95,23 +96,6 @@ def _resolved(address: str) -> list[str]:
         raise UserError(
             f"the name {address} is unknown on this machine: {error.strerror or error}", why=WAIT, fix=FIX_ADDRESS
         ) from error
-
-
-def _is_free(port: int) -> bool:
-    """Whether a store can listen there, on all addresses, as torch's does."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:

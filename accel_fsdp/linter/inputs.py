@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from accel_fsdp import flag_words
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import ReadConfig, read_config, yaml_file
+from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.flags import Sources
@@ -30,8 +31,6 @@ GIVE_ARGUMENTS = (
     "in bash also --args <(echo train/sft.py --bf16)"
 )
 LARGEST_PORT = 65535
-PORT = 29500
-"""Where the launcher meets unless the file says otherwise."""
 OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE)
 
 
@@ -159,10 +158,10 @@ def read_subject(
 def _read_here(values: Mapping[str, Any], args: Mapping[str, Any]) -> HereFacts:
     from accel_fsdp.hardware import read_here
 
-    port = values.get("main_process_port", PORT)
+    port = values.get("main_process_port", DEFAULT_PORT)
     usable = isinstance(port, int) and 0 <= port <= LARGEST_PORT
     output = args.get("output_dir")
-    return read_here(port if usable else PORT, None if output is None else str(output))
+    return read_here(port if usable else DEFAULT_PORT, None if output is None else str(output))
 
 
 def _script_text(path: Path) -> str:
@@ -254,9 +253,9 @@ def parse_command_line(words: list[str]) -> dict[str, Any]:
     for position, word in enumerate(words):
         if not word.startswith("--"):
             continue
-        name, equals, value = word.removeprefix("--").partition("=")
+        name, equals, value = word.partition("=")
         following = words[position + 1] if position + 1 < len(words) else "--"
-        args[name.replace("-", "_")] = value if equals else True if following.startswith("--") else following
+        args[flag_words.field_name(name)] = value if equals else True if following.startswith("--") else following
     return args
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import cpu
+from accel_fsdp import cpu, flag_words
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
@@ -192,8 +192,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     known = {option for action in parser._actions for option in action.option_strings}
     for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
         if flag not in known:
-            name = flag.removeprefix("--").replace("-", "_")
-            hint = flag_hints.TRL.get(name)
+            hint = flag_hints.TRL.get(flag_words.field_name(flag))
             guess = "" if hint else did_you_mean(flag, known)
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, STRATEGIES, ZERO_STAGES, Kind, WrapPolicy, zero_name
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, STRATEGIES, ZERO_STAGES, Kind, WrapPolicy, zero_name
 from accel_fsdp.wizard import defaults, notes, validation
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import Context, Option, Question, is_ddp
@@ -220,7 +220,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "main_process_port",
         "main_process_port",
-        defaults.always(29500, "Accelerate's default"),
+        defaults.always(DEFAULT_PORT, "Accelerate's default"),
         section="",
         applies=_several_machines,
         check=validation.check_port,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Clash, Engine, Setup, clashes
+from accel_fsdp.config import DEFAULT_PORT, FSDP_VERSIONS, OTHER_ENGINES, Clash, Engine, Setup, clashes
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import catalogue
@@ -204,7 +204,7 @@ def check_size(context: Context, value: Any) -> int:
 
 def check_port(context: Context, value: Any) -> int:
     """Refuses what is no TCP port."""
-    return _number("--main-process-port", value, "it must be a free TCP port", fix=29500, most=65535)
+    return _number("--main-process-port", value, "it must be a free TCP port", fix=DEFAULT_PORT, most=65535)
 
 
 def check_machines(context: Context, value: Any) -> int:
@@ -271,7 +271,8 @@ def check_ip(context: Context, value: Any) -> str:
     if not text:
         raise UserError(
             "--main-process-ip is missing",
-            why=f"{context['num_machines']} machines have to meet at one address; Accelerate would wait at None:29500",
+            why=f"{context['num_machines']} machines have to meet at one address; "
+            f"Accelerate would wait at None:{DEFAULT_PORT}",
             fix="--main-process-ip ADDRESS_OF_THE_FIRST_MACHINE",
         )
     if problem := machines.address_problem(text):

@@ -1,6 +1,7 @@
 """Machines of a network on this one: each a network namespace, with a name, an /etc/hosts and processes of its own.
 
 What it takes is root and Linux's `ip`, `nsenter` and `unshare`. Killing a machine's first process is a power cut.
+It reads a pipe of the tests, so that a machine ends with them in any case.
 """
 
 import contextlib
@@ -13,11 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import conftest
 import psutil
-from conftest import ROOT, Finished, warm_python
+from conftest import ROOT, warm_python
 
 NEEDED = ("ip", "nsenter", "unshare")
-START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec sleep infinity'
+START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec cat'
 NAMESPACES = ("--uts", "--mount", "--pid")
 
 
@@ -37,46 +39,33 @@ class Host:
     def __init__(self, name: str, address: str, namespace: str, hosts: Path) -> None:
         self.name, self.address = name, address
         words = ["nsenter", f"--net=/var/run/netns/{namespace}", "unshare", *NAMESPACES, "--fork", "--mount-proc"]
-        self._unshare = subprocess.Popen([*words, "bash", "-c", START, name, str(hosts)], start_new_session=True)
-        while not (children := psutil.Process(self._unshare.pid).children()) or children[0].name() != "sleep":
+        self._unshare = subprocess.Popen(
+            [*words, "bash", "-c", START, name, str(hosts)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        while not (children := psutil.Process(self._unshare.pid).children()) or children[0].name() != "cat":
             time.sleep(0.01)
         self.first = children[0]
         self.before = ("nsenter", "--target", str(self.first.pid), "--net", *NAMESPACES)
 
     def start(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
         """Starts Python with these words there, with the libraries imported already."""
-        warm = warm_python(*self.before)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), **warm, **environment}
-        return subprocess.Popen(
-            [*self.before, warm["PYTHON_EXEC"], *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        warm = self.warm()
+        return self.run([warm["PYTHON_EXEC"], *words], PYTHONPATH=str(ROOT), **warm, **environment)
+
+    def warm(self) -> dict[str, str]:
+        """The environment of what starts there with the libraries imported already."""
+        return warm_python(*self.before)
+
+    def run(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
+        """Starts a command there."""
+        return conftest.start([*self.before, *map(str, words)], {**os.environ, **environment})
 
     def cut_power(self) -> None:
         """Ends all of its processes at once: they have no other parent than the first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.first.kill()
-        self._unshare.wait()
-
-
-def ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[Finished]:
-    """What they printed, once all have ended; those that take longer are killed."""
-    found = []
-    for process in processes:
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            output = process.communicate()[0] + f"\nstill running after {seconds} s"
-        found.append(Finished(process.returncode, output.replace("\r", "\n")))
-    return found
+        with self._unshare:  # closes the pipe
+            pass
 
 
 @contextlib.contextmanager

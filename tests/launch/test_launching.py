@@ -106,7 +106,7 @@ def test_a_machine_knows_which_one_it_is(
         return
     here = place.settle(place.Place(), flags, values, str(yaml))
     words = launcher.launcher_words(yaml, SFT, (), place=here, values=values)
-    args = launcher.parsed(yaml, words)
+    args = launcher.parse(yaml, words)
     assert int(args.machine_rank or 0) == (flag if flag is not None else in_file or 0)
     assert ("--machine_rank" in words) == (flag is not None and flag != in_file)
 

@@ -1,6 +1,7 @@
 """Job files: what each engine makes of them, and what the command inside them starts."""
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -148,6 +149,45 @@ def test_flags_of_slurm(write: Write) -> None:
 )
 def test_times(said: str, time: str, write: Write) -> None:
     assert asked(write("slurm", ONE, "--time", said))["time"] == time
+
+
+LLAMA = ("--model_name_or_path", "meta-llama/Llama-3.1-8B", "--output_dir", "/shared/runs/first")
+H100S = ("--gpus", "2x4xH100-80GB")
+
+
+def test_the_time_of_a_job_whose_steps_are_known_is_the_plans(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of as many steps as it has, three times over, and an hour."""
+    text = write("slurm", TWO, *H100S, words=(*LLAMA, "--max_steps", "20000", "--max_length", "2048"))
+    plan = ["plan", "--model", LLAMA[1], *H100S, "--config", "job.yaml", "--batch", "8", "--seq-len", "2048", "--json"]
+    cli.call(plan)
+    seconds = json.loads(capsys.readouterr().out)["strategies"][0]["step_seconds"]
+    days, hours, minutes = re.fullmatch(r"(?:(\d+)-)?(\d\d):(\d\d):00", asked(text)["time"]).groups("0")  # type: ignore[union-attr]
+    told = (int(days) * 24 + int(hours)) * 60 + int(minutes)
+    assert told == pytest.approx((20_000 * seconds * 3 + 3600) / 60, abs=1)
+    assert f"# <- Predicted: 20,000 steps x {seconds:.2g} s x 3, and an hour around them." in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (H100S, LLAMA),
+        (H100S, (*LLAMA, "--max_steps", "-1")),
+        ((), (*LLAMA, "--max_steps", "100")),
+        (("--gpus", "2x4xX900-80GB"), (*LLAMA, "--max_steps", "100")),
+        (H100S, (*TRAINS, "--max_steps", "100")),
+    ],
+    ids=["no steps", "epochs", "no GPUs", "a GPU that is not in the table", "a model that is not there"],
+)
+def test_a_time_that_is_not_known_stays_open(flags: tuple[str, ...], words: tuple[str, ...], write: Write) -> None:
+    text = write("slurm", TWO, *flags, words=words)
+    assert asked(text)["time"] == "1-00:00:00"
+    assert "# <- Nobody said how long it takes" in text
+
+
+def test_a_time_that_is_given_is_taken(write: Write) -> None:
+    text = write("slurm", TWO, *H100S, "--time", "90m", words=(*LLAMA, "--max_steps", "100"))
+    assert asked(text)["time"] == "01:30:00"
+    assert "Predicted" not in text
 
 
 def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:

@@ -24,7 +24,7 @@ from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
 from conftest import accel_fsdp
 from jsonschema import Draft202012Validator
 
-from accel_fsdp import linter, reference_docs
+from accel_fsdp import cli, linter, reference_docs
 from accel_fsdp.config import BY_NAME, DYNAMO_FIELDS, FP8_FIELDS, MISNAMED, Kind
 from accel_fsdp.errors import UserError, edits, near_key, typo_of
 from accel_fsdp.launch import launcher as jobs
@@ -297,6 +297,15 @@ def test_deepspeeds_own_launchers_need_a_hostfile_only(launcher: str, tmp_path: 
 
 def test_the_standard_launcher_needs_an_address() -> None:
     assert "AF403" in codes_of(subject("num_machines: 2\n" + ZERO + "  deepspeed_multinode_launcher: standard\n"))
+
+
+def test_who_else_knows_the_address_of_several_machines_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(f"num_machines: 2\n{EIGHT}")
+    assert cli.call(["check", str(tmp_path / "job.yaml")]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes, SkyPilot and dstack" in said
 
 
 @pytest.mark.parametrize("word", ["NO", "off", "false"])

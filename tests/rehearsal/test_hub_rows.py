@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT, accel_fsdp
+from conftest import ROOT, accel_fsdp, free_port
 from datasets import Dataset
 
 from accel_fsdp.config import JobConfig
@@ -145,12 +144,6 @@ def test_why_there_are_none(hub: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert why == "the hub can't be reached ([Errno 111] Connection refused), and no cache here has it"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert fetched(tmp_path / "c", "me/chats")[0] == "HF_HUB_OFFLINE is set, and no cache here has it"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "completion=answer", "--seed", "7")

@@ -173,7 +173,8 @@ def _slow_machine(found: Found, machine: int) -> Row:
     speeds = {
         machine in (p.one, p.other): p.bytes_per_second for p in sorted(found.pairs, key=lambda p: p.bytes_per_second)
     }
-    what = f"{per_second(speeds[True])} to the others at best, which have {per_second(speeds.get(False, 0.0))} between them"
+    own, others = per_second(speeds[True]), per_second(speeds.get(False, 0.0))
+    what = f"{own} to the others at best, which have {others} between them"
     why = "all ranks wait for the slowest machine in each collective"
     fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"
     return Row(f"machine {machine}", "error", what, why, fix)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from accel_fsdp import console
-from accel_fsdp.config import read_config
+from accel_fsdp.config import DEFAULT_PORT, read_config
 from accel_fsdp.errors import UsageError, UserError, require
-from accel_fsdp.launch import launcher, place, rendezvous
+from accel_fsdp.launch import place, rendezvous
 from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
 from accel_fsdp.launch.doctor.flags import DoctorCommand
 from accel_fsdp.launch.doctor.meeting import Meeting, Team
@@ -157,7 +157,7 @@ def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment
     number = int(here.value("machine_rank", 0))
     address = Address(
         str(here.value("main_process_ip", "")),
-        int(here.value("main_process_port", launcher.DEFAULT_PORT)),
+        int(here.value("main_process_port", DEFAULT_PORT)),
         hosts=number == 0 and not launched.has_store,
     )
     if here.machines == 1:

@@ -3,14 +3,14 @@
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from accel_fsdp import atomic_files, console, flag_words
 from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_file
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import dstack, kubernetes, ray, skypilot, slurm, torchrun
+from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
 from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
 from accel_fsdp.linter import parse_command_line, read_launch, stops
@@ -63,10 +63,9 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     if made.ours:
         _refuse_own_flags(script_args)
     there = _place(kind.title, made)
-    values = job.values
-    settled = place.settle(there, {}, values, str(options.file))
-    launcher.launcher_words(options.file, options.script, made.words, place=settled, values=values)
-    read = replace(job, values={**values, **settled.beside(values)}), document
+    settled = place.settle(there, {}, job.values, str(options.file))
+    launcher.launcher_words(options.file, options.script, made.words, place=settled, values=job.values)
+    read = settled.applied(job), document
     nothing = "no job file was written; --no-check writes it as it is"
     if stops(options.file, read, options.script, made.words, options.no_check, nothing):
         return 1
@@ -123,7 +122,9 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
     """The job with all that its file says."""
     found, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
-    resumed = RESUMES in parse_command_line(list(script_args))
+    arguments = parse_command_line(list(script_args))
+    resumed = RESUMES in arguments
+    known = ours and options.time is None
     return Job(
         file=options.file,
         script=options.script,
@@ -134,6 +135,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         kind=kind,
         cpus=_at_least("--cpus", options.cpus, 1) or CPUS_PER_GPU * gpus,
         memory=_at_least("--host-memory", options.host_memory, 1),
+        predicted=duration.predicted(arguments, config, found, kind) if known else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
         grace=_at_least("--grace", options.grace, LEAST_GRACE) or LEAST_GRACE,
         shared=options.shared,
@@ -171,8 +173,8 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
                 why="the job file asks for that many GPUs",
                 fix="num_processes in the YAML, or accel-fsdp script --gpus 2x8xH100-80GB for two machines",
             )
-        _divide(processes, several or 1)
-        return several or 1, processes // (several or 1), None
+        number = several or 1
+        return number, place.of_each(number, processes, " in the YAML"), None
     one, number = machines.parse(text)
     in_file = (several or number, processes or number * one.count)
     if in_file != (number, number * one.count) or not one.count:
@@ -183,15 +185,6 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             fix="make one of them say what the other says",
         )
     return number, one.count, one
-
-
-def _divide(processes: int, several: int) -> None:
-    if processes % several:
-        raise UsageError(
-            f"num_processes {processes} on {counted(several, 'machine')}",
-            why="each machine starts as many as the others",
-            fix=f"a multiple of {several} in the YAML",
-        )
 
 
 def _gpus_of_header(config: JobConfig, processes: int, several: int) -> str:

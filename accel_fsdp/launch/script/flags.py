@@ -51,7 +51,7 @@ class ScriptCommand:
         tyro.conf.arg(
             metavar="TIME",
             help="The longest that the job may take: 90m, 36h, 2d12h or 36:00:00.",
-            help_behavior_hint="(default: 24h under SLURM, else no limit)",
+            help_behavior_hint="(default: under SLURM predicted, else 24h; no limit elsewhere)",
         ),
     ] = None
     grace: Annotated[

@@ -7,6 +7,7 @@ from pathlib import Path
 from accel_fsdp import __version__
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
+from accel_fsdp.launch.script.duration import Duration
 from accel_fsdp.launch.script.flags import KubernetesApi
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.units import counted
@@ -26,6 +27,7 @@ ENDED_BY_SIGTERM = 143
 class Job:
     """One job. `gpus` and `cpus` are those of each machine, `memory` its GiB, `minutes` the longest that it may take.
 
+    `predicted` is how long it will take, where nobody said `minutes` and it is known.
     `ours`: the script is train/sft.py or made of its parts. `resumes`: a later start goes on from a checkpoint.
     """
 
@@ -39,6 +41,7 @@ class Job:
     cpus: int
     memory: int | None
     minutes: int | None
+    predicted: Duration | None
     grace: int
     shared: str | None
     image: str | None

@@ -14,8 +14,8 @@ def text(job: Job) -> str:
 
 def _asked(job: Job) -> list[str]:
     """What SLURM is asked for."""
-    days, minutes = divmod(job.minutes or DEFAULT_MINUTES, 24 * 60)
-    stated = [] if job.minutes else ["# <- Nobody said how long it takes; the less, the sooner a job starts:"]
+    said, limit = _limit(job)
+    days, minutes = divmod(limit, 24 * 60)
     whole = [] if job.memory else ["# All of each machine's memory:"]
     return [
         "#!/bin/bash",
@@ -29,7 +29,7 @@ def _asked(job: Job) -> list[str]:
         f"#SBATCH --cpus-per-task={job.cpus}",
         *whole,
         f"#SBATCH --mem={f'{job.memory}G' if job.memory else 0}",
-        *stated,
+        *said,
         f"#SBATCH --time={f'{days}-' if days else ''}{minutes // 60:02d}:{minutes % 60:02d}:00",
         "#SBATCH --output=%x-%j.out",
         "#SBATCH --open-mode=append",
@@ -40,6 +40,15 @@ def _asked(job: Job) -> list[str]:
         "##SBATCH --partition=NAME",
         "##SBATCH --account=NAME",
     ]
+
+
+def _limit(job: Job) -> tuple[list[str], int]:
+    """The minutes after which SLURM ends the job, and where they come from unless a flag gave them."""
+    if job.minutes:
+        return [], job.minutes
+    if job.predicted and job.predicted.minutes * 60 > job.grace:
+        return [f"# <- Predicted: {job.predicted}. --time sets another:"], job.predicted.minutes
+    return ["# <- Nobody said how long it takes; the less, the sooner a job starts:"], DEFAULT_MINUTES
 
 
 def _prepared(job: Job) -> list[str]:

@@ -2,6 +2,7 @@
 
 import shlex
 
+from accel_fsdp.config import DEFAULT_PORT
 from accel_fsdp.errors import UsageError
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch.script.job import Job, in_lines
@@ -52,7 +53,7 @@ def _meeting() -> list[str]:
 
 def _command(job: Job) -> str:
     """torchrun, with a log for each rank; what a variable of the shell fills in isn't quoted away."""
-    port = launcher.DEFAULT_PORT
+    port = DEFAULT_PORT
     meeting = (
         f'--rdzv-backend=c10d --rdzv-endpoint="$address:{port}" --rdzv-conf="is_host=$is_host" --rdzv-id={job.name}'
         if job.machines > 1

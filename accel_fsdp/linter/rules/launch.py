@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Edit, Engine
+from accel_fsdp.config import DEFAULT_PORT, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
@@ -50,7 +50,9 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
 def no_meeting_point(subject: Subject) -> Iterator[Finding]:
     """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`.
 
-    DeepSpeed's own launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
+    `accel-fsdp launch` needs no address in the file where SLURM, Kubernetes, SkyPilot or dstack tell it, with the
+    machine's number; `accelerate launch` asks none of them. DeepSpeed's own launchers, pdsh among them, take the
+    machines from `deepspeed_hostfile` instead.
     """
     machines = subject.top("num_machines")
     section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
@@ -60,8 +62,9 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "num_machines",
             f"{machines} machines and no main_process_ip",
-            "they wait at None:29500",
-            "main_process_ip: the address of machine 0",
+            f"they wait at None:{DEFAULT_PORT}",
+            "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
+            "SLURM, Kubernetes, SkyPilot and dstack",
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from accel_fsdp.config import BY_NAME, FALSE_WORDS, HYBRID, TRUE_WORDS, UNLESS_OURS, Engine
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, TRUE_WORDS, UNLESS_OURS, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib, counted
@@ -330,7 +330,7 @@ def port_is_taken(subject: Subject) -> Iterator[Finding]:
     several = subject.number("num_machines") > 1
     yield Finding(
         "main_process_port" if "main_process_port" in subject.values else "",
-        f"port {subject.top('main_process_port') or 29500} is in use on this machine",
+        f"port {subject.top('main_process_port') or DEFAULT_PORT} is in use on this machine",
         "the launcher stops if this is machine 0" if several else "the launcher takes another one",
         "main_process_port: another one" if several else "main_process_port: 0, which finds a free one",
     )

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.config import HYBRID, Edit, Engine, known_fields
+from accel_fsdp.config import DEFAULT_PORT, HYBRID, Edit, Engine, known_fields
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 OFFLOADS = ("optimizer", "param")
@@ -182,7 +182,7 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
             "main_process_port",
             f"main_process_port: 0 and {subject.number('num_machines')} machines",
             "each machine takes another free port, and all wait",
-            "main_process_port: 29500, the same on all",
+            f"main_process_port: {DEFAULT_PORT}, the same on all",
         )
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from accel_fsdp.config import FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name
+from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.keys import SECTIONS
 
@@ -147,7 +147,7 @@ def no_such_port(subject: Subject) -> Iterator[Finding]:
             "main_process_port",
             f"there is no port {text}",
             "the launcher stops: port must be 0-65535",
-            "main_process_port: 29500, or 0 for a free one",
+            f"main_process_port: {DEFAULT_PORT}, or 0 for a free one",
         )
 
 

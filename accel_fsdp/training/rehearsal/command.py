@@ -17,7 +17,7 @@ from accel_fsdp.training.rehearsal.flags import RehearseCommand
 from accel_fsdp.training.rehearsal.job import Rehearsed
 from accel_fsdp.training.rehearsal.own_script import OwnRehearsal
 from accel_fsdp.training.rehearsal.report import Proof, Report, Step, conclude, left_out, show
-from accel_fsdp.training.rehearsal.scaled import PROCESSES, scale
+from accel_fsdp.training.rehearsal.scaled import check_processes, scale
 from accel_fsdp.training.rehearsal.small_run import with_defaults
 from accel_fsdp.training.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
@@ -28,19 +28,15 @@ Action = Callable[[], str | Proof]
 def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
     """Runs the job in small on this machine; returns 0 if every step passed, else 1.
 
-    `words` are the script's arguments; without any, those of the YAML's own comment are taken.
+    `words` are the script's arguments; what they don't give of those of train/sft.py, the YAML's own comment does.
 
     Raises:
         UserError: the file can't be read, or its job can't be rehearsed.
     """
     require("rehearsing", "torch", "accelerate", "transformers")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
-    if options.processes is not None and options.processes < PROCESSES:
-        raise UsageError(
-            f"--processes {options.processes}",
-            why=f"nothing is sharded over fewer than {PROCESSES}",
-            fix=f"accel-fsdp rehearse FILE --processes {PROCESSES}",
-        )
+    if options.processes is not None:
+        check_processes(options.processes)
     if options.timeout < 1:
         raise UsageError(f"--timeout {options.timeout}", why="no launch ends in that time", fix="--timeout 600")
     if options.script is not None and not options.script.is_file():
@@ -85,13 +81,13 @@ def _steps(
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # which torch makes when it is imported
     }
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # which torch makes when it is imported
     if not launcher.cold:
         warm.start_server(folder)
-    yield "check", lambda: _check(options.file, options.model, script, words, folder)
+    yield "check", lambda: _check(options, launcher, words)
     scaled = scale(job, options.processes)
-    report.changes += scaled.changes
+    report.changes = list(scaled.changes)
     if options.script is not None:
         yield from OwnRehearsal(launcher, scaled, words).steps()
         return
@@ -103,8 +99,7 @@ def _steps(
 
     yield "make the model small", shrink
     (prepared,) = made
-    report.changes[:] = prepared.scaled.changes
-    report.changes += [str(change) for change in prepared.model.changed]
+    report.changes = [*prepared.scaled.changes, *map(str, prepared.model.changed)]
     report.left_out += [f"--{name}" for name in prepared.run.left_out]
     report.of_real_model += prepared.model.not_shown
     report.of_real_model += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
@@ -115,23 +110,21 @@ def _steps(
     ).steps()
 
 
-def _check(file: Path, model: str | None, script: Path, words: tuple[str, ...], folder: Path) -> str:
+def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]) -> str:
     """The linter's errors end the rehearsal; warnings are counted."""
-    arguments = folder / "arguments.json"
+    file, model = options.file, options.model
+    arguments = launcher.folder / "arguments.json"
     arguments.write_text(json.dumps(parse_command_line(list(words))), encoding="utf-8")
-    found = lint(file, LintOptions(model=model, args=arguments if words else None, script=script))
+    found = lint(file, LintOptions(model=model, args=arguments if words else None, script=launcher.script))
     errors = [one for one in found if one.severity == "error"]
     if errors:
         first, *others = errors
         more = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
         raise Failure(f"{first.code}: {first.what.rstrip('.')}; {first.why}{more}", key=first.key, fix=first.fix)
     warnings = sum(one.severity == "warning" for one in found)
-    again = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *_own(script), str(file)])
+    own = ["--script", str(options.script)] if options.script is not None else []
+    again = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *own, str(file)])
     return f"no errors, {counted(warnings, 'warning')}: {again}" if warnings else "no errors"
-
-
-def _own(script: Path) -> list[str]:
-    return [] if script == shipped.source() / SCRIPT else ["--script", str(script)]
 
 
 def _taken(name: str, action: Action) -> Step:

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 import yaml
 
 from accel_fsdp.config import Engine
+from accel_fsdp.hardware import host
 from accel_fsdp.launch import launcher, ranks
 from accel_fsdp.launch.ranks import Event, Holding, Stand
 from accel_fsdp.training.rehearsal import warm
@@ -190,11 +190,8 @@ def _code(process: Process) -> int | None:
 
 def places(scaled: ScaledJob) -> list[dict[str, str]]:
     """Each rank's place, as torchrun tells it; several machines where the ranks stand for them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     each = scaled.ranks_per_node
-    numbers = {"WORLD_SIZE": scaled.processes, "LOCAL_WORLD_SIZE": each, "MASTER_PORT": port}
+    numbers = {"WORLD_SIZE": scaled.processes, "LOCAL_WORLD_SIZE": each, "MASTER_PORT": host.free_port()}
     common = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
     return [
         {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % each), "GROUP_RANK": str(rank // each)}

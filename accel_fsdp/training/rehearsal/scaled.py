@@ -43,16 +43,9 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     mesh = dict(job.section("parallelism_config"))
     hybrid = int(mesh.get(REPLICAS, 1) or 1) > 1 and int(mesh.get(SHARDS, 1) or 1) > 1
     nodes = 2 if job.engine is Engine.FSDP1 and job.strategy in HYBRID else 1
-    least = 4 if hybrid or nodes > 1 else 2
-    ranks = max(PROCESSES, least) if processes is None else processes
-    if ranks < least or ranks % (least // 2):
-        raise UsageError(
-            f"--processes {ranks}",
-            why="copies of a model that is sharded need an even number of processes, 4 or more"
-            if least > 2
-            else "nothing is sharded over fewer than 2",
-            fix=f"accel-fsdp rehearse FILE --processes {least}",
-        )
+    least = 2 * PROCESSES if hybrid or nodes > 1 else PROCESSES
+    ranks = least if processes is None else processes
+    check_processes(ranks, least)
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
     given = job.number("num_processes")
     changes = [f"num_processes {given or 'not given'} -> {ranks}"] if given != ranks else []
@@ -63,6 +56,23 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
         values["parallelism_config"] = _scaled_mesh(mesh, ranks, hybrid)
         changes.append(f"mesh {mesh.get(REPLICAS, 1)} x {mesh.get(SHARDS, 1)} -> {_shape(values)}")
     return ScaledJob(JobConfig(values), ranks, nodes, tuple(changes))
+
+
+def check_processes(processes: int, least: int = PROCESSES) -> None:
+    """Goes on if a job can be sharded over so many, of which it takes `least`: 4 where copies of it are sharded.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if processes >= least and processes % (least // PROCESSES) == 0:
+        return
+    raise UsageError(
+        f"--processes {processes}",
+        why=f"copies of a model that is sharded need an even number of processes, {least} or more"
+        if least > PROCESSES
+        else f"nothing is sharded over fewer than {least}",
+        fix=f"accel-fsdp rehearse FILE --processes {least}",
+    )
 
 
 def _refuse_unknown(job: JobConfig) -> None:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from accel_fsdp import flag_words
 from accel_fsdp.linter import parse_command_line
+from accel_fsdp.prediction import from_arguments
 from accel_fsdp.training.data import columns
 from accel_fsdp.training.rehearsal.rows import Rows
 
@@ -22,8 +24,6 @@ SET: Mapping[str, str] = {
     "lr_scheduler_type": "linear",
 }
 """What a rehearsal decides: a rate at which four steps differ, and each step logged."""
-SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
-"""Arguments about sizes, and the defaults of Trainer and `train/sft.py`."""
 DROPPED = (
     *("num_train_epochs", "dataset_config", "dataset_test_split", "model_revision"),
     *("save_total_limit", "load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"),
@@ -112,7 +112,7 @@ def small_run(words: Sequence[str], made: Rows) -> SmallRun:
     Where only answers are trained, the first tokens of a real row may hold none of them.
     """
     given = parse_command_line(list(words))
-    sizes = sizes_of(given)
+    sizes = from_arguments.sizes_of(given)
     own = made.origin == "cut"
     whole = bool(made.columns & {*WHOLE, str(given.get("dataset_text_field", "text"))})
     answers = not whole or given.get("truncation_mode") == "drop" or any(name in given for name in OF_ANSWERS)
@@ -129,18 +129,12 @@ def small_run(words: Sequence[str], made: Rows) -> SmallRun:
     )
 
 
-def sizes_of(given: Mapping[str, object]) -> dict[str, int]:
-    """Rows of a rank's micro-batch, micro-batches of a step, tokens of a row: what is given, else the defaults."""
-    texts = {name: str(given.get(name)) for name in SIZES}
-    return {name: int(texts[name]) if texts[name].isdecimal() and int(texts[name]) else SIZES[name] for name in SIZES}
-
-
 def _without(words: Sequence[str], names: set[str]) -> tuple[tuple[str, ...], list[str]]:
     """The words without these flags and their values, and the names of those that were there."""
     kept, left, skipping = [], [], False
     for word in words:
         if word.startswith("--"):
-            name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            name = flag_words.field_name(word.partition("=")[0])
             skipping = name in names
             left += [name] if skipping else []
         if not skipping:

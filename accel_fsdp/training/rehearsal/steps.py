@@ -19,9 +19,9 @@ from accel_fsdp.units import counted
 
 EXACT = 1e-4
 """How far losses in float32 may be apart, relative to them: the order of sums differs."""
-READS = "accel_fsdp.training.rehearsal.read_arguments"
 ROUNDED = 2e-2
 """The same in 16 bits, where each layer rounds to 3 digits."""
+READS = "accel_fsdp.training.rehearsal.read_arguments"
 
 
 @dataclass(frozen=True)

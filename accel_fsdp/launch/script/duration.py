@@ -1,0 +1,51 @@
+"""How long a job will take, as far as its steps are known and the plan can say how long one takes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_fsdp.config import JobConfig
+from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.prediction import from_arguments, from_yaml, step_time
+from accel_fsdp.prediction.tracing import by_name
+
+FACTOR = 3
+"""How much longer than predicted a step may take: data is read, checkpoints are written, the network is shared."""
+AROUND_SECONDS = 3600
+"""Before the first step and after the last: the model is loaded, rows are tokenized, a model is exported."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Steps, and the predicted seconds of one."""
+
+    steps: int
+    step_seconds: float
+
+    @property
+    def minutes(self) -> int:
+        """What the job may take."""
+        return math.ceil((self.steps * self.step_seconds * FACTOR + AROUND_SECONDS) / 60)
+
+    def __str__(self) -> str:
+        return f"{self.steps:,} steps x {self.step_seconds:.2g} s x {FACTOR}, and an hour around them"
+
+
+def predicted(
+    arguments: Mapping[str, Any], config: JobConfig, machines: int, machine: MachineFacts | None
+) -> Duration | None:
+    """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known."""
+    steps, model = from_arguments.whole(arguments.get("max_steps")), arguments.get("model_name_or_path")
+    if not steps or not isinstance(model, str) or machine is None or not machine.accelerator:
+        return None
+    ranks = {"num_machines": machines, "num_processes": machines * machine.count}
+    try:
+        gpu = gpus.find(machine.accelerator, machine.memory_gib)
+        job = JobConfig({**config.values, **ranks}, config.source, config.absent)
+        layout, recipe = from_yaml.of_config(job, from_arguments.recipe_of(arguments))
+        shape, _ = by_name.read_shape(model, recipe)
+    except (UserError, RuntimeError, KeyError, ImportError):
+        return None
+    return Duration(steps, step_time(shape, recipe, layout, gpu).step_seconds)
