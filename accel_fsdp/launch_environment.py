@@ -7,6 +7,7 @@ from math import prod
 
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """How the names begin by which Accelerate hands the YAML to the ranks."""
+FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 
@@ -61,6 +62,11 @@ class LaunchEnvironment:
     def error_file(self) -> str:
         """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
         return self.variables.get("TORCHELASTIC_ERROR_FILE", "")
+
+    @property
+    def failure_file(self) -> str:
+        """What a rank that fails makes for `accel-fsdp launch`; empty: nothing."""
+        return self.variables.get(FAILURE_FILE, "")
 
     # The YAML, as Accelerate exports it
 

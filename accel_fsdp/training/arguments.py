@@ -17,6 +17,9 @@ from accel_fsdp.models import inspect_model
 from accel_fsdp.training import flag_hints, flag_values
 from accel_fsdp.training.data import DataArguments
 
+RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+"""The size of torch's flight recorder, by its new name and its old one."""
+RECORDED = "2000"
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
 
@@ -119,12 +122,22 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             "it, training stops there: later steps would be NaN too."
         },
     )
+    hang_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds without a finished step after which the job ends and says where each rank stands; three "
+            "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
+            "times the slowest of the last 20 steps, at least 600)"
+        },
+    )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},
     )
 
     def __post_init__(self) -> None:
+        if not RECORDER & os.environ.keys():  # else as the user says; read when the process group is made
+            os.environ.update(dict.fromkeys(RECORDER, RECORDED))
         self.logs_often = self.logging_steps == 0
         self.logging_steps = self.logging_steps or 1  # Trainer takes no 0
         if self.early_stopping_patience is not None:
