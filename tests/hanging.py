@@ -1,7 +1,8 @@
-"""Runs `train/sft.py` unchanged, with a fault on one rank as HANG_STEP ends: the life that test_hang.py takes.
+"""Runs `train/sft.py` unchanged, with a fault on one rank as HANG_STEP ends: the life that tests of hangs take.
 
 HANG says which: `skip` leaves out a collective that the others take part in, `raise` raises, `stop` sends itself
-SIGSTOP. HANG_RANK names the rank.
+SIGSTOP. `wait` makes the file HANG_NOTE and waits, so that a test may cut the power, and `save` does so in the save of
+that step. HANG_RANK names the rank.
 """
 
 import os
@@ -32,9 +33,28 @@ class Fault(TrainerCallback):  # type: ignore[misc]
             take_part()
         if KIND == "raise" and is_here:
             raise ValueError("a fault of one rank")
+        if KIND == "wait" and is_here:
+            wait()
         if KIND == "stop" and is_here:
             time.sleep(3)  # for a sign of life from here
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait() -> None:
+    """Until the power is cut."""
+    Path(os.environ["HANG_NOTE"]).touch()
+    time.sleep(300)
+
+
+def waiting_in_a_save(original: Any) -> Any:
+    """Once the files are written, and before the marker says so."""
+
+    def hashes(self: Any, *args: Any) -> Any:
+        if KIND == "save" and self.state.global_step == STEP and os.environ["HANG_RANK"] == RANK:
+            wait()
+        return original(self, *args)
+
+    return hashes
 
 
 def take_part() -> None:
@@ -53,4 +73,5 @@ def with_fault(original: Any) -> Any:
 
 
 SurvivingTrainer.__init__ = with_fault(SurvivingTrainer.__init__)  # type: ignore[method-assign]
+SurvivingTrainer._hashes = waiting_in_a_save(SurvivingTrainer._hashes)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

@@ -36,7 +36,17 @@ READ_LATER = (
     *("FSDP_", "ACCELERATE_", "ACCEL_FSDP_", "PARALLELISM_CONFIG_", "DS_", "WARM_", "PYTEST_", "PYTHON_EXEC"),
     *("COLUMNS", "PWD", "TORCHINDUCTOR_CACHE_DIR", "_"),
     *("PET_", "SLURM_", "SKYPILOT_", "DSTACK_"),
-    *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
+    *(
+        "XDG_CACHE_HOME",
+        "TOKENIZERS_PARALLELISM",
+        "FILL",
+        "SEVERAL",
+        "PROBE_",
+        "KILL_",
+        "SCARCE",
+        "ASK_FOR_CPU",
+        *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+    ),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 LENGTH = 8

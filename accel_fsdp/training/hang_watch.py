@@ -96,7 +96,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
     def _talk(self) -> None:
         board = self.board
         assert board is not None
-        while not self._over.wait(self.every if self._rounds else 0):
+        while not self._over.wait(self.every if self.seen else self.every / 10):  # soon, to know all by name
             try:
                 self._round(board)
             except (RuntimeError, OSError):  # a DistError is one
@@ -171,7 +171,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
             still = min(now - self._place_since, now - self._since)
             if waited >= self.patience.silence and still >= self.patience.silence / 2:
-                self._stop_alone(f"no sign of {self._of_store()} for {waited:.0f} s: switched off or unreachable")
+                self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s: switched off or unreachable")
 
     def _of_store(self) -> str:
         """The host of the job's store, with its ranks."""
@@ -282,9 +282,14 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         return told
 
     def _stop_alone(self, what: str) -> NoReturn:
-        """Where the store doesn't answer, a rank knows of no other any more."""
+        """Where the store doesn't answer, a rank knows of no other any more. The lowest of a machine speaks."""
         beat, stack = self._own()
-        self._leave(what, {self.rank: Told(beat, stack, _record())}, speaks=True)
+        here = [one.beat for one in self.seen.values() if one.beat.machine == self._first.machine]
+        speaker = min(here, key=lambda one: one.rank, default=self._first)
+        if speaker.rank != self.rank:
+            self._wait_for(lambda: Mates().look(speaker.pid) == GONE)
+        silently = speaker.rank != self.rank and Mates().look(speaker.pid) == GONE
+        self._leave(what, {self.rank: Told(beat, stack, _record())}, speaks=not silently, silently=silently)
 
     def _leave(self, what: str, told: dict[int, Told], speaks: bool, silently: bool = False) -> NoReturn:
         error = self._error(what, told)

@@ -6,6 +6,7 @@ What it takes is root and Linux's `ip`, `nsenter` and `unshare`. Killing a machi
 import contextlib
 import os
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ import psutil
 from conftest import ROOT, Finished, warm_python
 
 NEEDED = ("ip", "nsenter", "unshare")
+LETTERS = iter(string.ascii_lowercase)
+"""One for each network of this process."""
 START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec sleep infinity'
 NAMESPACES = ("--uts", "--mount", "--pid")
 
@@ -57,6 +60,10 @@ class Host:
             start_new_session=True,
         )
 
+    def cut_link(self) -> None:
+        """Takes it off the network: connections stay open, and nothing comes."""
+        subprocess.run([*self._before, "ip", "link", "set", "eth0", "down"], check=True)
+
     def cut_power(self) -> None:
         """Ends all of its processes at once: they have no other parent than the first."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -82,7 +89,7 @@ def ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[list[Host]]:
     """Machines of these names, each of which reaches the others by name, over one switch."""
-    mark = f"afsdp{os.getpid()}"
+    mark = f"afsdp{os.getpid()}{next(LETTERS)}"
     switch, namespaces = f"{mark}s", [f"{mark}n{number}" for number in range(len(names))]
     addresses = [f"10.77.0.{number + 1}" for number in range(len(names))]
     folder = Path(tempfile.mkdtemp(prefix="hosts-"))
