@@ -117,7 +117,7 @@ class SurvivingTrainer(ResumingTrainer):
                 why=f"saved: {self._folder()}",
                 fix="the same command with --resume_from_checkpoint true",
             )
-        with self._own_retention():
+        with self._own_retention(), self.watch.doing("the end"):
             return super()._finalize_training(*args)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -50,7 +50,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         self._over = threading.Event()
         self._doing, self._step, self._since = "the start", 0, time.monotonic()
         self._place: tuple[object, ...] = ()
-        self._place_since = self._since
+        self._place_since = self._last_round = self._since
         self._rounds, self._store_is_gone, self._failed_since = 0, False, 0.0
         self._changed: dict[int, tuple[int, float]] = {}
         self._mates = Mates()
@@ -66,7 +66,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         self.board, self._main = Board(self.rank, ranks), threading.get_ident()
         self.every = max(BEAT_SECONDS, ranks / RANKS_PER_SECOND)
         self._first = own_beat(self.rank)
-        self._since = self._place_since = time.monotonic()
+        self._since = self._place_since = self._last_round = time.monotonic()
         self.board.put(self._first, "")
         for run in (self._talk, self._look):
             threading.Thread(target=run, daemon=True).start()
@@ -105,7 +105,10 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
             self._rounds += 1
 
     def _round(self, board: Board) -> None:
-        began = time.monotonic()
+        began, before = time.monotonic(), self._last_round
+        if began - before > self.patience.silence / 2:  # it was stopped, or cut off: it knows nothing
+            self._forget()
+        self._last_round = began
         board.put(*self._own())
         self._read(board, began)
         failure = board.agreed("failure")
@@ -117,8 +120,6 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
             self._stop(agreed["what"])
         if found := hangs.verdict(self.seen, self.patience):
             self._stop(found)
-        if time.monotonic() - began > self.patience.silence / 2:  # it was stopped, or cut off: it knows nothing
-            self._forget()
 
     @property
     def _grace(self) -> float:

@@ -1,7 +1,8 @@
 """Whether a job hangs, judged by its ranks' signs of life, and what a person is told of it.
 
-The rule is this. A job ends when no rank has finished a step for the time that `Patience` allows. It ends earlier when
-a rank gave no sign of life for `Patience.silence` while all the others waited at the same instruction for half of that.
+The rule is this. A job ends when no rank has finished a step for the time that `Patience` allows, and one of them
+waited at the same instruction for half of that: where all do something, such as skipping rows, nothing hangs. It ends
+earlier when a rank gave no sign of life for `Patience.silence` while all the others waited for half of that.
 A rank whose process computes, as others on its host see it, isn't silent: C code may hold Python's lock for long.
 """
 
@@ -57,7 +58,8 @@ def verdict(seen: Mapping[int, Seen], patience: Patience) -> str:
             return said_of_silent(gone, seen)
     idle = min((one.beat.idle + one.silent for one in seen.values()), default=0.0)
     doing = next((one.beat.doing for one in seen.values() if one.beat.doing), "")
-    if idle < patience.seconds(doing):
+    allowed = patience.seconds(doing)
+    if idle < allowed or all(min(one.beat.still, one.beat.idle) < allowed / 2 for one in seen.values()):
         return ""
     during = f" during {doing}" if doing else ""
     quiet = silent_ranks(seen, patience.silence / 2)

@@ -1,5 +1,6 @@
 """Ranks that stop, leave out a collective or raise: the job ends, and names them with their stacks."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from conftest import ROOT, accelerate_launch, made_yaml
 from reference import job_words
 
 from accel_fsdp.checkpoints import completeness
-from accel_fsdp.training.hangs import Patience
+from accel_fsdp.training import hangs
+from accel_fsdp.training.beats import COMPUTES, GONE, Beat
+from accel_fsdp.training.hangs import Patience, Seen
 
 HANGING = ROOT / "tests" / "hanging.py"
 SECONDS, STEPS, SAVED, FAULT_AFTER = 8, 8, 2, 3
@@ -61,3 +64,23 @@ def test_how_long_a_step_may_take() -> None:
     assert patience.seconds("") == 800
     assert (Patience(30).seconds(""), Patience(30).seconds("the start"), Patience(30).silence) == (30, 90, 30)
     assert (patience.silence, Patience(100).silence) == (40, 40)
+
+
+def seen(*, moves: bool = False, silent: float = 0.0, mates: dict[str, str] | None = None) -> dict[int, Seen]:
+    """Two ranks on one host without a step for 700 s; the second one silent for so long."""
+    still = 1.0 if moves else 700.0
+    beats = [Beat(rank, "n1", "n1", 7 + rank, idle=700.0 - silent * rank, still=still) for rank in range(2)]
+    return {0: Seen(dataclasses.replace(beats[0], mates=mates or {}), 0.0), 1: Seen(beats[1], silent)}
+
+
+def test_what_is_no_hang() -> None:
+    """Ranks that move, or have not waited long enough; a silent one that others see compute."""
+    assert hangs.verdict(seen(), Patience()) == "no rank has finished a step for 700 s"
+    assert hangs.verdict(seen(moves=True), Patience()) == ""
+    assert hangs.verdict(seen(), Patience(800)) == ""
+    assert hangs.verdict(seen(silent=50), Patience(800)) == "no sign of rank 1 of n1 (process 8) for 50 s"
+    assert hangs.verdict(seen(silent=50, moves=True), Patience(800)) == ""
+    assert hangs.verdict(seen(silent=30), Patience(800)) == ""
+    assert hangs.verdict(seen(silent=50, mates={"1": COMPUTES}), Patience(800)) == ""
+    gone = hangs.verdict(seen(silent=50, mates={"1": GONE}), Patience(800))
+    assert gone == "rank 1 of n1 (process 8) is gone: killed, or ended by itself"
