@@ -15,6 +15,8 @@ from accel_fsdp.training.beats import COMPUTES, GONE, STOPPED, Beat
 from accel_fsdp.units import counted
 
 SILENCE_SECONDS = 40.0
+VANISHED_TOGETHER = 2 / 3
+"""How much of the longest silence another rank's has to last to be part of it."""
 LEAST_SECONDS = 600.0
 SLOWEST_STEPS = 20
 """How many of the slowest of so many last steps the next one may take."""
@@ -68,8 +70,12 @@ def verdict(seen: Mapping[int, Seen], patience: Patience) -> str:
 
 
 def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:
-    """Those without a sign for so long, and without a neighbour that sees them compute."""
-    silent = [rank for rank, one in seen.items() if one.silent >= seconds]
+    """Those without a sign for so long, and without a neighbour that sees them compute.
+
+    Ranks of one host give their signs at different moments, so one that vanishes with others may be missed less long.
+    """
+    longest = max((one.silent for one in seen.values()), default=0.0)
+    silent = [rank for rank, one in seen.items() if longest >= seconds and one.silent >= seconds * VANISHED_TOGETHER]
     return [rank for rank in silent if _seen_by_mates(rank, seen, seconds) != COMPUTES]
 
 

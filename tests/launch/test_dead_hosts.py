@@ -29,6 +29,7 @@ ELASTIC = {
     "PET_RDZV_BACKEND": "c10d",
     "PET_RDZV_ENDPOINT": "n1:29455",
     "PET_RDZV_ID": "elastic",
+    "PET_RDZV_CONF": "last_call_timeout=10",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 """What Kubeflow tells torchrun of an elastic job."""

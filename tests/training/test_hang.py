@@ -82,5 +82,9 @@ def test_what_is_no_hang() -> None:
     assert hangs.verdict(seen(silent=50, moves=True), Patience(800)) == ""
     assert hangs.verdict(seen(silent=30), Patience(800)) == ""
     assert hangs.verdict(seen(silent=50, mates={"1": COMPUTES}), Patience(800)) == ""
+    two = {rank: Seen(Beat(rank, f"n{rank // 2}", f"n{rank // 2}", 7, idle=60, still=60), 0.0) for rank in range(4)}
+    two |= {rank: dataclasses.replace(two[rank], silent=silent) for rank, silent in {2: 41.0, 3: 39.5}.items()}
+    vanished = "no sign of n1 (ranks 2, 3) for 41 s: switched off or unreachable"
+    assert hangs.verdict(two, Patience()) == vanished
     gone = hangs.verdict(seen(silent=50, mates={"1": GONE}), Patience(800))
     assert gone == "rank 1 of n1 (process 8) is gone: killed, or ended by itself"
