@@ -205,7 +205,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     try:
         main()
     except Stopped as error:
-        _tell_launcher(error)
+        tell_launcher(error)
         if LaunchEnvironment.now().rank == 0:
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -213,7 +213,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         launch = LaunchEnvironment.now()
         if launch.local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
-        _tell_launcher(error)
+        tell_launcher(error)
         if launch.local_rank != 0:
             print(f"[rank {launch.rank}]", end=" ", file=sys.stderr)
         print(error, file=sys.stderr, flush=True)
@@ -288,11 +288,15 @@ def _forget_stdout() -> None:
         os.close(silent)
 
 
-def _tell_launcher(error: UserError) -> None:
+def tell_launcher(error: UserError) -> None:
     """Leaves the message where torch's launcher looks for it: then its own account of a failure ends with it.
 
-    Without, that is 40 lines that refer to a page about how to enable tracebacks.
+    Without, that is 40 lines that refer to a page about how to enable tracebacks. `accel-fsdp launch` learns from its
+    own file that a rank has failed.
     """
+    if note := LaunchEnvironment.now().failure_file:
+        with contextlib.suppress(OSError), open(note, "w", encoding="utf-8"):
+            pass
     if path := LaunchEnvironment.now().error_file:
         extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ from math import prod
 
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """How the names begin by which Accelerate hands the YAML to the ranks."""
+FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 
@@ -83,9 +84,24 @@ class LaunchEnvironment:
         return self.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
+    def may_restart(self) -> bool:
+        """Whether torchrun starts the ranks again when one has failed, or machines come or go (`--max-restarts`)."""
+        return int(self.variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+    @property
+    def restarts_meet_in_one_store(self) -> bool:
+        """Whether ranks that are started again find the keys of those before them (torch 2.13, c10d rendezvous)."""
+        return self.may_restart and self.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
     def error_file(self) -> str:
         """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
         return self.variables.get("TORCHELASTIC_ERROR_FILE", "")
+
+    @property
+    def failure_file(self) -> str:
+        """What a rank that fails makes for `accel-fsdp launch`; empty: nothing."""
+        return self.variables.get(FAILURE_FILE, "")
 
     # The YAML, as Accelerate exports it
 
@@ -187,6 +203,13 @@ class LaunchEnvironment:
         return self._is_on("FSDP_OFFLOAD_PARAMS") or any(device != "none" for device in devices)
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of `parallelism_config` that are more than 1, by name."""
+        names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+        sizes = {name.lower(): int(self.variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
     def ranks_per_row(self) -> int:
         """Ranks that share the rows they train on: tensor, context and sequence parallel."""
-        return prod(int(self.variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in ("TP", "CP", "SP"))
+        return prod(size for name, size in self.mesh.items() if name in ("tp", "cp", "sp"))

@@ -38,6 +38,7 @@ READ_LATER = (
     *("PET_", "SKYPILOT_", "DSTACK_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
+    *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 LENGTH = 8

@@ -1,6 +1,7 @@
 """Starts a job through Accelerate's own launcher, with the failures that a user can read."""
 
 import ast
+import contextlib
 import copy
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch import leaving, rendezvous
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
@@ -242,8 +243,10 @@ def launch(args: Any) -> int:
         UserError: the launcher stops at a value before any rank starts.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     meeting = _check_ranks(args) if distributed(args) else ""
     parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given
@@ -253,7 +256,8 @@ def launch(args: Any) -> int:
         parsed.local_addr = rendezvous.own_address(meeting) or None  # else what its name is resolved to elsewhere
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
-        launch_command(parsed)
+        with leaving.ends_after_its_ranks() if meeting else contextlib.nullcontext():
+            launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"accel-fsdp: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
@@ -262,4 +266,9 @@ def launch(args: Any) -> int:
         raise _refused(args.config_file, error) from error
     except SignalException as error:
         return 128 + int(error.sigval)
+    except (DistError, RendezvousError) as error:
+        if not meeting:
+            raise
+        print(f"accel-fsdp: {meeting}, where the machines meet, is gone: {first_line(error)}", file=sys.stderr)
+        return 1
     return 0

@@ -246,7 +246,8 @@ def _of_kubeflow(variables: Variables) -> dict[str, Said]:
         raise UserError(
             f"PET_NNODES={nodes.value}: an elastic job, of as many machines as there are",
             why="Accelerate's launcher starts a fixed number",
-            fix="torchrun train/sft.py --accelerate_config FILE, or a number of machines",
+            fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun train/sft.py --accelerate_config FILE ... "
+            "--resume_from_checkpoint auto, which reads the same variables; or a number of machines",
         )
     machines, each = variables.number("PET_NNODES"), variables.text("PET_NPROC_PER_NODE")
     several = each is not None and each.value not in ("auto", "gpu", "cpu")  # words for what torchrun finds there

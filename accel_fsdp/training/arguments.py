@@ -3,12 +3,13 @@
 import os
 import sys
 from dataclasses import dataclass, field, fields
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import cpu, flag_words
+from accel_fsdp import console, cpu, flag_words
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
@@ -17,6 +18,10 @@ from accel_fsdp.models import inspect_model
 from accel_fsdp.training import flag_hints, flag_values
 from accel_fsdp.training.data import DataArguments
 
+RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+"""The size of torch's flight recorder, by its new name and its old one."""
+RECORDED = "2000"
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
 
@@ -119,12 +124,22 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             "it, training stops there: later steps would be NaN too."
         },
     )
+    hang_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds without a finished step after which the job ends and says where each rank stands; three "
+            "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
+            "times the slowest of the last 20 steps, at least 600)"
+        },
+    )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},
     )
 
     def __post_init__(self) -> None:
+        if not RECORDER & os.environ.keys():  # else as the user says; read when the process group is made
+            os.environ.update(dict.fromkeys(RECORDER, RECORDED))
         self.logs_often = self.logging_steps == 0
         self.logging_steps = self.logging_steps or 1  # Trainer takes no 0
         if self.early_stopping_patience is not None:
@@ -292,12 +307,36 @@ def _require_launcher() -> None:
         )
     if file is not None and launch.is_rank:
         os.environ.update(launcher.rank_environment(Path(file), Path(sys.argv[0])))
+        _check_mesh(file)
+        if launch.restarts_meet_in_one_store and launch.rank == 0:
+            console.say(
+                "restarted ranks may look for each other where those before them were (torch 2.13): "
+                f"start with {OWN_STORES} torchrun",
+                style="yellow",
+            )
     elif not launch.has_config:
         raise UserError(
             "not started by accelerate launch or torchrun",
             why="no FSDP setting is read without them, and the model would train unsharded",
             fix="accelerate launch --config_file FILE.yaml train/sft.py ..., or torchrun --standalone "
             "--nproc-per-node N train/sft.py --accelerate_config FILE.yaml ... (accel-fsdp config makes FILE.yaml)",
+        )
+
+
+def _check_mesh(file: str) -> None:
+    """Refuses a mesh of other ranks than torchrun has started, as after the loss of a machine.
+
+    Raises:
+        UserError: its sizes don't give that number.
+    """
+    launch = LaunchEnvironment.now()
+    ranks = prod(launch.mesh.values())
+    if launch.mesh and ranks != launch.world_size:
+        sizes = " x ".join(f"{name} {size}" for name, size in launch.mesh.items())
+        raise UserError(
+            f"{file} lays out {ranks} ranks ({sizes}), and there are {launch.world_size}",
+            why="parallelism_config is for a fixed number: hybrid sharding can't grow or shrink with the machines",
+            fix="a YAML without parallelism_config for an elastic job, or as many ranks as it lays out",
         )
 
 

@@ -15,13 +15,14 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from accel_fsdp import atomic_files, disks
+from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, state_bytes
 from accel_fsdp.training import resuming
+from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.resuming_trainer import ResumingTrainer, cause
@@ -49,6 +50,8 @@ class SurvivingTrainer(ResumingTrainer):
         self.history = history or History({})
         self.stop = Stop()
         self.add_callback(self.stop)
+        self.watch = HangWatch(self.args.hang_timeout, Path(self.args.output_dir))
+        self.add_callback(self.watch)
         self.checkpoint_bytes, self.export_bytes = self._predicted_bytes()
 
     def _origin(self) -> Origin:
@@ -71,20 +74,34 @@ class SurvivingTrainer(ResumingTrainer):
         if resume_from_checkpoint is not None and not self._on_tpu:  # its files are others again
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             resuming.check(Path(resume_from_checkpoint), self._origin(), grouping, not self.args.ignore_data_skip)
+        self.watch.begin()
         try:
             self._check_shared_disk(resume_from_checkpoint)
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Stopped:
             self.stop.ignore()
+            self.watch.end()
             raise
         except BaseException as error:
             if self.args.local_process_index != 0:
                 self.stop.give_in()
-            if isinstance(error, RuntimeError) and _is_lost(error):
-                self._refuse(f"another rank is gone: {cause(error)}", error)
+            if isinstance(error, (RuntimeError, CheckpointException)) and _is_lost(error):
+                self._blame(error)
+            self.watch.tell(error)
             raise
         finally:
             self.stop.release()
+
+    def _blame(self, error: BaseException) -> NoReturn:
+        """Says who is gone, as far as signs of life tell; local rank 0 shows the stack of one that failed.
+
+        Raises:
+            UserError: always.
+        """
+        who, stack = self.watch.culprit()
+        if stack and self.args.local_process_index == 0:
+            console.say(f"{who}\n{stack.rstrip()}")
+        self._refuse(f"another rank is gone: {who or cause(error)}", error)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         """Trainer takes one step too many when it resumes a run whose steps were all done (transformers 5.23)."""
@@ -100,8 +117,14 @@ class SurvivingTrainer(ResumingTrainer):
                 why=f"saved: {self._folder()}",
                 fix="the same command with --resume_from_checkpoint true",
             )
-        with self._own_retention():
+        with self._own_retention(), self.watch.doing("the end"):
             return super()._finalize_training(*args)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluates as `Trainer` does."""
+        with self.watch.doing("an evaluation"):
+            found: dict[str, float] = super().evaluate(*args, **kwargs)
+            return found
 
     # Saving
 
@@ -111,12 +134,13 @@ class SurvivingTrainer(ResumingTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that counts only once every file of every rank is on disk."""
         folder = self._folder(trial)
-        self._together(lambda: self._begin(folder))
-        with self._abandoned_on_errors(folder), self._own_retention():
-            super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        hashes = self._hashes(folder)
-        self._together(lambda: self._seal(folder, hashes))
+        with self.watch.doing("a save"):
+            self._together(lambda: self._begin(folder))
+            with self._abandoned_on_errors(folder), self._own_retention():
+                super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            hashes = self._hashes(folder)
+            self._together(lambda: self._seal(folder, hashes))
 
     @contextlib.contextmanager
     def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:
@@ -128,11 +152,10 @@ class SurvivingTrainer(ResumingTrainer):
         try:
             yield
         except (Exception, CheckpointException) as error:  # which is a BaseException
-            lost = _is_lost(error)
-            full = "" if lost else disks.full(error, folder)
-            if not (full or isinstance(error, (*WRITE_ERRORS, UserError))):
+            full = "" if (lost := _is_lost(error)) else disks.full(error, folder)
+            if lost or not (full or isinstance(error, (*WRITE_ERRORS, UserError))):
                 raise
-            if not lost and self.args.should_save:
+            if self.args.should_save:
                 completeness.abandon(folder)
             if isinstance(error, UserError) and not full:
                 raise

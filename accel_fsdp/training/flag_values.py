@@ -57,7 +57,7 @@ RANGES = {
         COUNT,
     ),
     **dict.fromkeys(("warmup_steps", "dataloader_num_workers", "eval_delay", "learning_rate", "weight_decay"), SIZE),
-    **dict.fromkeys(("max_grad_norm", "neftune_noise_alpha"), SIZE),
+    **dict.fromkeys(("max_grad_norm", "neftune_noise_alpha", "hang_timeout"), SIZE),
     **dict.fromkeys(("label_smoothing_factor", "lora_dropout", "adam_beta1", "adam_beta2"), SHARE),
     **dict.fromkeys(
         ("adam_epsilon", "logging_steps", "eval_steps", "save_steps", "num_train_epochs", "lora_alpha"), ABOVE

@@ -37,8 +37,29 @@ def chosen(training: "TrainingArguments") -> str | None:
     checkpoint = _wanted(training)
     if checkpoint is None:
         return None
-    _check_rows(checkpoint, completeness.origin_of(checkpoint), _rows_per_step(training), training.ignore_data_skip)
+    origin = completeness.origin_of(checkpoint)
+    if origin and LaunchEnvironment.now().may_restart and not training.ignore_data_skip:
+        _keep_rows(origin, training)
+    _check_rows(checkpoint, origin, _rows_per_step(training), training.ignore_data_skip)
     return str(checkpoint)
+
+
+def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
+    """Gives each rank of an elastic job as many micro-batches as the checkpoint's steps need, where that is possible.
+
+    With fewer machines than before there are more of them: the steps train the same rows.
+    """
+    each, rest = divmod(origin.rows_per_step * training.gradient_accumulation_steps, max(_rows_per_step(training), 1))
+    if rest or each < 1 or each == training.gradient_accumulation_steps:
+        return
+    if training.process_index == 0:
+        console.say(
+            f"elastic: {counted(training.world_size, 'rank')} instead of {origin.ranks}, so "
+            f"--gradient_accumulation_steps {each} instead of {training.gradient_accumulation_steps}: "
+            f"steps of {origin.rows_per_step} rows as before",
+            style="yellow",
+        )
+    training.gradient_accumulation_steps = each
 
 
 def _wanted(training: "TrainingArguments") -> Path | None:

@@ -24,6 +24,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, inspect_model
 from accel_fsdp.training import (
+    beats,
     checkpointing_trainer,
     gather,
     load_model,
@@ -54,7 +55,7 @@ def check_libraries() -> None:
     Raises:
         UserError: transformers, torch or accelerate have changed inside.
     """
-    modules = (checkpointing_trainer, resuming_trainer, losses, preemption, gather, holdings)
+    modules = (checkpointing_trainer, resuming_trainer, losses, preemption, beats, gather, holdings)
     used = (*RELIES_ON, *(one for module in modules for one in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
@@ -182,9 +183,11 @@ class SftTrainer(LossTrainer):
         if self.use_cache is not None:  # Trainer turned it off; the export is for inference
             self.model.config.use_cache = self.use_cache
         self.exporting = True
-        tensors = self._write(target, card, writes)
-        self.exporting = False
-        self.accelerator.wait_for_everyone()
+        with self.watch.doing("the export"):
+            tensors = self._write(target, card, writes)
+            self.exporting = False
+            self.accelerator.wait_for_everyone()
+        self.watch.end()
         return tensors
 
     def _write(self, target: Path, card: str, writes: bool) -> int:

@@ -7,6 +7,7 @@ It reads a pipe of the tests, so that a machine ends with them in any case.
 import contextlib
 import os
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ import psutil
 from conftest import ROOT, warm_python
 
 NEEDED = ("ip", "nsenter", "unshare")
+LETTERS = iter(string.ascii_lowercase)
+"""One for each network of this process."""
 START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec cat'
 NAMESPACES = ("--uts", "--mount", "--pid")
 
@@ -60,6 +63,10 @@ class Host:
         """Starts a command there."""
         return conftest.start([*self.before, *map(str, words)], {**os.environ, **environment})
 
+    def cut_link(self) -> None:
+        """Takes it off the network: connections stay open, and nothing comes."""
+        subprocess.run([*self.before, "ip", "link", "set", "eth0", "down"], check=True)
+
     def cut_power(self) -> None:
         """Ends all of its processes at once: they have no other parent than the first."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,10 +75,15 @@ class Host:
             pass
 
 
+def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[conftest.Finished]:
+    """What started commands printed; each may take so long after the one before."""
+    return [conftest.ended(process, seconds) for process in processes]
+
+
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[list[Host]]:
     """Machines of these names, each of which reaches the others by name, over one switch."""
-    mark = f"afsdp{os.getpid()}"
+    mark = f"afsdp{os.getpid()}{next(LETTERS)}"
     switch, namespaces = f"{mark}s", [f"{mark}n{number}" for number in range(len(names))]
     addresses = [f"10.77.0.{number + 1}" for number in range(len(names))]
     folder = Path(tempfile.mkdtemp(prefix="hosts-"))

@@ -35,15 +35,11 @@ def started(host: Host, rank: int, count: int, *words: str | Path, **environment
     return host.start(["-m", "accel_fsdp", "doctor", *given], **environment)
 
 
-def ended_all(processes: Sequence["subprocess.Popen[str]"]) -> list[Finished]:
-    return [ended(process, SECONDS) for process in processes]
-
-
 def doctors(machines: Sequence[Host], *words: str | Path, **of_second: str) -> list[Finished]:
     """On each machine at the same time; `of_second` are variables of machine 1 alone."""
     count = len(machines)
     processes = [started(h, n, count, *words, **(of_second if n == 1 else {})) for n, h in enumerate(machines)]
-    return ended_all(processes)
+    return hosts.all_ended(processes, SECONDS)
 
 
 @contextmanager
@@ -70,7 +66,7 @@ def test_machines_that_are_well(machines: list[Host], tmp_path: Path) -> None:
 
 def test_a_machine_that_does_not_come(machines: list[Host]) -> None:
     processes = [started(host, number, 3) for number, host in enumerate(machines[:2])]
-    first, second = ended_all(processes)
+    first, second = hosts.all_ended(processes, SECONDS)
     assert (first.code, second.code) == (1, 1)
     assert "error    machines       machine 2 didn't come" in first.output
     assert "ok       machines 0 and 1" in first.output
@@ -123,14 +119,14 @@ def test_one_machine_is_slow(machines: list[Host]) -> None:
 def test_machines_that_were_told_other_numbers(machines: list[Host]) -> None:
     numbers = ("2", "4")
     processes = [started(machines[n], n, 2, "--num-processes", numbers[n]) for n in range(2)]
-    first, _ = ended_all(processes)
+    first, _ = hosts.all_ended(processes, SECONDS)
     assert first.code == 1
     assert "num_processes: 2 on 1 machine (0); 4 on 1 machine (1)" in first.output
 
 
 def test_machines_that_were_all_told_to_be_the_first(machines: list[Host]) -> None:
     processes = [started(host, 0, 2) for host in machines[:2]]
-    found = ended_all(processes)
+    found = hosts.all_ended(processes, SECONDS)
     assert all(one.code == 1 for one in found)
     assert any("another one is so already at n1" in one.output for one in found)
 
@@ -174,6 +170,6 @@ def test_a_machine_that_is_switched_off_while_it_is_tested(machines: list[Host])
     while not any("doctor.probing" in word for word in words_of_all(machines[2])):
         time.sleep(0.05)
     machines[2].cut_power()
-    first, second, _ = ended_all(processes)
+    first, second, _ = hosts.all_ended(processes, SECONDS)
     assert (first.code, second.code) == (1, 1)
     assert re.search(r"error +(machines +machine 2 didn't come|machine 2 |rank 2 )", first.output)

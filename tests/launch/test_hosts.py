@@ -5,7 +5,7 @@ from pathlib import Path
 
 import hosts
 import pytest
-from conftest import SFT, ended, made_yaml
+from conftest import SFT, made_yaml
 from reference import Reference, job_words, losses_of, train
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
@@ -74,7 +74,7 @@ def test_hybrid_sharding_over_two_machines_learns_as_one_process_does(
         host.start(["-m", "accel_fsdp", "launch", yaml, SFT, *words], **engine(rank))
         for rank, host in enumerate(machines)
     ]
-    first, second = (ended(process, SECONDS) for process in started)
+    first, second = hosts.all_ended(started, SECONDS)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert f"{KINDS[name]} units, each rank holds 0.03 M of 0.06 M" in first.output + second.output
     assert losses_of(tmp_path / "out", STEPS) == pytest.approx(reference.losses, abs=1e-4)

@@ -1,3 +1,4 @@
+from . import hang as hang
 from . import holding as holding
 from . import script as script
 from . import serving as serving

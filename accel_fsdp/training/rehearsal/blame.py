@@ -179,7 +179,7 @@ def _unwrapping(outcome: Outcome) -> str:
 
 
 def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
-    lines: Mapping[str, str] = {collective: line for line, collective, _ in hang.waits.values() if line}
+    lines: Mapping[str, str] = {collective: line for line, collective, *_ in hang.waits.values() if line}
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
     fix = ABSENT if "" in lines else HANGING
     if not hang.waits:

@@ -1,0 +1,73 @@
+"""The end of a launcher whose ranks have failed, where torch's own waits for a machine that is off.
+
+It asks the store at which the machines met, by a connection that nobody answers and nobody closes (torch 2.13).
+"""
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from accel_fsdp import console
+from accel_fsdp.launch_environment import FAILURE_FILE
+
+LAUNCHER_SECONDS = 5.0
+"""How long torch's launcher may take to end once it has no rank any more."""
+RANKS_SECONDS = 45.0
+"""And once a rank has failed: it lets the others take 30 to end."""
+
+
+@contextlib.contextmanager
+def ends_after_its_ranks() -> Iterator[None]:
+    """Ends this process with code 1, when a rank has failed, none is left, and the block doesn't return."""
+    over = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
+        before = os.environ.get(FAILURE_FILE)
+        note = Path(folder) / "failed"
+        os.environ[FAILURE_FILE] = str(note)
+        threading.Thread(target=_watch, args=(note, over), daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+            os.environ.pop(FAILURE_FILE)
+            if before is not None:
+                os.environ[FAILURE_FILE] = before
+
+
+def _watch(note: Path, over: threading.Event) -> None:
+    failed = alone = 0.0
+    while not over.wait(1.0):
+        if not note.exists():
+            continue
+        failed += 1.0
+        alone = 0.0 if _ranks() else alone + 1.0
+        if alone >= LAUNCHER_SECONDS or failed >= _longest():
+            for rank in _ranks():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            console.say("accel-fsdp: a rank has failed, and another machine doesn't answer any more")
+            os._exit(1)
+
+
+def _ranks() -> list[psutil.Process]:
+    """Those that still run."""
+    return [one for one in psutil.Process().children() if _runs(one)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _longest() -> float:
+    """Unless the launcher was told to let its ranks take longer."""
+    with contextlib.suppress(ValueError):
+        return RANKS_SECONDS - 30.0 + float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    return RANKS_SECONDS

@@ -1,0 +1,142 @@
+"""What ranks tell each other through the job's store while they train: signs of life, and why one of them ends.
+
+The store's client of the main thread is held while that thread waits in it, so all this goes over a client of its own.
+"""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from accel_fsdp.library_internals import Internal
+
+RELIES_ON = (
+    Internal("torch.distributed.distributed_c10d:_get_default_store", ""),
+    Internal("torch.distributed:Store.clone"),
+)
+PREFIX = "accel_fsdp/hang"
+GONE, STOPPED, COMPUTES = "gone", "stopped", "computes"
+"""What a rank sees of the process of another one on its host."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. `idle` and `still` are seconds: since the last finished step, and at the same instruction.
+
+    `doing` is empty in a step. `mates` tells what this rank sees of silent ones on its host.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    has_store: bool = False
+    number: int = 0
+    step: int = 0
+    doing: str = ""
+    idle: float = 0.0
+    still: float = 0.0
+    collective: str = ""
+    caller: str = ""
+    mates: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.host} (process {self.pid})"
+
+
+def own_beat(rank: int) -> Beat:
+    """The first one of this process. `machine` is the same for those whose processes it sees."""
+    host = machine = socket.gethostname()
+    with contextlib.suppress(OSError):  # which aren't there but on Linux
+        machine += os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text()
+    return Beat(rank, host, machine, os.getpid(), has_store=_is_own(os.environ.get("MASTER_ADDR", "")))
+
+
+def _is_own(address: str) -> bool:
+    """Whether it is one of this machine: only then something can listen there."""
+    try:
+        family, kind, number, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+class Board:
+    """The place where ranks read what the others wrote; each call goes to the job's store.
+
+    Calls raise `torch.distributed.DistError`, or a RuntimeError, where that has gone. Where its machine is off, they
+    last for many minutes.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+        self._store: Any = dist.PrefixStore(PREFIX, store.clone() if store else dist.HashStore())  # type: ignore[attr-defined]
+
+    def put(self, beat: Beat, stack: str) -> None:
+        """Shows this rank's sign of life, and where it stands."""
+        self._store.set(f"stack/{self.rank}", stack)
+        self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+
+    def beats(self) -> list[Beat]:
+        """The last one of each rank; none until all have shown one."""
+        keys = [f"beat/{rank}" for rank in range(self.ranks)]
+        return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)] if self._store.check(keys) else []
+
+    def stacks(self) -> dict[int, str]:
+        """Where all ranks stood when they gave their last signs."""
+        return self._of_ranks("stack")
+
+    def put_words(self, words: Mapping[str, Any]) -> None:
+        """The last that this rank tells."""
+        self._store.set(f"words/{self.rank}", json.dumps(words))
+
+    def words(self) -> dict[int, dict[str, Any]]:
+        """The last of those that have told it."""
+        return {rank: json.loads(text) for rank, text in self._of_ranks("words").items()}
+
+    def _of_ranks(self, kind: str) -> dict[int, str]:
+        keys = {rank: f"{kind}/{rank}" for rank in range(self.ranks)}
+        there = [rank for rank, key in keys.items() if self._store.check([key])]
+        texts = self._store.multi_get([keys[rank] for rank in there]) if there else []
+        return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
+
+    def agree(self, name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Says something that one rank alone can say for all: the first one's content, which may be another's."""
+        found: dict[str, Any] = json.loads(self._store.compare_set(name, "", json.dumps(content)))
+        return found
+
+    def agreed(self, name: str) -> dict[str, Any] | None:
+        """What one has said."""
+        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+
+
+class Mates:
+    """The processes of other ranks on this machine, as the system sees them."""
+
+    def __init__(self) -> None:
+        self._computed: dict[int, float] = {}
+
+    def look(self, pid: int) -> str:
+        """GONE, STOPPED or COMPUTES (since the last look); empty for a process that waits."""
+        try:
+            process = psutil.Process(pid)
+            status, times = process.status(), process.cpu_times()
+        except psutil.NoSuchProcess:
+            return GONE
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return GONE
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return STOPPED
+        before, self._computed[pid] = self._computed.get(pid), times.user + times.system
+        return COMPUTES if before is not None and self._computed[pid] > before else ""

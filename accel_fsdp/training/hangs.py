@@ -1,0 +1,184 @@
+"""Whether a job hangs, judged by its ranks' signs of life, and what a person is told of it.
+
+The rule is this. A job ends when no rank has finished a step for the time that `Patience` allows, and one of them
+waited at the same instruction for half of that: where all do something, such as skipping rows, nothing hangs. It ends
+earlier when a rank gave no sign of life for `Patience.silence` while all the others waited for half of that.
+A rank whose process computes, as others on its host see it, isn't silent: C code may hold Python's lock for long.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_fsdp.training.beats import COMPUTES, GONE, STOPPED, Beat
+from accel_fsdp.units import counted
+
+SILENCE_SECONDS = 40.0
+VANISHED_TOGETHER = 2 / 3
+"""How much of the longest silence another rank's has to last to be part of it."""
+LEAST_SECONDS = 600.0
+SLOWEST_STEPS = 20
+"""How many of the slowest of so many last steps the next one may take."""
+LONGER = 3
+"""How many times as long may take what is no step."""
+SHOWN_FRAMES = 12
+EACH_FRAME = "  File "
+
+
+@dataclass
+class Patience:
+    """How long ranks may take; `given` is the flag's number of seconds for a step, None for one that fits the run."""
+
+    given: float | None = None
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWEST_STEPS))
+
+    def seconds(self, doing: str) -> float:
+        """Without a finished step: in a step, or in what else the ranks are `doing`."""
+        of_step = self.given or max(LEAST_SECONDS, SLOWEST_STEPS * max(self.steps, default=0.0))
+        return of_step * (LONGER if doing else 1)
+
+    @property
+    def silence(self) -> float:
+        """Without a sign of life."""
+        return min(SILENCE_SECONDS, self.given or SILENCE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank as another one sees it; `silent` counts the seconds since its last sign."""
+
+    beat: Beat
+    silent: float
+
+
+def verdict(seen: Mapping[int, Seen], patience: Patience) -> str:
+    """Why the job has to end; empty where it goes on."""
+    if gone := silent_ranks(seen, patience.silence):
+        others = [one.beat for rank, one in seen.items() if rank not in gone]
+        if others and all(min(one.still, one.idle) >= patience.silence / 2 for one in others):
+            return said_of_silent(gone, seen)
+    idle = min((one.beat.idle + one.silent for one in seen.values()), default=0.0)
+    doing = next((one.beat.doing for one in seen.values() if one.beat.doing), "")
+    allowed = patience.seconds(doing)
+    if idle < allowed or all(min(one.beat.still, one.beat.idle) < allowed / 2 for one in seen.values()):
+        return ""
+    during = f" during {doing}" if doing else ""
+    quiet = silent_ranks(seen, patience.silence / 2)
+    silent = f"; {said_of_silent(quiet, seen)}" if quiet else ""
+    return f"no rank has finished a step for {idle:.0f} s{during}{silent}"
+
+
+def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:
+    """Those without a sign for so long, and without a neighbour that sees them compute.
+
+    Ranks of one host give their signs at different moments, so one that vanishes with others may be missed less long.
+    """
+    longest = max((one.silent for one in seen.values()), default=0.0)
+    silent = [rank for rank, one in seen.items() if longest >= seconds and one.silent >= seconds * VANISHED_TOGETHER]
+    return [rank for rank in silent if _seen_by_mates(rank, seen, seconds) != COMPUTES]
+
+
+def _seen_by_mates(rank: int, seen: Mapping[int, Seen], seconds: float) -> str:
+    """What the others on its host, who still give signs, see of its process."""
+    looks = (one.beat.mates.get(str(rank), "") for one in seen.values() if one.silent < seconds)
+    return next(filter(None, looks), "")
+
+
+def said_of_silent(gone: Collection[int], seen: Mapping[int, Seen]) -> str:
+    """The hosts that have vanished as a whole, else the ranks; and what is known of their processes."""
+    hosts = {seen[rank].beat.machine: seen[rank].beat.host for rank in gone}
+    parts = []
+    for machine, host in hosts.items():
+        ranks = [rank for rank, one in seen.items() if one.beat.machine == machine]
+        quiet = [rank for rank in ranks if rank in gone]
+        seconds = max(seen[rank].silent for rank in quiet)
+        if quiet == ranks and len({one.beat.machine for one in seen.values()}) > 1:
+            parts.append(f"no sign of {host} ({ranks_words(ranks)}) for {seconds:.0f} s: switched off or unreachable")
+        else:
+            parts += [said_of_process(seen[rank], _seen_by_mates(rank, seen, seconds)) for rank in quiet]
+    return "; ".join(parts)
+
+
+def said_of_process(one: Seen, state: str) -> str:
+    """One line about a rank that is silent."""
+    beat = one.beat
+    if state == STOPPED:
+        return f"{beat} is stopped by a signal since {one.silent:.0f} s; kill -CONT {beat.pid} lets it go on"
+    if state == GONE:
+        return f"{beat} is gone: killed, or ended by itself"
+    return f"no sign of {beat} for {one.silent:.0f} s"
+
+
+def ranks_words(ranks: Iterable[int]) -> str:
+    """`rank 2`, or `ranks 2, 3, 5`."""
+    named = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}"
+
+
+# What is told of all ranks
+
+
+@dataclass(frozen=True)
+class Told:
+    """The last of a rank: its step, what it waits in and where, its stack, and torch's record of its collectives."""
+
+    beat: Beat
+    stack: str
+    record: str = ""
+    silent: bool = False
+
+    @property
+    def where(self) -> tuple[int, str, str]:
+        """Ranks with the same one wait for the same, as far as Python sees."""
+        return self.beat.step, self.beat.collective, self.beat.caller
+
+    def __str__(self) -> str:
+        beat = self.beat
+        waits = f" in {beat.collective}" if beat.collective else ""
+        doing = f", {beat.doing}" if beat.doing else ""
+        at = f" at {beat.caller}" if beat.caller else ""
+        return f"after step {beat.step}{doing}{waits}{at}"
+
+
+def differences(told: Mapping[int, Told]) -> str:
+    """Which ranks stand elsewhere than most, and where the others do."""
+    groups = _groups(told)
+    if not groups:
+        return ""
+    most = groups.pop()
+    parts = [f"{_named(ranks, told)} stand{'' if len(ranks) > 1 else 's'} {told[ranks[0]]}" for ranks in groups]
+    whole = "all ranks" if len(most) == len(told) > 1 else "the others" if len(most) > 1 and parts else ""
+    return "; ".join([*parts, f"{whole or _named(most, told)} wait{'' if len(most) > 1 else 's'} {told[most[0]]}"])
+
+
+def stacks(told: Mapping[int, Told]) -> str:
+    """Those of all ranks, the odd ones first; equal ones once."""
+    found = []
+    for ranks in _groups(told):
+        for stack in dict.fromkeys(told[rank].stack for rank in ranks):
+            same = [rank for rank in ranks if told[rank].stack == stack]
+            silent = ", as it last told" if any(told[rank].silent for rank in same) else ""
+            found.append(f"--- {_named(same, told)}{silent}, {told[same[0]]}{told[same[0]].record}\n{_end_of(stack)}")
+    return "\n".join(found)
+
+
+def _groups(told: Mapping[int, Told]) -> list[list[int]]:
+    """Ranks that stand at one place, the smallest group first; silent ones before all."""
+    places: dict[Any, list[int]] = {}
+    for rank, one in sorted(told.items()):
+        places.setdefault((one.silent, one.where), []).append(rank)
+    return sorted(places.values(), key=lambda ranks: (not told[ranks[0]].silent, len(ranks), -ranks[0]))
+
+
+def _named(ranks: list[int], told: Mapping[int, Told]) -> str:
+    hosts = list(dict.fromkeys(told[rank].beat.host for rank in ranks))
+    shown = ", ".join(hosts) if len(hosts) <= 2 else counted(len(hosts), "host")
+    return f"{ranks_words(ranks)} of {shown}"
+
+
+def _end_of(stack: str) -> str:
+    frames = stack.rstrip().split(f"\n{EACH_FRAME}")
+    if len(frames) <= SHOWN_FRAMES:
+        return stack.rstrip()
+    return "  ...\n" + EACH_FRAME + f"\n{EACH_FRAME}".join(frames[-SHOWN_FRAMES:])

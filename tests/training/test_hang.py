@@ -1,0 +1,90 @@
+"""Ranks that stop, leave out a collective or raise: the job ends, and names them with their stacks."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, accelerate_launch, made_yaml
+from reference import job_words
+
+from accel_fsdp.checkpoints import completeness
+from accel_fsdp.training import hangs
+from accel_fsdp.training.beats import COMPUTES, GONE, Beat
+from accel_fsdp.training.hangs import Patience, Seen
+
+HANGING = ROOT / "tests" / "hanging.py"
+SECONDS, STEPS, SAVED, FAULT_AFTER = 8, 8, 2, 3
+NO_STEP = r"error: no rank has finished a step for \d+ s"
+SAID = {
+    "stop": (
+        r"error: .*rank 1 of \S+ \(process (\d+)\) is stopped by a signal since \d+ s; kill -CONT \1 lets it go on",
+        rf"rank 1 of \S+ stands after step {FAULT_AFTER} at tests/hanging.py:\d+ in on_step_end; rank 0 of \S+ waits",
+        r"--- rank 1 of \S+, as it last told, .*\n(  .*\n)+  File .*hanging.py.* in on_step_end\n",
+    ),
+    "skip": (
+        rf"{NO_STEP}\n",
+        rf"rank 0 of \S+ waits after step {FAULT_AFTER} in barrier at tests/hanging.py:\d+ in take_part",
+        r"--- rank 0 of \S+, after .*last collective: gloo:barrier.*\n(  .*\n)+  File .*hanging.py.* in take_part\n",
+    ),
+    "raise": (
+        r"error: another rank is gone: rank 1 of \S+ failed: ValueError: a fault of one rank\n",
+        r"\nrank 1 of \S+ failed: ValueError: a fault of one rank\n",
+        r"failed: ValueError: a fault of one rank\n(  .*\n)+  File .*hanging.py.* in on_step_end\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_rank_with_a_fault_is_named(kind: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    config, run = tmp_path / "job.yaml", tmp_path / "run"
+    config.write_text(made_yaml(model=str(tiny_model), num_processes="2", mixed_precision="no", fsdp_version="2"))
+    flags = job_words(tiny_model, text_data, run, STEPS, 2, save_steps=SAVED)
+    fault = {"HANG": kind, "HANG_RANK": "1", "HANG_STEP": str(FAULT_AFTER)}
+    ended = accelerate_launch(config, HANGING, *flags, "--hang_timeout", str(SECONDS), **fault)
+    assert ended.code == 1, ended.output
+    for said in SAID[kind]:
+        assert re.search(said, ended.output), ended.output
+    assert set(re.findall(r"exitcode +: (-?\d+)", ended.output)) == {"1"}
+    newest = run / f"checkpoint-{SAVED}"
+    assert f"{newest} is the newest complete checkpoint" in ended.output
+    assert "--resume_from_checkpoint true" in ended.output
+    assert completeness.choose(run).newest == newest
+    if kind == "skip":
+        assert sorted(path.name for path in (run / "hang").iterdir()) == ["rank_0", "rank_1"]
+
+
+def test_how_long_a_step_may_take() -> None:
+    """As docs/train.md says."""
+    patience = Patience()
+    assert (patience.seconds(""), patience.seconds("a save")) == (600, 1800)
+    patience.steps.extend([90.0, *[40.0] * 19])
+    assert (patience.seconds(""), patience.seconds("a save")) == (1800, 5400)
+    patience.steps.append(40.0)  # the slowest is none of the last 20 any more
+    assert patience.seconds("") == 800
+    assert (Patience(30).seconds(""), Patience(30).seconds("the start"), Patience(30).silence) == (30, 90, 30)
+    assert (patience.silence, Patience(100).silence) == (40, 40)
+
+
+def seen(*, moves: bool = False, silent: float = 0.0, mates: dict[str, str] | None = None) -> dict[int, Seen]:
+    """Two ranks on one host without a step for 700 s; the second one silent for so long."""
+    still = 1.0 if moves else 700.0
+    beats = [Beat(rank, "n1", "n1", 7 + rank, idle=700.0 - silent * rank, still=still) for rank in range(2)]
+    return {0: Seen(dataclasses.replace(beats[0], mates=mates or {}), 0.0), 1: Seen(beats[1], silent)}
+
+
+def test_what_is_no_hang() -> None:
+    """Ranks that move, or have not waited long enough; a silent one that others see compute."""
+    assert hangs.verdict(seen(), Patience()) == "no rank has finished a step for 700 s"
+    assert hangs.verdict(seen(moves=True), Patience()) == ""
+    assert hangs.verdict(seen(), Patience(800)) == ""
+    assert hangs.verdict(seen(silent=50), Patience(800)) == "no sign of rank 1 of n1 (process 8) for 50 s"
+    assert hangs.verdict(seen(silent=50, moves=True), Patience(800)) == ""
+    assert hangs.verdict(seen(silent=30), Patience(800)) == ""
+    assert hangs.verdict(seen(silent=50, mates={"1": COMPUTES}), Patience(800)) == ""
+    two = {rank: Seen(Beat(rank, f"n{rank // 2}", f"n{rank // 2}", 7, idle=60, still=60), 0.0) for rank in range(4)}
+    two |= {rank: dataclasses.replace(two[rank], silent=silent) for rank, silent in {2: 41.0, 3: 39.5}.items()}
+    vanished = "no sign of n1 (ranks 2, 3) for 41 s: switched off or unreachable"
+    assert hangs.verdict(two, Patience()) == vanished
+    gone = hangs.verdict(seen(silent=50, mates={"1": GONE}), Patience(800))
+    assert gone == "rank 1 of n1 (process 8) is gone: killed, or ended by itself"
