@@ -53,7 +53,7 @@ class Host:
     def start(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
         """Starts Python with these words there, with the libraries imported already."""
         warm = self.warm()
-        return self.run([warm["PYTHON_EXEC"], *words], PYTHONPATH=str(ROOT), **warm, **environment)
+        return self.run([warm["PYTHON_EXEC"], *words], **{"PYTHONPATH": str(ROOT), **warm, **environment})
 
     def warm(self) -> dict[str, str]:
         """The environment of what starts there with the libraries imported already."""
