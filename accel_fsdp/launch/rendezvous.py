@@ -48,8 +48,12 @@ def check_place(address: str, port: int, rank: int) -> None:
 
 
 def is_own(address: str) -> bool:
-    """Whether a socket can be bound to it here."""
-    for family, kind, number, _, place in _look_up(address):
+    """Whether it is one of this machine: only then a socket can be bound to it, and something listen there."""
+    try:
+        found = _look_up(address)
+    except OSError:
+        return False
+    for family, kind, number, _, place in found:
         with closing(socket.socket(family, kind, number)) as probe:
             try:
                 probe.bind((place[0], 0))

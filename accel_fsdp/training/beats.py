@@ -16,6 +16,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
 RELIES_ON = (
@@ -57,18 +59,7 @@ def own_beat(rank: int) -> Beat:
     host = machine = socket.gethostname()
     with contextlib.suppress(OSError):  # which aren't there but on Linux
         machine += os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text()
-    return Beat(rank, host, machine, os.getpid(), has_store=_is_own(os.environ.get("MASTER_ADDR", "")))
-
-
-def _is_own(address: str) -> bool:
-    """Whether it is one of this machine: only then something can listen there."""
-    try:
-        family, kind, number, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, number) as probe:
-            probe.bind(place)
-    except OSError:
-        return False
-    return True
+    return Beat(rank, host, machine, os.getpid(), has_store=rendezvous.is_own(LaunchEnvironment.now().main_address))
 
 
 class Board:

@@ -178,7 +178,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         """The host of the job's store, with its ranks."""
         has = next((one.beat for one in self.seen.values() if one.beat.has_store), None)
         if has is None:
-            return f"{os.environ.get('MASTER_ADDR', 'the host')}, where the job's store is"
+            return f"{LaunchEnvironment.now().main_address}, where the job's store is"
         ranks = [rank for rank, one in self.seen.items() if one.beat.machine == has.machine]
         return f"{has.host} ({hangs.ranks_words(ranks)}), where the job's store is"
 
