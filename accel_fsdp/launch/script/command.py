@@ -124,7 +124,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
     ours = read_launch(options.script, script_args).ours
     arguments = parse_command_line(list(script_args))
     resumed = RESUMES in arguments
-    known = ours and options.time is None
+    known = options.engine == "slurm" and ours and options.time is None  # the others need no time
     return Job(
         file=options.file,
         script=options.script,
@@ -164,7 +164,8 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             why="a job file asks for GPUs",
             fix="start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT",
         )
-    processes, several = config.number("num_processes"), config.number("num_machines")
+    processes = config.number("num_processes") if "num_processes" in config.values else 0
+    several = config.number("num_machines") if "num_machines" in config.values else 0  # not Accelerate's default
     text = options.gpus or _gpus_of_header(config, processes, several or 1)
     if not text:
         if not processes:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import from_arguments, from_yaml, step_time
 from accel_fsdp.prediction.tracing import by_name
 
@@ -36,9 +38,13 @@ class Duration:
 def predicted(
     arguments: Mapping[str, Any], config: JobConfig, machines: int, machine: MachineFacts | None
 ) -> Duration | None:
-    """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known."""
-    steps, model = from_arguments.whole(arguments.get("max_steps")), arguments.get("model_name_or_path")
-    if not steps or not isinstance(model, str) or machine is None or not machine.accelerator:
+    """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known.
+
+    A model is known that is bundled or lies here: a job file is written without the network.
+    """
+    steps, model = from_arguments.whole(arguments.get("max_steps")), str(arguments.get("model_name_or_path", ""))
+    here = catalogue.find(model) or Path(model).is_dir()
+    if not steps or not model or not here or machine is None or not machine.accelerator:
         return None
     ranks = {"num_machines": machines, "num_processes": machines * machine.count}
     try:
