@@ -230,6 +230,7 @@ def _script(options: "ScriptCommand", script_args: tuple[str, ...]) -> int:
 def _doctor(options: "DoctorCommand", _: tuple[str, ...]) -> int:
     from accel_fsdp.launch import doctor
 
+    _end_as_ctrl_c_does("nothing is left of the test")
     return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
 
 

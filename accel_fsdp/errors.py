@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.launch_environment import FAILURE_FILE, LaunchEnvironment
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
+_failure_file = ""
+"""Where `accel-fsdp launch` looks whether this rank has failed; empty for a process that is none of its ranks."""
 LONGEST_SHOWN = 80
 """Letters of a name that is too long for any file."""
 UNPRINTABLE = re.compile(
@@ -202,6 +204,8 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     Ranks usually fail alike, so the other ranks of a node wait for rank 0's message: the launcher ends them once rank 0
     has failed, and a rank that is still alive afterwards failed alone and says so.
     """
+    global _failure_file
+    _failure_file = os.environ.pop(FAILURE_FILE, "")  # what this process starts is no rank
     try:
         main()
     except Stopped as error:
@@ -294,7 +298,7 @@ def tell_launcher(error: UserError) -> None:
     Without, that is 40 lines that refer to a page about how to enable tracebacks. `accel-fsdp launch` learns from its
     own file that a rank has failed.
     """
-    if note := LaunchEnvironment.now().failure_file:
+    if note := _failure_file or LaunchEnvironment.now().failure_file:
         with contextlib.suppress(OSError), open(note, "w", encoding="utf-8"):
             pass
     if path := LaunchEnvironment.now().error_file:

@@ -9,11 +9,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from accel_fsdp import console
 from accel_fsdp.launch_environment import FAILURE_FILE
+
+if TYPE_CHECKING:
+    import psutil
 
 LAUNCHER_SECONDS = 5.0
 """How long torch's launcher may take to end once it has no rank any more."""
@@ -48,18 +50,22 @@ def _watch(note: Path, over: threading.Event) -> None:
         alone = 0.0 if _ranks() else alone + 1.0
         if alone >= LAUNCHER_SECONDS or failed >= _longest():
             for rank in _ranks():
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(Exception):  # it has ended meanwhile
                     rank.kill()
             console.say("accel-fsdp: a rank has failed, and another machine doesn't answer any more")
             os._exit(1)
 
 
-def _ranks() -> list[psutil.Process]:
+def _ranks() -> "list[psutil.Process]":
     """Those that still run."""
+    import psutil
+
     return [one for one in psutil.Process().children() if _runs(one)]
 
 
-def _runs(process: psutil.Process) -> bool:
+def _runs(process: "psutil.Process") -> bool:
+    import psutil
+
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -51,7 +51,7 @@ def is_own(address: str) -> bool:
     """Whether it is one of this machine: only then a socket can be bound to it, and something listen there."""
     try:
         found = _look_up(address)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     for family, kind, number, _, place in found:
         with closing(socket.socket(family, kind, number)) as probe:
@@ -96,10 +96,9 @@ def _look_up(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind
 def _resolved(address: str) -> list[str]:
     try:
         return [str(found[4][0]).partition("%")[0] for found in _look_up(address)]
-    except OSError as error:
-        raise UserError(
-            f"the name {address} is unknown on this machine: {error.strerror or error}", why=WAIT, fix=FIX_ADDRESS
-        ) from error
+    except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
+        said = getattr(error, "strerror", None) or "it is no name of a host"
+        raise UserError(f"the name {address} is unknown on this machine: {said}", why=WAIT, fix=FIX_ADDRESS) from error
 
 
 def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ class SurvivingTrainer(ResumingTrainer):
         self.history = history or History({})
         self.stop = Stop()
         self.add_callback(self.stop)
-        self.watch = HangWatch(self.args.hang_timeout, Path(self.args.output_dir))
+        self.watch = HangWatch(self.args.hang_timeout, Path(self.args.output_dir), self.args.ddp_timeout)
         self.add_callback(self.watch)
         self.checkpoint_bytes, self.export_bytes = self._predicted_bytes()
 
@@ -77,7 +77,9 @@ class SurvivingTrainer(ResumingTrainer):
         self.watch.begin()
         try:
             self._check_shared_disk(resume_from_checkpoint)
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            self.watch.trained()
+            return result
         except Stopped:
             self.stop.ignore()
             self.watch.end()

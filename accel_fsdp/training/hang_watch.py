@@ -43,8 +43,8 @@ RECORDS = "hang"
 class HangWatch(TrainerCallback):  # type: ignore[misc]
     """Its threads run from `begin` to `end`; without a `timeout` (0), there are none."""
 
-    def __init__(self, timeout: float | None, output_dir: Path) -> None:
-        self.patience, self.off, self.output_dir = Patience(timeout), timeout == 0, output_dir
+    def __init__(self, timeout: float | None, output_dir: Path, ddp_timeout: float = 0.0) -> None:
+        self.patience, self.off, self.output_dir = Patience(timeout, ddp_timeout), timeout == 0, output_dir
         self.rank, self.seen = LaunchEnvironment.now().rank, dict[int, Seen]()
         self.board: Board | None = None
         self._over = threading.Event()
@@ -84,6 +84,19 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         finally:
             self._doing, self._since = before, time.monotonic()
 
+    def trained(self) -> None:
+        """Says for the other ranks that this one may end at any time."""
+        self._doing, self._since = hangs.AFTER, time.monotonic()
+        if self.board is not None:
+            with contextlib.suppress(RuntimeError, OSError):
+                self.board.put(*self._own())
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        """A micro-batch is a sign that training goes on."""
+        self._since = self._place_since = time.monotonic()
+
+    on_prediction_step = on_substep_end
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Notes how long the step took, but of the first, in which much else happens."""
         now = time.monotonic()
@@ -106,7 +119,9 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
 
     def _round(self, board: Board) -> None:
         began, before = time.monotonic(), self._last_round
-        if began - before > self.patience.silence / 2:  # it was stopped, or cut off: it knows nothing
+        if began - before > max(
+            self.patience.silence / 2, LOST_BEATS * self.every
+        ):  # it was stopped, or cut off: it knows nothing
             self._forget()
         self._last_round = began
         board.put(*self._own())
@@ -148,31 +163,35 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         return {str(one.rank): self._mates.look(one.pid) for one in silent if one.machine == self._first.machine}
 
     def _read(self, board: Board, now: float) -> None:
+        changed, seen = self._changed, dict[int, Seen]()
         for beat in board.beats():
-            number, since = self._changed.get(beat.rank, (-1, now))
+            number, since = changed.get(beat.rank, (-1, now))
             if number != beat.number:
-                self._changed[beat.rank] = beat.number, (since := now)
-            self.seen[beat.rank] = Seen(beat, now - since)
+                changed[beat.rank] = beat.number, (since := now)
+            seen[beat.rank] = Seen(beat, now - since)
+        self.seen = seen
 
     def _forget(self) -> None:
         now = time.monotonic()
         self._since = self._place_since = now
-        self._changed.clear()
-        self.seen.clear()
+        self._changed, self.seen = {}, {}  # new ones: the other thread may be reading the old
 
     def _look(self) -> None:
         rounds, waited, before = 0, 0.0, time.monotonic()
         while not self._over.wait(1.0):
             now = time.monotonic()
-            if now - before > self.patience.silence / 2:  # this process, or its machine, was stopped
+            if now - before > self.patience.silence / 2 or hang.is_debugged(self._main):  # or the process was stopped
                 self._forget()
             before, place = now, hang.place_of(self._main)
             if place != self._place:
                 self._place, self._place_since = place, now
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
             still = min(now - self._place_since, now - self._since)
-            if waited >= self.patience.silence and still >= self.patience.silence / 2:
-                self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s: switched off or unreachable")
+            own = self._first.has_store  # by a launcher here, which somebody may have stopped for a while
+            if waited >= (self.patience.seconds(self._doing) if own else self.patience.silence):
+                why = "the launcher here is stopped" if own else "switched off or unreachable"
+                if still >= self.patience.silence / 2:
+                    self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s: {why}")
 
     def _of_store(self) -> str:
         """The host of the job's store, with its ranks."""

@@ -22,21 +22,29 @@ SLOWEST_STEPS = 20
 """How many of the slowest of so many last steps the next one may take."""
 LONGER = 3
 """How many times as long may take what is no step."""
+AFTER = "what comes after training"
+"""What ranks do from its end on; one of them may end while others go on."""
 SHOWN_FRAMES = 12
 EACH_FRAME = "  File "
 
 
 @dataclass
 class Patience:
-    """How long ranks may take; `given` is the flag's number of seconds for a step, None for one that fits the run."""
+    """How long ranks may take; `given` is the flag's number of seconds for a step, None for one that fits the run.
+
+    `collectives`: the job's own limit for them, in which ranks wait for one that saves.
+    """
 
     given: float | None = None
+    collectives: float = 0.0
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWEST_STEPS))
 
     def seconds(self, doing: str) -> float:
         """Without a finished step: in a step, or in what else the ranks are `doing`."""
         of_step = self.given or max(LEAST_SECONDS, SLOWEST_STEPS * max(self.steps, default=0.0))
-        return of_step * (LONGER if doing else 1)
+        if not doing:
+            return of_step
+        return of_step * LONGER if self.given else max(of_step * LONGER, self.collectives)
 
     @property
     def silence(self) -> float:
@@ -75,7 +83,8 @@ def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:
     Ranks of one host give their signs at different moments, so one that vanishes with others may be missed less long.
     """
     longest = max((one.silent for one in seen.values()), default=0.0)
-    silent = [rank for rank, one in seen.items() if longest >= seconds and one.silent >= seconds * VANISHED_TOGETHER]
+    watched = {rank: one for rank, one in seen.items() if one.beat.doing != AFTER}
+    silent = [rank for rank, one in watched.items() if longest >= seconds and one.silent >= seconds * VANISHED_TOGETHER]
     return [rank for rank in silent if _seen_by_mates(rank, seen, seconds) != COMPUTES]
 
 

@@ -179,7 +179,8 @@ class SftTrainer(LossTrainer):
             gather.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        gather.lengthen_timeouts(self.expected.gathered_bytes, self.args.ddp_timeout)
+        least = max(self.args.ddp_timeout, self.watch.patience.collectives)
+        self.watch.patience.collectives = gather.lengthen_timeouts(self.expected.gathered_bytes, least)
         if self.use_cache is not None:  # Trainer turned it off; the export is for inference
             self.model.config.use_cache = self.use_cache
         self.exporting = True

@@ -2,10 +2,14 @@
 
 import json
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, Finished, made_yaml, run
 
@@ -84,7 +88,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 REAL = {
     "interface": "names an interface that this machine hasn't",
     "unknown_name": "machine 0 isn't reached",
-    "loopback": "its loopback address in /etc/hosts",
+    "loopback": "a name is a loopback address in /etc/hosts",
     "port": "listens on the port",
     "alone": "never came to the start",
     "mesh": "no dimension to shard over",
@@ -121,6 +125,20 @@ def test_what_nobody_knows() -> None:
     assert "nothing is known of it" in found.output
 
 
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "INFO: world_size=1, local_rank 0\nKeyError: 'x'",
+        "'(MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co', port=443)\"): Network is unreachable",
+        "[W1123 socket.cpp] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family",
+        "node1: NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nKeyError: 'loss'",
+        "ValueError: error 802.1x",
+    ],
+)
+def test_what_is_said_by_the_way_explains_nothing(harmless: str) -> None:
+    assert doctor("--explain", harmless).code == 1
+
+
 def test_a_message_from_a_pipe() -> None:
     words = [sys.executable, "-m", "accel_fsdp", "doctor", "--explain", "-"]
     found = subprocess.run(words, input="EADDRINUSE", text=True, capture_output=True, cwd=ROOT, timeout=60, check=False)
@@ -142,3 +160,57 @@ def test_a_launcher_that_does_not_see_the_other_machines(tmp_path: Path) -> None
     found = run([sys.executable, "-m", "accelerate.commands.launch", *words], **pod)
     assert found.code != 0
     assert "PET_NNODES says num_machines 2, and the launcher started 1" in found.output
+
+
+def test_a_broken_yaml_is_one_row_of_many(tmp_path: Path) -> None:
+    told = json.loads(run([sys.executable, "-m", "accel_fsdp", "doctor", "--json", str(tmp_path / "none")]).output)
+    assert not told["healthy"]
+    assert [row["subject"] for row in told["rows"] if row["verdict"] == "error"] == ["YAML"]
+    assert any(row["subject"] == "disk" for row in told["rows"])
+
+
+@pytest.mark.parametrize("flags", [("--num-machines", "0"), ("--timeout", "0"), ("--main-process-port", "99999")])
+def test_numbers_that_cannot_be(flags: tuple[str, str]) -> None:
+    found = doctor(*flags)
+    assert found.code == 2
+    assert f"error: {flags[0]} {flags[1]}" in found.output
+
+
+def test_another_program_at_the_port_of_machine_0() -> None:
+    """It takes the connection and says nothing."""
+    with socket.socket() as silent:
+        silent.bind(("0.0.0.0", 0))
+        silent.listen()
+        place = ["--num-machines", 2, "--machine-rank", 1, "--main-process-ip", own_address()]
+        found = doctor(*place, "--main-process-port", silent.getsockname()[1], "--timeout", 3)
+    assert found.code == 1
+    assert "what answers there is no machine 0" in found.output
+
+
+def own_address() -> str:
+    addresses = [one.address for own in psutil.net_if_addrs().values() for one in own if one.family == socket.AF_INET]
+    return next((one for one in addresses if not one.startswith("127.")), "") or pytest.skip("no network here")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_one_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "accel_fsdp", "doctor", "--num-processes", "2", "--folder", str(tmp_path)]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while len(ranks := psutil.Process(process.pid).children()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert "Traceback" not in said
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_shows_no_values_that_may_be_secret() -> None:
+    private = {"NCCL_TOPO_FILE": "/home/bob smith/x y.xml", "NCCL_KEY": "sk-proj-abcDEF-123", "NCCL_DEBUG": "INFO"}
+    said = doctor("--report", **private).output
+    assert "NCCL_TOPO_FILE=<set>" in said
+    assert "NCCL_KEY=<set>" in said
+    assert "NCCL_DEBUG=INFO" in said
+    assert "torch 2." in said

@@ -51,16 +51,16 @@ def examine(options: DoctorCommand) -> int:
     Raises:
         UserError: the YAML can't be read. UsageError: a flag has a value it can't have.
     """
-    _check(options)
     launched = LaunchEnvironment.now()
+    _check(options, launched)
     if launched.is_rank and launched.local_rank != 0:
         return 0  # one process of each machine is enough
-    values = read_config(options.file)[0].values if options.file else {}
+    values, of_file = _read(options)
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
     with console.stopwatch("looking at this machine"):
         own = facts.look(options.folder, _asked(here, values))
-    rows += [replace(row, machine=number) for row in (*machine.judge(own, here.machines > 1), *_of_yaml(options))]
+    rows += [replace(row, machine=number) for row in (*machine.judge(own, here.machines > 1), *of_file)]
     done = Examination(number, here.machines, rows)
     done.found.facts = {number: own}
     team = _team(options, here, launched, len(own.gpus))
@@ -76,13 +76,26 @@ def examine(options: DoctorCommand) -> int:
     return 0 if done.healthy else 1
 
 
-def _check(options: DoctorCommand) -> None:
-    if options.timeout < 1:
-        raise UsageError(
-            f"--timeout {options.timeout}", why="machines come one after the other", fix="--timeout 60, or leave it out"
-        )
+LIMITS = {
+    "timeout": (1, 86_400, "machines need some time to come, and a day is enough"),
+    "num_machines": (1, 100_000, "a job has at least one"),
+    "num_processes": (1, 10_000_000, "a job has at least one"),
+    "main_process_port": (1, 65_535, "ports have these numbers"),
+}
+
+
+def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
+    for name, (least, most, why) in LIMITS.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {least} to {most}")
     if options.json and options.report:
         raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
+    given = [name for name in place.FLAGS if getattr(options, name) is not None]
+    if launched.is_rank and given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"{flag} under a launcher", why="the launcher says it already", fix=f"leave out {flag}")
 
 
 def _place(
@@ -96,9 +109,17 @@ def _place(
         if launched.has_config and engine.machines > 1:
             return place.NOWHERE, _launched_otherwise(engine, values, launched)
         flags = {name: getattr(options, name) for name in place.FLAGS}
-        return place.settle(engine, flags, values, str(options.file or "the YAML")), []
+        settled = place.settle(engine, flags, values, str(options.file or "this job"))
     except UserError as error:
         return place.NOWHERE, [of_error("job", error)]
+    none = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
+    if settled.machines > 1 and not settled.value("main_process_ip"):
+        why, fix = "the machines don't know where to meet", "--main-process-ip ADDRESS, that of machine 0"
+        return place.NOWHERE, [Row("job", "error", "nothing says the address of machine 0", why, fix)]
+    if none:
+        what, why = f"{none[0]} {settled.value(none[0])}", "a job has at least one"
+        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.said[none[0]].source}")]
+    return settled, []
 
 
 def _of_launcher(launched: LaunchEnvironment) -> place.Place:
@@ -136,15 +157,19 @@ def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: values[name] for name in ("distributed_type", "mixed_precision") if name in values}, **told}
 
 
-def _of_yaml(options: DoctorCommand) -> list[Row]:
-    """What the linter finds in the file, held against this machine."""
+def _read(options: DoctorCommand) -> tuple[Mapping[str, Any], list[Row]]:
+    """The values of the file, and what the linter finds in it, held against this machine."""
     if options.file is None:
-        return []
-    found = [one for one in lint(options.file, LintOptions(here=True)) if one.severity in ("error", "warning")]
+        return {}, []
+    try:
+        values = read_config(options.file)[0].values
+        found = [one for one in lint(options.file, LintOptions(here=True)) if one.severity in ("error", "warning")]
+    except UserError as error:
+        return {}, [of_error("YAML", error)]
     rows = [
         Row(one.code, "error" if one.severity == "error" else "warning", one.what, one.why, one.fix) for one in found
     ]
-    return rows or [Row("YAML", "ok", f"{options.file} fits this machine")]
+    return values, rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
 
 
 def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
@@ -213,7 +238,8 @@ def _refuse_second_first(team: Team) -> None:
 
 def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
     """That machine 0 didn't answer, or not any more."""
-    at = f"machine 0 at {team.address.host}:{team.address.port}"
+    host = f"[{team.address.host}]" if ":" in team.address.host else team.address.host
+    at = f"machine 0 at {host}:{team.address.port}"
     first = (str(error).splitlines() or [type(error).__name__])[0]
     if meeting is not None:
         what, why = f"{at} is gone: {first}", "it ended while this one was testing, or the network broke"

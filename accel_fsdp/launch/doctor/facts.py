@@ -68,6 +68,7 @@ class Facts:
     filesystem: str
     disk_bytes_per_second: float | None
     disk_problem: str
+    folder: str
     variables: dict[str, str]
     asks_for: dict[str, Any] = field(default_factory=dict)
     clock_seconds: float = 0.0
@@ -106,6 +107,7 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         filesystem=host.filesystem(atomic_files.existing_part(folder)),
         disk_bytes_per_second=speed,
         disk_problem=disk_problem,
+        folder=str(atomic_files.existing_part(folder)),
         variables={
             name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES) and name != SET_HERE
         },
@@ -132,7 +134,7 @@ def measure_disk(folder: Path) -> tuple[float | None, str]:
 def _addresses_of(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # Linux allows longer names than the network does
         return []
     return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
 

@@ -7,6 +7,12 @@ SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of me
 HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank stands; training: --hang_timeout"
 
 
+OTHERS = re.compile(r"huggingface\.co|HTTPS?ConnectionPool|wandb|\(errno: 97 ")
+"""Lines of what has other networks, and torch's complaint where IPv6 is off, which harms nothing."""
+CHATTER = re.compile(r"NCCL INFO|^\s*\[W\d|\bINFO\b")
+"""Lines that say nothing is wrong; they count where there are no others."""
+
+
 @dataclass(frozen=True)
 class KnownError:
     """`messages`: regular expressions, one of which is found in what a user sees, whatever its case.
@@ -57,6 +63,18 @@ KNOWN = (
         ("NVIDIA/nccl#1837", "NVIDIA/nccl#210"),
     ),
     KnownError(
+        "gpu-memory",
+        (r"CUDA out of memory", r"OutOfMemoryError"),
+        "the GPU's memory is full; machines and their network have nothing to do with it",
+        "accel-fsdp plan --config FILE says what fits",
+    ),
+    KnownError(
+        "killed",
+        (r"Signal 9 \(SIGKILL\)", r"exitcode\s*:\s*-9\b"),
+        "the system has ended a rank, most often as the host's memory, or the container's, was full",
+        "dmesg on that machine; fsdp_cpu_ram_efficient_loading: true; fewer workers of the data loader",
+    ),
+    KnownError(
         "gone",
         (
             r"Connection closed by peer",
@@ -64,14 +82,23 @@ KNOWN = (
             r"Broken pipe",
             r"socketProgress.*remote",
             r"remote process exited",
+            r"RendezvousClosedError",
+            r"failed to recv, got 0 bytes",
         ),
         "another rank has ended: its own error is the cause, and stands in the log of its machine",
         "look for the first error of all logs; exit code -9 is often a machine that ran out of memory (dmesg)",
     ),
     KnownError(
+        "infiniband",
+        (r"ibv_(modify|poll|post)\w*[^\n]*(failed|error)", r"Got completion from peer .* with (status|error)"),
+        "InfiniBand or RoCE between the machines fails: a port is down, or NCCL took an address that leads elsewhere",
+        "ibstat on each machine; NCCL_IB_GID_INDEX=3 for RoCE; NCCL_IB_DISABLE=1 shows whether it is that",
+    ),
+    KnownError(
         "own-address",
-        (r"(connect|socket|remote)\S*[^\n]*\b127\.0\.(0|1)\.1\b", r"remote=\[127\.", r"\[localhost\][:\s]"),
-        "a machine's name is its loopback address in /etc/hosts, so that others connect to themselves",
+        (r"(connect|socket|remote)\S*[^\n]*\b127\.0\.(0|1)\.1\b", r"remote=\[127\."),
+        "ranks look for others at their own machine's address: a name is a loopback address in /etc/hosts; "
+        "in a job of one machine, rank 0 has not begun to listen",
         "its real address beside its name in /etc/hosts; or GLOO_SOCKET_IFNAME; accel-fsdp doctor shows it",
         ("pytorch/pytorch#67547",),
     ),
@@ -90,7 +117,7 @@ KNOWN = (
     ),
     KnownError(
         "missing-ranks",
-        (r"wait timeout after \d+ms, keys",),
+        (r"wait timeout after \d+ms, keys", r"\d+/\d+ clients joined"),
         "another rank never came to the start: it ended before, waits elsewhere, or was told another world size",
         "look for the first error in the logs of all machines; accel-fsdp doctor on each says who is missing",
     ),
@@ -119,6 +146,8 @@ KNOWN = (
             r"Watchdog caught collective operation timeout",
             r"Timed out waiting \d+ms for (recv|send) operation",
             r"collective operation timeout",
+            r"monitoredBarrier",
+            r"watchdog got stuck",
             r"WorkNCCL.*ran for \d+ milliseconds before timing out",
         ),
         "one rank is elsewhere: it skipped a collective, took another branch, waits for data, or is stopped",
@@ -127,21 +156,21 @@ KNOWN = (
     ),
     KnownError(
         "peer-to-peer",
-        (r"GPU peer|peer access", r"hangs? .*100 ?%", r"cuda.*illegal memory access.*p2p"),
+        (r"^[^\n]{0,60}hangs? at (99|100) ?%[^\n]{0,40}$",),
         "links between GPUs of one machine (P2P) are broken: an IOMMU or ACS is on, as on many RTX machines",
         "NCCL_P2P_DISABLE=1 to see whether it is that; then iommu=pt, or ACS off in the BIOS",
         ("NVIDIA/nccl-tests#117", "NVIDIA/nccl#631"),
     ),
     KnownError(
         "nvlink-sharp",
-        (r"Failed to bind NVLink SHARP", r"nvls\.cc[^\n]*(invalid argument|failed|error)", r"CUDA failure 401"),
+        (r"Failed to bind NVLink SHARP", r"nvls\.cc", r"CUDA failure 401"),
         "the Fabric Manager or IMEX was started again without a reset of the GPUs",
         "NCCL_NVLS_ENABLE=0 for now; nvidia-smi --gpu-reset, or a restart of the machine",
         ("pytorch/pytorch#177472", "NVIDIA/nccl#976", "NVIDIA/nccl#1488"),
     ),
     KnownError(
         "fabric-manager",
-        (r"system not yet initialized", r"\berror:? ?802\b", r"CUDA_ERROR_SYSTEM_NOT_READY"),
+        (r"system not yet initialized", r"\berror:? ?802\b(?!\.)", r"CUDA_ERROR_SYSTEM_NOT_READY"),
         "the Fabric Manager doesn't run, without which GPUs with NVSwitch can't be used",
         "systemctl start nvidia-fabricmanager, in the version of the driver",
         ("NVIDIA/nccl-tests#264",),
@@ -152,13 +181,14 @@ KNOWN = (
             r"Driver/library version mismatch",
             r"driver version is insufficient",
             r"NVIDIA driver on your system is too old",
+            r"unsupported display driver / cuda driver combination",
         ),
         "the driver in the kernel is another version than its libraries, or older than CUDA of this torch needs",
         "restart the machine after an update of the driver; or pip install a torch for an older CUDA",
     ),
     KnownError(
         "locked-memory",
-        (r"ibv_reg_mr\w* .*(Cannot allocate memory|failed)", r"ibv_reg_mr\w*"),
+        (r"ibv_(reg_mr|create)\w* .*Cannot allocate memory",),
         "InfiniBand may lock too little memory",
         "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity for slurmd",
         ("NVIDIA/nccl-tests#206",),
@@ -179,14 +209,14 @@ KNOWN = (
     ),
     KnownError(
         "mesh-without-shards",
-        (r"Invalid mesh_dim_names", r"dp_shard_cp"),
+        (r"Invalid mesh_dim_names",),
         "FSDP2 on a mesh with no dimension to shard over",
         "parallelism_config_dp_shard_size: 2 or more; accel-fsdp check FILE",
         ("huggingface/accelerate#3798",),
     ),
     KnownError(
         "device-unknown",
-        (r"device used by this process is currently unknown",),
+        (r"devices? used by this process (is|are) currently unknown",),
         "the process group was made without device_id, so a barrier guesses the GPU and may hang",
         "init_process_group(device_id=torch.device('cuda', local_rank)); accelerate launch does so",
         ("huggingface/trl#3994",),
@@ -200,14 +230,14 @@ KNOWN = (
     ),
     KnownError(
         "every-machine-first",
-        (r"machine[_ ]rank.*(same|twice)", r"every (node|machine) is (rank|machine) 0"),
+        (r"^\W*every (node|machine) is (rank|machine|node) 0\W*$",),
         "a variable such as $SLURM_NODEID was expanded on the head node, so that every machine is told the same",
         "srun --ntasks-per-node=1 accel-fsdp launch FILE SCRIPT, which reads it on each machine",
         ("huggingface/accelerate#2816",),
     ),
     KnownError(
         "world-size-1",
-        (r"world[_ ]size\W{1,3}1\b", r"num_processes\W{1,3}1\b.*PET_"),
+        (r"^\W*world[_ ]size\W{1,3}1\W*$",),
         "the launcher reads no PET_* variables: each pod trains alone",
         "accel-fsdp launch FILE SCRIPT, or torchrun, in place of accelerate launch",
         ("kubeflow/trainer#3930",),
@@ -223,4 +253,8 @@ KNOWN = (
 
 def find(message: str) -> KnownError | None:
     """The first row that knows a piece of a message, of special ones first; None if none does."""
-    return next((one for one in KNOWN if any(re.search(piece, message, re.IGNORECASE) for piece in one.messages)), None)
+    lines = [line for line in message.splitlines() if not OTHERS.search(line)]
+    telling = [line for line in lines if not CHATTER.search(line)]
+    text = "\n".join(telling or lines)
+    flags = re.IGNORECASE
+    return next((one for one in KNOWN if any(re.search(piece, text, flags) for piece in one.messages)), None)

@@ -54,7 +54,7 @@ def _libraries(facts: Facts, several: bool) -> Iterator[Row]:
     yield Row("libraries", "ok", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
     for name in ("torch", "accelerate", "transformers"):
         if name not in facts.versions:
-            yield Row(name, "warning", "isn't installed", NO_JOB, "pip install 'accel-fsdp[train]'")
+            yield Row(name, "error", "isn't installed", NO_JOB, "pip install 'accel-fsdp[train]'")
     for name, wanted in _ranges().items():
         installed = facts.versions.get(name)
         if installed and not wanted.contains(installed, prereleases=True):
@@ -140,10 +140,14 @@ def _limits(facts: Facts, several: bool) -> Iterator[Row]:
 def _disk(facts: Facts, several: bool) -> Iterator[Row]:
     speed, where = facts.disk_bytes_per_second, f"on {facts.filesystem}" if facts.filesystem else ""
     if speed is None:
-        why, fix = "no checkpoint can be written", "make room, or --folder with another folder to write into"
+        why, fix = (
+            "no checkpoint can be written",
+            "make room or get the right to write there; --folder tests another one",
+        )
         yield Row("disk", "error", f"{facts.disk_problem} {where}".strip(), why, fix)
         return
-    what = f"{per_second(speed)} {where}".strip() + f" ({kib_or_mib(PROBE_BYTES)} written and synced)"
+    where = f"{where} in {facts.folder}".strip()
+    what = f"{per_second(speed)} {where}" + f" ({kib_or_mib(PROBE_BYTES)} written and synced)"
     if speed < SLOW_DISK:
         why = f"a checkpoint of 100 GB takes {100e9 / speed / 60:,.0f} minutes"
         yield Row("disk", "warning", what, why, "write to a faster disk: --folder measures another one")

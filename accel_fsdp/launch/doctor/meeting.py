@@ -133,7 +133,7 @@ class Meeting:
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             started = [
                 subprocess.Popen(
-                    [*words, json.dumps(asdict(one))], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=env
+                    [*words, json.dumps(asdict(one))], stdin=subprocess.PIPE, stdout=said, stderr=said, env=env
                 )
                 for one in tasks
             ]

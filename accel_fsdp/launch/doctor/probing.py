@@ -4,8 +4,10 @@
 """
 
 import json
+import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -275,10 +277,17 @@ COLLECTIVES: dict[str, Callable[[int, str], Prepared]] = {
 """Those that FSDP uses."""
 
 
+def _end_with_parent() -> None:
+    """Ends this process once the doctor's is gone, which holds the other end of stdin."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 def main() -> None:
     """Does what the first argument says."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     task = Task(**{**given, "address": Address(**given["address"])})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     board = task.address.open(COLLECTIVE_SECONDS)
     {"pairs": _pairs, "collectives": _collectives}[task.task](task, board)
 

@@ -17,8 +17,12 @@ COLOURS: dict[Verdict, str] = {"ok": "", "unknown": "cyan", "warning": "yellow",
 VERDICT_WIDTH, SUBJECT_WIDTH = 9, 14
 PUBLIC_PATHS = ("/dev/shm", "/etc/hosts")
 TOKEN = re.compile(r"\b(?:hf|gh[a-z]|sk|xox[a-z]|AKIA|glpat|wandb)[_-]?\w{8,}|\b(?=\w*\d)\w{24,}\b")
+MAIL = re.compile(r"\b[\w.+-]+@[\w.-]+")
 URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s,;'\"]+", re.IGNORECASE)
 PATH = re.compile(r"(?<![\w.])(?:~|\.{1,2})?(?:/[\w.@%+=~-]+)+/?|\b[A-Za-z]:\\\S+")
+DISTINCT = re.compile(r"[\d.-]")
+PUBLIC_VALUES = re.compile(r"[\d,.:-]{0,12}|(?:\^|=)?(?:eth|ib|ens?|bond)\w{0,6}|lo|[a-z_]{1,12}", re.IGNORECASE)
+"""Of variables: numbers, switches, levels, interfaces. Longer words may be names."""
 IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
 IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}(?:[0-9a-f]{1,4}|(?<=:))(?![\w:])", re.IGNORECASE)
 
@@ -103,19 +107,30 @@ def for_bug_report(done: Examination) -> str:
     for row in done.rows:
         where = "" if row.machine is None else str(row.machine)
         cells = (row.verdict, where, row.subject, row.what, row.why)
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        told = (without_values(" ".join(cell.split()), done.found.facts).replace("|", "/") for cell in cells)
+        lines.append(f"| {' | '.join(told)} |")
     if done.found.collectives:
         lines += ["", "| collective | size | time | bus bandwidth |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(cells)} |" for cells in _table(done.found)]
     return without_private("\n".join(lines), done.found.facts)
 
 
+def without_values(text: str, facts: dict[int, Facts]) -> str:
+    """A text in which variables show only values that are numbers or words of their libraries."""
+    values = {(name, value) for one in facts.values() for name, value in one.variables.items()}
+    for name, value in sorted(values, key=lambda pair: -len(pair[1])):
+        if not PUBLIC_VALUES.fullmatch(value):
+            text = text.replace(f"{name}={' '.join(value.split())}", f"{name}=<set>")
+    return text
+
+
 def without_private(text: str, facts: dict[int, Facts]) -> str:
     """A text with placeholders for what tells who and where somebody is."""
-    text = URL.sub("<url>", text)
+    text = MAIL.sub("<user>", URL.sub("<url>", text))
     for number, one in sorted(facts.items(), key=lambda item: -len(item[1].name)):
         for name in {one.name, one.name.partition(".")[0]} - {""}:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", f"<machine {number}>", text)
+            where = r"" if DISTINCT.search(name) else r"(?<=\| )(?=\S+ is )"  # else a host called torch hides torch
+            text = re.sub(rf"{where}(?<![\w-]){re.escape(name)}(?![\w-])", f"<machine {number}>", text)
         for address in sorted({a for own in one.addresses.values() for a in own} | set(one.name_addresses), key=len):
             text = re.sub(rf"(?<![\w.:]){re.escape(address)}(?![\w.:]*\d)", "<address>", text)
     text = PATH.sub(lambda found: found[0] if found[0] in PUBLIC_PATHS else "<path>", text)

@@ -1,6 +1,8 @@
 """Where the machines of a job leave what they know for each other: torch's store, held by machine 0."""
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 PREFIX = "accel_fsdp/doctor"
 EVERY_SECONDS = 0.05
+ANSWER_SECONDS = 3.0
+"""Beyond the time that a store gives itself."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,28 @@ class Address:
         """Connects to it, for at most so long.
 
         Raises:
-            RuntimeError: nobody holds it there.
+            RuntimeError: nobody holds it there, or another program does.
         """
         if not self.hosts and (problem := rendezvous.wait_for(self.host, self.port, seconds)):
             raise RuntimeError(problem)
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        limit = timedelta(seconds=seconds)
-        inner = TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
-        return Board(PrefixStore(PREFIX, inner), replace(self, port=inner.port))
+        limit, opened = timedelta(seconds=seconds), list[TCPStore]()
+
+        def open_it() -> None:
+            with contextlib.suppress(RuntimeError):
+                opened.append(
+                    TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
+                )
+
+        opening = threading.Thread(target=open_it, daemon=True)  # where another program answers, it never returns
+        opening.start()
+        opening.join(seconds + ANSWER_SECONDS)
+        if not opened:
+            raise RuntimeError(
+                "what answers there is no machine 0 of a doctor" if not self.hosts else "no store could be opened"
+            )
+        return Board(PrefixStore(PREFIX, opened[0]), replace(self, port=opened[0].port))
 
 
 @dataclass(frozen=True)

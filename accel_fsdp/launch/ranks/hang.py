@@ -83,6 +83,19 @@ def place_of(thread: int) -> tuple[object, ...]:
     return tuple(place)
 
 
+DEBUGGERS = ("bdb.py", "pydevd.py", "pydevd_frame.py")
+
+
+def is_debugged(thread: int) -> bool:
+    """Whether a debugger has stopped that thread of this process."""
+    frame = sys._current_frames().get(thread)
+    while frame:
+        if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _computed_seconds() -> float:
     """What this process and its children have computed: one that tokenizes in others doesn't stand still."""
     times = [one.cpu_times() for one in psutil.Process().children(recursive=True)]

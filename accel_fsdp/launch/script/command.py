@@ -88,7 +88,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             fix="accel-fsdp script ENGINE FILE SCRIPT, with a file that the machines see",
         )
     for word in (str(options.file), str(options.script), *script_args):
-        if UNPRINTABLE.search(word) or "\r" in word:
+        if UNPRINTABLE.search(word) or "\r" in word or ("\n" in word and word not in script_args):
             raise UsageError(
                 f"{word[:LONGEST_NAME]!r} holds a character that can't be printed",
                 why="a job file would change it, or could not be read",
