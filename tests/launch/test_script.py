@@ -190,6 +190,16 @@ def test_a_job_file_is_written_without_the_network(write: Write, monkeypatch: py
     assert "Nobody said how long it takes" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
 
 
+@pytest.mark.parametrize(("engine", "flags"), [("ray", ("--image", "mine:1")), ("slurm", ("--api", "pytorchjob"))])
+def test_a_flag_that_the_file_would_not_hold_is_refused(engine: str, flags: tuple[str, str], write: Write) -> None:
+    assert f"{flags[0]} for {engine}" in write(engine, ONE, *flags)
+
+
+def test_a_file_name_of_several_lines_is_refused(write: Write, tmp_path: Path) -> None:
+    (script := tmp_path / "two\nlines.py").write_text("print(1)\n")
+    assert "a character that can't be printed" in write("slurm", ONE, script=script, words=())
+
+
 def test_a_time_that_is_given_is_taken(write: Write) -> None:
     text = write("slurm", TWO, *H100S, "--time", "90m", words=(*LLAMA, "--max_steps", "100"))
     assert asked(text)["time"] == "01:30:00"

@@ -57,6 +57,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     if options.output and not options.force:
         atomic_files.refuse_existing(options.output, "it may be the file of another job")
     _check_words(options, script_args)
+    _refuse_unread(options)
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
     made = _settle(options, job, script_args)
@@ -99,6 +100,21 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             f"--shared {options.shared} is no absolute path of letters, digits and . _ + -",
             why="each machine looks there, wherever it starts",
             fix=f"--shared {SHARED}",
+        )
+
+
+CONTAINERS = ("kubernetes", "skypilot", "dstack")
+
+
+def _refuse_unread(options: ScriptCommand) -> None:
+    """Goes on if the job file of this engine holds what the flags say."""
+    unread = "--image" if options.image is not None and options.engine not in CONTAINERS else ""
+    unread = "--api" if options.api == "pytorchjob" and options.engine != "kubernetes" else unread
+    if unread:
+        raise UsageError(
+            f"{unread} for {options.engine}",
+            why="its job file would not hold it",
+            fix=f"leave out {unread}; it is for {' and '.join(CONTAINERS) if unread == '--image' else 'kubernetes'}",
         )
 
 
