@@ -158,17 +158,25 @@ def distributed(args: Any) -> bool:
     return bool(args.use_fsdp or args.use_deepspeed or args.use_megatron_lm or args.multi_gpu)
 
 
-def rank_environment(config_file: Path, script: Path, script_args: tuple[str, ...] = ()) -> dict[str, str]:
-    """The variables for a rank that torchrun or Ray started; those say how many processes and machines there are.
+def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) -> None:
+    """Goes on if a rank that Ray starts will shard.
 
     Raises:
         UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
     """
+    if distributed(args := launcher_args(config_file, script, script_args)):
+        _refuse_unsharded(args)
+
+
+def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
+    """The variables for a rank that torchrun or Ray started; those say how many processes and machines there are.
+
+    Raises:
+        UserError: the YAML can't be read, or Accelerate refuses it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = launcher_args(config_file, script, script_args)
-        if distributed(args):
-            _refuse_unsharded(args)
+        args = launcher_args(config_file, script, ())
         args.num_machines, args.main_process_port = 1, 0  # else it would look for the port, which torchrun may hold
         return {name: value for name, value in environment(args).items() if name not in TORCHRUNS}
 
