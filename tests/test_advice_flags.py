@@ -11,10 +11,10 @@ from conftest import ROOT
 from accel_fsdp import cli
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-COMMANDS = ("config", "plan", "check", "migrate", "launch", "script", "export", "init")
+COMMANDS = ("config", "plan", "check", "migrate", "launch", "script", "doctor", "export", "init")
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
-    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b"
+    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b|(ray) job submit"
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
@@ -25,6 +25,7 @@ PRINTED_BY = {
     "check": "linter/ checkpoints/summary",
     "migrate": "migration/",
     "script": "launch/script/",
+    "doctor": "launch/doctor/",
     "launch": "launch/",
     "rehearse": "training/rehearsal/ models/shrink/",
     "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint cli",
@@ -56,6 +57,7 @@ def known() -> dict[str, set[str]]:
     return {name: {flag.replace("_", "-") for flag in flags} for name, flags in found.items()} | {
         "pip": {"--upgrade"},
         "srun": {"--ntasks-per-node"},
+        "ray": {"--working-dir"},
     }
 
 
@@ -71,7 +73,7 @@ def test_the_help_of_a_command_knows_the_flags_of_its_fixes(
     assert missing == []
 
 
-@pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun"])
+@pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun", "ray"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
     said = [(flag, place) for name, flag, place in advised() if name == program]
     assert [f"{place} {flag}" for flag, place in said if flag not in known[program]] == []

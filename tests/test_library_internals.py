@@ -152,7 +152,10 @@ def library_bases(module: str, node: ast.ClassDef) -> list[type]:
     real = getattr(import_module(f"accel_fsdp.{module}"), node.name, None)
     if not isinstance(real, type):  # a class that a function makes
         places = imports(TREES[module])
-        named = [resolved(places[base.id]) for base in node.bases if isinstance(base, ast.Name) and base.id in places]
+        paths = [places[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in places]
+        named = [
+            resolved(path) for path in paths if find_spec(path.partition(":")[0].partition(".")[0])
+        ]  # Ray is extra
         real = type(node.name, tuple(named), {})
     return [one for one in real.__mro__[1:] if one.__module__.partition(".")[0] not in OWN_AND_PYTHONS]
 

@@ -50,7 +50,9 @@ class SurvivingTrainer(ResumingTrainer):
         self.history = history or History({})
         self.stop = Stop()
         self.add_callback(self.stop)
-        self.watch = HangWatch(self.args.hang_timeout, Path(self.args.output_dir), self.args.ddp_timeout)
+        self.watch = HangWatch(
+            getattr(self.args, "hang_timeout", None), Path(self.args.output_dir), self.args.ddp_timeout
+        )
         self.add_callback(self.watch)
         self.checkpoint_bytes, self.export_bytes = self._predicted_bytes()
 
