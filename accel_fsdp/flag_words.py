@@ -63,7 +63,7 @@ def flags_of(declared: type) -> dict[str, Flag]:
         if tyro.conf.Positional in notes:
             continue
         given = next((note for note in notes if hasattr(note, "aliases")), None)
-        name = f"--{(given and given.name) or field.replace('_', '-')}"
+        name = f"--{given.name}" if given and given.name else flag_of(field)
         union = get_origin(kind) in (Union, types.UnionType)
         flag = Flag(name, get_args(kind) if union else (kind,))
         found |= dict.fromkeys((name, *((given and given.aliases) or ())), flag)
@@ -93,6 +93,11 @@ def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, 
 def is_flag(word: str) -> bool:
     """Not a number below zero, and not the - that stands for stdin."""
     return word.startswith("-") and word.lstrip("-")[:1].isalpha()
+
+
+def flag_of(field: str) -> str:
+    """The flag that is parsed into a field: max_steps is --max-steps."""
+    return f"--{field.replace('_', '-')}"
 
 
 def field_name(word: str) -> str:

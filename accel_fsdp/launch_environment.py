@@ -91,7 +91,7 @@ class LaunchEnvironment:
     @property
     def restarts_meet_in_one_store(self) -> bool:
         """Whether ranks that are started again find the keys of those before them (torch 2.13, c10d rendezvous)."""
-        return self.may_restart and self.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return self.may_restart and self.has_store
 
     @property
     def error_file(self) -> str:

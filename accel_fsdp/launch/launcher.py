@@ -16,7 +16,7 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import leaving, rendezvous
+from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
@@ -255,6 +255,8 @@ def launch(args: Any) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from accel_fsdp.launch import leaving  # with psutil, which the light installation lacks
 
     meeting = _check_ranks(args) if distributed(args) else ""
     parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given

@@ -9,13 +9,11 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
 
 from accel_fsdp import console
 from accel_fsdp.launch_environment import FAILURE_FILE
-
-if TYPE_CHECKING:
-    import psutil
 
 LAUNCHER_SECONDS = 5.0
 """How long torch's launcher may take to end once it has no rank any more."""
@@ -28,7 +26,6 @@ def ends_after_its_ranks() -> Iterator[None]:
     """Ends this process with code 1, when a rank has failed, none is left, and the block doesn't return."""
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
-        before = os.environ.get(FAILURE_FILE)
         note = Path(folder) / "failed"
         os.environ[FAILURE_FILE] = str(note)
         threading.Thread(target=_watch, args=(note, over), daemon=True).start()
@@ -37,8 +34,6 @@ def ends_after_its_ranks() -> Iterator[None]:
         finally:
             over.set()
             os.environ.pop(FAILURE_FILE)
-            if before is not None:
-                os.environ[FAILURE_FILE] = before
 
 
 def _watch(note: Path, over: threading.Event) -> None:
@@ -50,22 +45,18 @@ def _watch(note: Path, over: threading.Event) -> None:
         alone = 0.0 if _ranks() else alone + 1.0
         if alone >= LAUNCHER_SECONDS or failed >= _longest():
             for rank in _ranks():
-                with contextlib.suppress(Exception):  # it has ended meanwhile
+                with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()
             console.say("accel-fsdp: a rank has failed, and another machine doesn't answer any more")
             os._exit(1)
 
 
-def _ranks() -> "list[psutil.Process]":
+def _ranks() -> list[psutil.Process]:
     """Those that still run."""
-    import psutil
-
     return [one for one in psutil.Process().children() if _runs(one)]
 
 
-def _runs(process: "psutil.Process") -> bool:
-    import psutil
-
+def _runs(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accel_fsdp import flag_words
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.units import counted
@@ -82,7 +83,7 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     Raises:
         UserError: a flag or the YAML contradicts the engine; several machines, and nothing says which of them this is.
     """
-    by_flag = {name: Said(value, _flag(name)) for name, value in flags.items() if value is not None}
+    by_flag = {name: Said(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None}
     in_file = {name: said for name in FLAGS if (said := _in_file(name, values.get(name), file)) is not None}
     if place.engine:
         for name in by_flag.keys() & place.said.keys():
@@ -120,7 +121,9 @@ def _compare_with_file(place: Place, name: str, told: Said, in_file: Said) -> No
                 fix="remove machine_rank from the YAML, which all machines can then share",
             )
     elif not told.source.startswith("--"):
-        _refuse_contradiction(place, name, in_file, f"{name}: {told.value} in the YAML, or {_flag(name)} {told.value}")
+        _refuse_contradiction(
+            place, name, in_file, f"{name}: {told.value} in the YAML, or {flag_words.flag_of(name)} {told.value}"
+        )
 
 
 def _refuse_contradiction(place: Place, name: str, other: Said, fix: str) -> None:
@@ -168,10 +171,6 @@ def of_each(machines: int, processes: int, fix: str) -> int:
             fix=f"a multiple of {machines}{fix}",
         )
     return processes // machines
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 class Variables:

@@ -93,9 +93,18 @@ def _look_up(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind
     return socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
 
 
+def addresses_of(name: str) -> list[str]:
+    """What a name is resolved to on this machine.
+
+    Raises:
+        OSError: it is unknown. UnicodeError: it can't be the name of a host.
+    """
+    return list(dict.fromkeys(str(found[4][0]).partition("%")[0] for found in _look_up(name)))
+
+
 def _resolved(address: str) -> list[str]:
     try:
-        return [str(found[4][0]).partition("%")[0] for found in _look_up(address)]
+        return addresses_of(address)
     except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
         said = getattr(error, "strerror", None) or "it is no name of a host"
         raise UserError(f"the name {address} is unknown on this machine: {said}", why=WAIT, fix=FIX_ADDRESS) from error

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import linter
+from accel_fsdp import flag_words, linter
 from accel_fsdp.config import (
     ENGINE_NAMES,
     PLANNED,
@@ -123,11 +123,8 @@ class Proposer:
 
     def command(self, recipe: Recipe, layout: Layout) -> str:
         """The command that writes it: only what the wizard wouldn't take by itself."""
-        flags = [
-            word
-            for name, value in self._flags(recipe, layout).items()
-            for word in (f"--{name.replace('_', '-')}", value)
-        ]
+        chosen = self._flags(recipe, layout).items()
+        flags = [word for name, value in chosen for word in (flag_words.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
 
     def _flags(self, recipe: Recipe, layout: Layout) -> dict[str, str]:

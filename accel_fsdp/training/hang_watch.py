@@ -49,7 +49,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         self.board: Board | None = None
         self._over = threading.Event()
         self._doing, self._step, self._since = "the start", 0, time.monotonic()
-        self._place: tuple[object, ...] = ()
+        self._place: hang.Place = ()
         self._place_since = self._last_round = self._since
         self._rounds, self._store_is_gone, self._failed_since = 0, False, 0.0
         self._changed: dict[int, tuple[int, float]] = {}
@@ -179,10 +179,10 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
     def _look(self) -> None:
         rounds, waited, before = 0, 0.0, time.monotonic()
         while not self._over.wait(1.0):
-            now = time.monotonic()
-            if now - before > self.patience.silence / 2 or hang.is_debugged(self._main):  # or the process was stopped
+            now, place = time.monotonic(), hang.place_of(self._main)
+            if now - before > self.patience.silence / 2 or hang.is_debugged(place):  # or the process was stopped
                 self._forget()
-            before, place = now, hang.place_of(self._main)
+            before = now
             if place != self._place:
                 self._place, self._place_since = place, now
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import flag_words
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.models import ModelFacts
@@ -76,7 +77,7 @@ class Question:
     @property
     def flag(self) -> str:
         """The command-line flag that answers this question."""
-        return "--" + self.field.replace("_", "-")
+        return flag_words.flag_of(self.field)
 
 
 def settle(question: Question, context: Context, value: Any) -> Context:

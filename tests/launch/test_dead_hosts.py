@@ -103,12 +103,13 @@ def assert_says(ended: Finished, said: str) -> None:
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in ended.output
 
 
-def test_a_host_switched_off_in_a_step(job: Job) -> None:
+def test_a_host_switched_off_in_a_step(job: Job, reference: Reference) -> None:
     """Its system closes the connections as it goes."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
     assert_says(first, r"no sign of n2 \(ranks 2, 3\) for \d+ s: switched off or unreachable")
+    job.comes_back(reference)
 
 
 def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Reference) -> None:

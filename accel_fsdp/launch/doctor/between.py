@@ -1,7 +1,7 @@
 """What is right and wrong between machines, from what each told and what was measured."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accel_fsdp.launch.doctor import known_errors
@@ -46,64 +46,51 @@ def _missing(found: Found) -> Iterator[Row]:
         yield Row("machines", "ok", ", ".join(f"{number} is {facts.name}" for number, facts in found.facts.items()))
 
 
-def _values(found: Found, read: Callable[[Facts], Any]) -> dict[str, list[int]]:
-    """The machines that tell each value."""
-    values: dict[str, list[int]] = {}
-    for number, facts in found.facts.items():
-        values.setdefault(str(read(facts)), []).append(number)
-    return values
-
-
-def _in_words(values: dict[str, list[int]]) -> str:
-    return "; ".join(
-        f"{value or 'none'} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
-        for value, machines in values.items()
-    )
+def _differing(found: Found, told: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The names under which machines tell different values, with the values and who tells them."""
+    tables = {number: told(facts) for number, facts in found.facts.items()}
+    for name in dict.fromkeys(name for table in tables.values() for name in table):
+        values: dict[str, list[int]] = {}
+        for number, table in tables.items():
+            values.setdefault(str(table.get(name, "none")) or "none", []).append(number)
+        if len(values) > 1:
+            yield (
+                name,
+                "; ".join(
+                    f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
+                    for value, machines in values.items()
+                ),
+            )
 
 
 def _told_differently(found: Found) -> Iterator[Row]:
-    for name in dict.fromkeys(name for facts in found.facts.values() for name in facts.asks_for):
-        values = _values(found, lambda facts, name=name: facts.asks_for.get(name))  # type: ignore[misc]
-        if len(values) > 1:
-            why = "some ranks would wait for others that never come"
-            yield Row("job", "error", f"{name}: {_in_words(values)}", why, "the same YAML and flags on all machines")
+    for name, values in _differing(found, lambda facts: facts.asks_for):
+        why = "some ranks would wait for others that never come"
+        yield Row("job", "error", f"{name}: {values}", why, "the same YAML and flags on all machines")
 
 
 def _versions(found: Found) -> Iterator[Row]:
-    names = dict.fromkeys(name for facts in found.facts.values() for name in facts.versions)
-    odd = False
-    for name in ("python", *names):
-        values = _values(found, lambda facts, name=name: facts.python if name == "python" else facts.versions.get(name))  # type: ignore[misc]
-        if len(values) > 1:
-            odd = True
-            what = f"{name}: {_in_words(values)}"
-            why = "ranks of different code hang, or disagree on what they send"
-            yield Row(
-                "versions", "error", what, why, "the same environment on all machines: a shared folder or an image"
-            )
+    odd = list(_differing(found, lambda facts: {"python": facts.python, **facts.versions}))
+    for name, values in odd:
+        why = "ranks of different code hang, or disagree on what they send"
+        fix = "the same environment on all machines: a shared folder or an image"
+        yield Row("versions", "error", f"{name}: {values}", why, fix)
     if not odd and len(found.facts) > 1:
         yield Row("versions", "ok", "the same on all machines")
 
 
 def _hardware(found: Found) -> Iterator[Row]:
-    if len(values := _values(found, lambda facts: _gpus(facts))) > 1:
-        counts = {len(facts.gpus) for facts in found.facts.values()}
+    counts = {len(facts.gpus) for facts in found.facts.values()}
+    for _, values in _differing(found, lambda facts: {"GPUs": facts.gpus_in_words}):
         why = "each machine starts as many ranks as the others" if len(counts) > 1 else "all wait for the slowest"
-        yield Row("GPUs", "error" if len(counts) > 1 else "warning", _in_words(values), why, "machines of one kind")
-
-
-def _gpus(facts: Facts) -> str:
-    return f"{len(facts.gpus)} x {facts.gpus[0]}" if facts.gpus else "no GPU"
+        yield Row("GPUs", "error" if len(counts) > 1 else "warning", values, why, "machines of one kind")
 
 
 def _variables(found: Found) -> Iterator[Row]:
-    names = dict.fromkeys(name for facts in found.facts.values() for name in facts.variables)
-    for name in (name for name in names if name not in PER_MACHINE):
-        if len(values := _values(found, lambda facts, name=name: facts.variables.get(name, ""))) > 1:  # type: ignore[misc]
+    for name, values in _differing(found, lambda facts: facts.variables):
+        if name not in PER_MACHINE:
             why = "what one machine's ranks do, the others' don't"
-            yield Row(
-                "variables", "warning", f"{name}: {_in_words(values)}", why, f"export {name} alike on all machines"
-            )
+            yield Row("variables", "warning", f"{name}: {values}", why, f"export {name} alike on all machines")
 
 
 def _clocks(found: Found) -> Iterator[Row]:
@@ -118,21 +105,19 @@ def _folder(found: Found) -> Iterator[Row]:
     if found.folder_unseen:
         what = f"a file of machine 0 isn't seen by {', '.join(f'machine {number}' for number in found.folder_unseen)}"
         why = "each machine's shards of a checkpoint would lie on its own disk, and no resume would find all"
-        yield Row(
-            "folder", "warning", what, why, "--output_dir, and --folder here, in a folder that all machines share"
-        )
+        fix = "--output_dir, and --folder here, in a folder that all machines share"
+        yield Row("folder", "warning", what, why, fix)
 
 
 def _pairs(found: Found) -> Iterator[Row]:
     failed = [pair for pair in found.pairs if pair.error]
-    for machine in _dead(found, failed):
-        errors = [pair.error for pair in failed if machine in (pair.one, pair.other)]
-        yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", errors[0])
-    dead = _dead(found, failed)
+    dead, slow = _dead(found, failed), _slow_machines(found)
+    for machine in dead:
+        error = next(pair.error for pair in failed if machine in (pair.one, pair.other))
+        yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", error)
     for pair in failed:
         if not {pair.one, pair.other} & set(dead):
             yield _unreachable(_name(pair), "they can't talk to each other", pair.error)
-    slow = _slow_machines(found)
     yield from (_slow_machine(found, machine) for machine in slow)
     for pair in found.pairs:
         if not pair.error and not {pair.one, pair.other} & set(slow):
@@ -170,10 +155,8 @@ def _slow_machines(found: Found) -> list[int]:
 
 
 def _slow_machine(found: Found, machine: int) -> Row:
-    speeds = {
-        machine in (p.one, p.other): p.bytes_per_second for p in sorted(found.pairs, key=lambda p: p.bytes_per_second)
-    }
-    own, others = per_second(speeds[True]), per_second(speeds.get(False, 0.0))
+    own = per_second(max(pair.bytes_per_second for pair in found.pairs if machine in (pair.one, pair.other)))
+    others = per_second(max(pair.bytes_per_second for pair in found.pairs if machine not in (pair.one, pair.other)))
     what = f"{own} to the others at best, which have {others} between them"
     why = "all ranks wait for the slowest machine in each collective"
     fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp import console
+from accel_fsdp import console, flag_words
 from accel_fsdp.config import DEFAULT_PORT, read_config
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.launch import place, rendezvous
@@ -49,7 +49,7 @@ def examine(options: DoctorCommand) -> int:
     """Looks at everything and says it; returns 1 if something would stop a job.
 
     Raises:
-        UserError: the YAML can't be read. UsageError: a flag has a value it can't have.
+        UsageError: a flag has a value it can't have.
     """
     launched = LaunchEnvironment.now()
     _check(options, launched)
@@ -88,13 +88,13 @@ def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
     for name, (least, most, why) in LIMITS.items():
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_words.flag_of(name)
             raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {least} to {most}")
     if options.json and options.report:
         raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
     given = [name for name in place.FLAGS if getattr(options, name) is not None]
     if launched.is_rank and given:
-        flag = f"--{given[0].replace('_', '-')}"
+        flag = flag_words.flag_of(given[0])
         raise UsageError(f"{flag} under a launcher", why="the launcher says it already", fix=f"leave out {flag}")
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from accel_fsdp import __version__, atomic_files
 from accel_fsdp.errors import is_installed
 from accel_fsdp.hardware import host, machines
+from accel_fsdp.launch import rendezvous
 from accel_fsdp.units import MIB
 
 LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors", "numpy", "deepspeed")
@@ -70,8 +71,12 @@ class Facts:
     disk_problem: str
     folder: str
     variables: dict[str, str]
-    asks_for: dict[str, Any] = field(default_factory=dict)
-    clock_seconds: float = 0.0
+    asks_for: dict[str, Any]
+
+    @property
+    def gpus_in_words(self) -> str:
+        """How many of which kind."""
+        return f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
 
     def as_json(self) -> dict[str, Any]:
         """For another machine, and for programs."""
@@ -81,6 +86,7 @@ class Facts:
 def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
     """Looks at this machine. `folder` is where the job will write."""
     gpus, driver, problem = _gpus()
+    folder = atomic_files.existing_part(folder)
     speed, disk_problem = measure_disk(folder)
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if hasattr(resource, "RLIMIT_MEMLOCK") else None
@@ -104,23 +110,22 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
         infiniband=_infiniband(),
-        filesystem=host.filesystem(atomic_files.existing_part(folder)),
+        filesystem=host.filesystem(folder),
         disk_bytes_per_second=speed,
         disk_problem=disk_problem,
-        folder=str(atomic_files.existing_part(folder)),
+        folder=str(folder),
         variables={
             name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES) and name != SET_HERE
         },
         asks_for=asks_for,
-        clock_seconds=time.time(),
     )
 
 
 def measure_disk(folder: Path) -> tuple[float | None, str]:
-    """Bytes per second that a new file there takes until it is on disk, or why none can be written."""
+    """Bytes per second that a new file in a folder takes until it is on disk, or why none can be written."""
     block = os.urandom(MIB)
     try:
-        with tempfile.TemporaryFile(dir=atomic_files.existing_part(folder)) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             began = time.monotonic()
             for _ in range(PROBE_BYTES // MIB):
                 file.write(block)
@@ -133,10 +138,9 @@ def measure_disk(folder: Path) -> tuple[float | None, str]:
 
 def _addresses_of(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return rendezvous.addresses_of(name)
     except (OSError, UnicodeError):  # Linux allows longer names than the network does
         return []
-    return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
 
 
 def _interfaces() -> dict[str, list[str]]:
@@ -177,12 +181,8 @@ def _gpus() -> tuple[list[str], str, str]:
         broken = Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
         return [], "", _output_of("nvidia-smi", "-L") or "nvidia-smi lists no GPU" if broken else ""
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    problem = "" if not is_installed("torch") else _unseen_by_torch(listed.count)
-    return (
-        [machines.as_named(machines.MachineFacts(listed.accelerator, 1, listed.memory_gib))] * listed.count,
-        driver,
-        problem,
-    )
+    problem = _unseen_by_torch(listed.count) if is_installed("torch") else ""
+    return [machines.as_named(replace(listed, count=1))] * listed.count, driver, problem
 
 
 def _unseen_by_torch(count: int) -> str:

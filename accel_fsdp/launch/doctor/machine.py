@@ -9,6 +9,7 @@ from accel_fsdp.errors import TESTED, UserError
 from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
+from accel_fsdp.launch.doctor.known_errors import SHM
 from accel_fsdp.launch.doctor.rows import Row, of_error
 from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
@@ -59,11 +60,8 @@ def _libraries(facts: Facts, several: bool) -> Iterator[Row]:
         installed = facts.versions.get(name)
         if installed and not wanted.contains(installed, prereleases=True):
             oldest, newest = TESTED[name]
-            what, fix = (
-                f"{installed} is outside of {wanted}",
-                f"pip install '{name}>={oldest},<={newest}', which is tested",
-            )
-            yield Row(name, "error", what, "this project doesn't work with it, or was never tried", fix)
+            what, why = f"{installed} is outside of {wanted}", "this project doesn't work with it, or was never tried"
+            yield Row(name, "error", what, why, f"pip install '{name}>={oldest},<={newest}', which is tested")
 
 
 def _ranges() -> dict[str, "SpecifierSet"]:
@@ -91,9 +89,7 @@ def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
         yield Row("GPUs", "ok", "none: ranks compute on the CPU and talk by gloo")
     else:
         links = ", ".join(f"{kind} x {count}" for kind, count in sorted(facts.links.items()))
-        yield Row(
-            "GPUs", "ok", f"{len(facts.gpus)} x {facts.gpus[0]}, driver {facts.driver}{links and f', links {links}'}"
-        )
+        yield Row("GPUs", "ok", f"{facts.gpus_in_words}, driver {facts.driver}{links and f', links {links}'}")
     if facts.gpus and "torch" in facts.versions and not facts.torch_cuda:
         what, why = f"torch {facts.versions['torch']} is built without CUDA", "it can't use the GPUs"
         yield Row("torch", "error", what, why, "pip install torch, from the index that pytorch.org names for your CUDA")
@@ -113,13 +109,12 @@ def _shared_memory(facts: Facts, several: bool) -> Iterator[Row]:
         yield Row("/dev/shm", "unknown", "there is none")
         return
     what = f"{gib_or_mib(free)} free of {gib_or_mib(size)}"
-    more = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if free < min(LEAST_FREE_SHARED, size):
         why = "ranks of one machine and workers of data loaders talk through it, and fail when it is full"
-        yield Row("/dev/shm", "error", what, why, f"ls -l /dev/shm, and remove what ended jobs have left; or {more}")
+        yield Row("/dev/shm", "error", what, why, f"ls -l /dev/shm, and remove what ended jobs have left; or {SHM}")
     elif size <= LITTLE_SHARED:
         why = "NCCL and the workers of data loaders run out of it"
-        yield Row("/dev/shm", "error" if len(facts.gpus) > 1 else "warning", what, why, more)
+        yield Row("/dev/shm", "error" if len(facts.gpus) > 1 else "warning", what, why, SHM)
     else:
         yield Row("/dev/shm", "ok", what)
 
@@ -140,11 +135,8 @@ def _limits(facts: Facts, several: bool) -> Iterator[Row]:
 def _disk(facts: Facts, several: bool) -> Iterator[Row]:
     speed, where = facts.disk_bytes_per_second, f"on {facts.filesystem}" if facts.filesystem else ""
     if speed is None:
-        why, fix = (
-            "no checkpoint can be written",
-            "make room or get the right to write there; --folder tests another one",
-        )
-        yield Row("disk", "error", f"{facts.disk_problem} {where}".strip(), why, fix)
+        what, fix = f"{facts.disk_problem} {where}".strip(), "make room or get the right to write there"
+        yield Row("disk", "error", what, "no checkpoint can be written", f"{fix}; --folder tests another one")
         return
     where = f"{where} in {facts.folder}".strip()
     what = f"{per_second(speed)} {where}" + f" ({kib_or_mib(PROBE_BYTES)} written and synced)"
@@ -157,12 +149,11 @@ def _disk(facts: Facts, several: bool) -> Iterator[Row]:
 
 def _host_name(facts: Facts, several: bool) -> Iterator[Row]:
     found = facts.name_addresses
-    named = any(variable in facts.variables for variable in rendezvous.INTERFACES[:1])
     if found and not all(ipaddress.ip_address(one).is_loopback for one in found):
         yield Row("host name", "ok", f"{facts.name} is {', '.join(found)}")
         return
     what = f"{facts.name} is {', '.join(found)}, its own alone" if found else f"{facts.name} is unknown here"
-    if not several or named:
+    if not several or "GLOO_SOCKET_IFNAME" in facts.variables:
         yield Row("host name", "ok", f"{what}; a job on one machine doesn't need it" if not several else what)
         return
     why = "ranks tell it to those of other machines, which then connect to themselves, or nowhere"

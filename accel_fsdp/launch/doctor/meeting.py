@@ -37,11 +37,6 @@ class Team:
     on_gpus: bool
     seconds: float
 
-    @property
-    def backend(self) -> str:
-        """Of process groups."""
-        return "nccl" if self.on_gpus else "gloo"
-
     def device_of(self, place: int) -> str:
         """Of one of this machine's processes."""
         return f"cuda:{place}" if self.on_gpus else "cpu"
@@ -125,8 +120,7 @@ class Meeting:
         """Starts this machine's processes of a task; ends those that hang."""
         team, address = self.team, replace(self.board.address, hosts=False)
         tasks = [
-            probing.Task(task, address, number, members, team.backend, team.device_of(place))
-            for place, number in enumerate(numbers)
+            probing.Task(task, address, number, members, team.device_of(place)) for place, number in enumerate(numbers)
         ]
         with tempfile.TemporaryFile() as said:
             words = [sys.executable, "-m", "accel_fsdp.launch.doctor.probing"]

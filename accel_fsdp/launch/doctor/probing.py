@@ -39,7 +39,6 @@ class Task:
     address: Address
     number: int
     members: list[int]
-    backend: str
     device: str
 
 
@@ -121,7 +120,8 @@ def _join(task: Task, board: Board, name: str, rank: int, size: int, seconds: fl
     store = dist.PrefixStore(name, board.store)  # type: ignore[attr-defined]
     limit = timedelta(seconds=seconds)
     store.set_timeout(limit)
-    dist.init_process_group(task.backend, store=store, rank=rank, world_size=size, timeout=limit)
+    backend = "gloo" if task.device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _measure_pair(device: str) -> tuple[float, float]:

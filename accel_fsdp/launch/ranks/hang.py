@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import psutil
@@ -19,8 +19,13 @@ else, such as a download."""
 BUSY = 0.2
 """The part of a core above which a process counts as computing."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+DEBUGGERS = ("bdb.py", "pydevd.py", "pydevd_frame.py")
 LIBRARIES = ("torch", "accelerate")
 """What calls collectives for others."""
+
+
+Place = tuple[tuple[CodeType, int], ...]
+"""Of each frame of a stack, the code and the instruction in it."""
 
 
 class Stand(NamedTuple):
@@ -71,29 +76,21 @@ def stand_of(thread: int, caller: str = "") -> Stand | None:
     return Stand(script.line_of_stack(frame), _collective(frame), stack, _caller(frame))
 
 
-def place_of(thread: int) -> tuple[object, ...]:
+def place_of(thread: int) -> Place:
     """Equal to an earlier one's where a thread of this process still is, or is again, at the same instruction.
 
     It takes no file and hardly any time, unlike `stand_of`.
     """
-    frame, place = sys._current_frames().get(thread), []
+    frame, place = sys._current_frames().get(thread), list[tuple[CodeType, int]]()
     while frame:
         place.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(place)
 
 
-DEBUGGERS = ("bdb.py", "pydevd.py", "pydevd_frame.py")
-
-
-def is_debugged(thread: int) -> bool:
-    """Whether a debugger has stopped that thread of this process."""
-    frame = sys._current_frames().get(thread)
-    while frame:
-        if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
+def is_debugged(place: Place) -> bool:
+    """Whether a debugger has stopped a thread there."""
+    return any(os.path.basename(code.co_filename) in DEBUGGERS for code, _ in place)
 
 
 def _computed_seconds() -> float:

@@ -88,8 +88,9 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             why="the machines of the job would have no file to read",
             fix="accel-fsdp script ENGINE FILE SCRIPT, with a file that the machines see",
         )
-    for word in (str(options.file), str(options.script), *script_args):
-        if UNPRINTABLE.search(word) or "\r" in word or ("\n" in word and word not in script_args):
+    names = (str(options.file), str(options.script))  # the first line of a job file has them
+    for word in (*names, *script_args):
+        if UNPRINTABLE.search(word) or "\r" in word or ("\n" in word and word in names):
             raise UsageError(
                 f"{word[:LONGEST_NAME]!r} holds a character that can't be printed",
                 why="a job file would change it, or could not be read",
