@@ -62,7 +62,7 @@ $(VENV)/.test: $(VENV)/.base
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(PIP_OLDEST) torch
-	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pyte pytest pytest-timeout pytest-xdist tensorboard
+	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pyte pytest pytest-rerunfailures pytest-timeout pytest-xdist tensorboard
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base

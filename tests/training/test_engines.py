@@ -335,6 +335,8 @@ def with_more_tokens(model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.flaky(reruns=1, only_rerun="Attempted to make a tensor into a differentiable view")
+# DeepSpeed prints its parameters when it starts. Once, in the second engine of a process, torch couldn't.
 @pytest.mark.parametrize("name", ["fsdp1_full_shard", "fsdp2_checkpointing", "zero3"])
 def test_methods_and_checkpointing(
     name: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path

@@ -1,6 +1,5 @@
 """What is right and wrong between machines, from what each told and what was measured."""
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,8 +11,6 @@ from accel_fsdp.launch.doctor.rows import Row
 from accel_fsdp.units import counted, per_second
 
 CLOCK_SECONDS = 1.0
-SLOW = 0.5
-"""The part of the others' bandwidth below which a machine is slow; on a busy network less than that varies."""
 SLOW_LINK = 125e6 / 2
 """Bytes per second of half a link of 1 Gbit/s: too slow to train over, whatever the other pairs have."""
 PER_MACHINE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PET_NODE_RANK", "CUDA_VISIBLE_DEVICES")
@@ -111,7 +108,7 @@ def _folder(found: Found) -> Iterator[Row]:
 
 def _pairs(found: Found) -> Iterator[Row]:
     failed = [pair for pair in found.pairs if pair.error]
-    dead, slow = _dead(found, failed), _slow_machines(found)
+    dead, slow = _dead(found, failed), found.slow_machines()
     for machine in dead:
         error = next(pair.error for pair in failed if machine in (pair.one, pair.other))
         yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", error)
@@ -142,16 +139,6 @@ def _unreachable(subject: str, what: str, error: str) -> Row:
         known.fix if known else "a firewall between them? All ports above 1024 must be open among the machines of a job"
     )
     return Row(subject, "error", f"{what}: {first}", known.cause if known else "ranks on them would hang", fix)
-
-
-def _slow_machines(found: Found) -> list[int]:
-    """Machines of three or more whose best pair is far below the best pairs of the others."""
-    best: dict[int, float] = {}
-    for pair in found.pairs:
-        for machine in (pair.one, pair.other):
-            best[machine] = max(best.get(machine, 0.0), pair.bytes_per_second)
-    others = {number: statistics.median(best[one] for one in best if one != number) for number in best if len(best) > 2}
-    return [number for number, speed in others.items() if 0 < best[number] < SLOW * speed]
 
 
 def _slow_machine(found: Found, machine: int) -> Row:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ FOLDER_SECONDS = 3.0
 """Until a file of one machine is seen by the others, where they share the folder (NFS remembers what it saw)."""
 LEAVE_SECONDS = 10.0
 NO_ANSWER = "no answer"
+SLOW = 0.5
+"""The part of the others' bandwidth below which a machine is slow; on a busy network less than that varies."""
 MARK = ".accel-fsdp-doctor-"
 
 
@@ -62,6 +65,17 @@ class Found:
         alike = all(one == told[0] for one in told)
         return alike and not self.missing and not any(pair.error for pair in self.pairs)
 
+    def slow_machines(self) -> list[int]:
+        """Machines of three or more whose best pair is far below the best pairs of the others."""
+        best: dict[int, float] = {}
+        for pair in self.pairs:
+            for machine in (pair.one, pair.other):
+                best[machine] = max(best.get(machine, 0.0), pair.bytes_per_second)
+        if len(best) < 3:
+            return []
+        others = {one: statistics.median(best[other] for other in best if other != one) for one in best}
+        return [machine for machine, speed in others.items() if 0 < best[machine] < SLOW * speed]
+
 
 class Meeting:
     """One machine's part in it. Every method raises RuntimeError where machine 0 isn't there, or is gone."""
@@ -69,6 +83,7 @@ class Meeting:
     def __init__(self, team: Team) -> None:
         self.team, self.found = team, Found(ranks=team.machines * team.ranks_each)
         self.board = team.address.open(team.seconds)
+        self.pairs: dict[tuple[int, int], probing.PairResult] = {}
 
     def gather(self, facts: Facts, folder: Path) -> None:
         """Learns who is there; machine 0 also what each knows of itself."""
@@ -106,9 +121,8 @@ class Meeting:
         if len(present) > 1:
             count = len(list(probing.rounds(present)))
             longest = START_SECONDS + count * probing.PAIR_SECONDS * 2
-            self._run([team.machine], "pairs", present, longest)
+            self._measure_pairs(present, longest)
         if team.machine == 0:
-            self._collect_pairs(present)
             board.put("all ranks", self.found.can_join and self.found.ranks > 1)
         if board.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks"):
             own = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
@@ -116,11 +130,22 @@ class Meeting:
             if team.machine == 0:
                 self._collect_collectives()
 
-    def _run(self, numbers: Sequence[int], task: str, members: list[int], seconds: float) -> None:
+    def _measure_pairs(self, present: list[int], longest: float) -> None:
+        """Twice where a machine seems to be slow: a moment's other work is not its speed."""
+        for turn in range(2):
+            self._run([self.team.machine], "pairs", present, longest, turn)
+            if self.team.machine == 0:
+                self._collect_pairs(present, turn)
+                self.board.put(f"again/{turn}", bool(self.found.slow_machines()))
+            if not self.board.wait([f"again/{turn}"], longest + LEAVE_SECONDS).get(f"again/{turn}"):
+                break
+
+    def _run(self, numbers: Sequence[int], task: str, members: list[int], seconds: float, turn: int = 0) -> None:
         """Starts this machine's processes of a task; ends those that hang."""
         team, address = self.team, replace(self.board.address, hosts=False)
         tasks = [
-            probing.Task(task, address, number, members, team.device_of(place)) for place, number in enumerate(numbers)
+            probing.Task(task, address, number, members, team.device_of(place), turn)
+            for place, number in enumerate(numbers)
         ]
         with tempfile.TemporaryFile() as said:
             words = [sys.executable, "-m", "accel_fsdp.launch.doctor.probing"]
@@ -141,13 +166,15 @@ class Meeting:
                     process.kill()
                     process.wait()
 
-    def _collect_pairs(self, present: list[int]) -> None:
-        """What the machines have left; all had the same time."""
+    def _collect_pairs(self, present: list[int], turn: int) -> None:
+        """What the machines have left, all after the same time; of two turns the faster."""
         for one, other in combinations(present, 2):
-            key = probing.pair_key(one, other)
-            told = self.board.wait([key], 1.0).get(key) or self.board.get(probing.other_key(one, other))
+            key = probing.pair_key(turn, one, other)
+            told = self.board.wait([key], 1.0).get(key) or self.board.get(probing.other_key(turn, one, other))
             result = probing.PairResult(**told) if told else probing.PairResult(one, other, error=NO_ANSWER)
-            self.found.pairs.append(result)
+            before = self.pairs.get((one, other), result)
+            self.pairs[one, other] = max(before, result, key=lambda pair: pair.bytes_per_second)
+        self.found.pairs = list(self.pairs.values())
 
     def _collect_collectives(self) -> None:
         found, board = self.found, self.board

@@ -33,13 +33,17 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is to do. `number` of `members`: machines for `pairs`, ranks for `collectives`."""
+    """What a process is to do. `number` of `members`: machines for `pairs`, ranks for `collectives`.
+
+    `turn`: pairs may be measured several times.
+    """
 
     task: str
     address: Address
     number: int
     members: list[int]
     device: str
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,14 @@ def rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def pair_key(one: int, other: int) -> str:
+def pair_key(turn: int, one: int, other: int) -> str:
     """Where the first of them leaves the result."""
-    return f"pair/{one}-{other}"
+    return f"pair/{turn}/{one}-{other}"
 
 
-def other_key(one: int, other: int) -> str:
+def other_key(turn: int, one: int, other: int) -> str:
     """Where the second leaves its error."""
-    return f"pair/{one}-{other}/other"
+    return f"{pair_key(turn, one, other)}/other"
 
 
 def sizes(on_gpus: bool) -> tuple[int, ...]:
@@ -95,14 +99,14 @@ def _pairs(task: Task, board: Board) -> None:
                 continue
             result = _pair(task, board, one, other)
             if task.number == one or result.error:
-                board.put((pair_key if task.number == one else other_key)(one, other), asdict(result))
+                board.put((pair_key if task.number == one else other_key)(task.turn, one, other), asdict(result))
 
 
 def _pair(task: Task, board: Board, one: int, other: int) -> PairResult:
     import torch.distributed as dist
 
     try:
-        _join(task, board, f"pair/{one}-{other}", int(task.number == other), 2, PAIR_SECONDS)
+        _join(task, board, f"group/{pair_key(task.turn, one, other)}", int(task.number == other), 2, PAIR_SECONDS)
         try:
             return PairResult(one, other, *_measure_pair(task.device))
         finally:
