@@ -20,7 +20,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, Size, Tape, Tapes
 
-RECORDING = 2
+RECORDING = 3
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")
@@ -110,7 +110,7 @@ def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
             alone = place(tape.alone)
             sides = [
                 [3 * sizes.setdefault(event.size, len(sizes)) + event.sign + 1 for event in side]
-                for side in (tape.forward, tape.backward)
+                for side in (tape.forward, tape.backward, tape.first)
             ]
             places[tape] = len(lines)
             lines.append([*sides, sizes.setdefault(tape.output, len(sizes)), int(tape.keeps_input), alone])
@@ -146,9 +146,10 @@ def from_text(text: str) -> TraceRecord:
     content = json.loads(text)
     events = [Event(sign, Size(*size)) for size in content["sizes"] for sign in (-1, 0, 1)]
     tapes: list[Tape] = []
-    for forward, backward, output, keeps, alone in content["tapes"]:
-        out, back = (tuple(events[code] for code in side) for side in (forward, backward))
-        tapes.append(Tape(out, back, events[3 * output].size, bool(keeps), None if alone < 0 else tapes[alone]))
+    for *sides, output, keeps, alone in content["tapes"]:
+        forward, backward, first = (tuple(events[code] for code in side) for side in sides)
+        one_row = None if alone < 0 else tapes[alone]
+        tapes.append(Tape(forward, backward, events[3 * output].size, bool(keeps), one_row, first))
     found = {
         name: Tapes(
             blocks=tuple(tapes[place] for place in blocks),

@@ -19,8 +19,8 @@ class Zero(EngineMemory):
     below `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
     """
 
-    def begin(self) -> None:
-        """Weights, masters, optimizer state and buckets."""
+    def load(self) -> None:
+        """Weights, masters and buckets."""
         stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
         weights = sum(shards.gathered_bytes(unit, self._whole()) for unit in self.held)
         if stage < 3:
@@ -30,11 +30,15 @@ class Zero(EngineMemory):
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
             self.meter.add(PARAMETERS, state_bytes.MASTER * share if compute == state_bytes.LOW else 0)
+        hidden = self.units[0].held[0].shape[-1]  # of the embedding
+        self.meter.add(BUFFERS, 3 * hidden**2 * compute)
+
+    def make_states(self) -> None:
+        """The optimizer's state of this rank's partition."""
+        if not self.layout.offload:
             alone = replace(self.layout, ranks=1, ranks_per_node=1)
             whole = sum(shards.optimizer_bytes(unit, self.recipe, alone) for unit in self.held)
             self.meter.add(OPTIMIZER, whole // self.layout.ranks)
-        hidden = self.units[0].held[0].shape[-1]  # of the embedding
-        self.meter.add(BUFFERS, 3 * hidden**2 * compute)
 
     def adds(self, unit: int) -> bool:
         """DeepSpeed's own hooks do."""
@@ -62,14 +66,15 @@ class Zero(EngineMemory):
 
     def _live(self, unit: int, sign: int) -> None:
         size = 2 * shards.gathered_bytes(self.units[unit], self._whole())
-        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW))
+        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW), ("unit", unit), stream=GATHER)
 
     def after_backward(self, unit: int, born: int) -> None:
         """Stages 2 and 3 keep this rank's share of the gradients."""
         self.after_forward(unit)
         share = born // self.layout.ranks if self.layout.strategy >= 2 else born
         kept = 0 if self.layout.offload and self.layout.strategy >= 2 else share
-        self.meter.add(GRADIENTS, -born if self.has_grads else kept - born)
+        self.meter.add(GRADIENTS, -born, ("born", unit))
+        self.meter.add(GRADIENTS, 0 if self.has_grads else kept, ("shard", unit))
 
     def step(self) -> None:
         """The gradients in float32, of this rank's share or of a sub-group of it."""

@@ -7,11 +7,23 @@ torch 2.13 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.recipe import Layout, Recipe
 from accel_fsdp.prediction.memory.shards import Unit
-from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from accel_fsdp.prediction.memory.timeline import (
+    BUFFERS,
+    CAST,
+    COMPUTE,
+    GATHER,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    REDUCE,
+    Meter,
+)
 
 
 @dataclass
@@ -46,12 +58,17 @@ class EngineMemory:
         """The place of the unit that holds the head."""
         return len(self.units) - 1 if self.units[-1].name == "head" else 0
 
-    def begin(self) -> None:
-        """What lives from step to step, once the optimizer has its state."""
-        if self.layout.offload:
-            return
-        self.meter.add(PARAMETERS, sum(self._at_rest(unit) for unit in self.held))
-        self.meter.add(OPTIMIZER, sum(shards.optimizer_bytes(unit, self.recipe, self.layout) for unit in self.held))
+    def load(self) -> None:
+        """What lives from the beginning on."""
+        if not self.layout.offload:
+            for unit in self.held:
+                self.meter.add(PARAMETERS, self._at_rest(unit), of=unit)
+
+    def make_states(self) -> None:
+        """What the first step of the optimizer makes, and lives from then on."""
+        if not self.layout.offload:
+            for unit in self.held:
+                self.meter.add(OPTIMIZER, shards.optimizer_bytes(unit, self.recipe, self.layout), of=unit)
 
     def _at_rest(self, unit: Unit) -> int:
         return shards.shard_bytes(unit, self.layout) + shards.quantization_bytes(unit, self.layout)
@@ -93,7 +110,10 @@ class EngineMemory:
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
-            self.meter.touch({OPTIMIZER: sum(self._master(unit, shard=True) for unit in self.held)})
+            sizes = [self._master(unit, shard=True) for unit in self.held]
+            for unit, size in zip(self.held, sizes, strict=True):
+                self.meter.add(OPTIMIZER, size, "temporaries", of=unit)
+            self.meter.add(OPTIMIZER, -sum(sizes), "temporaries")
 
     def _master(self, unit: Unit, shard: bool) -> int:
         per_element = shards.master_bytes(self.recipe, self.layout)
@@ -103,9 +123,9 @@ class EngineMemory:
 class Ddp(EngineMemory):
     """Buckets of all gradients beside the gradients themselves: Accelerate leaves `gradient_as_bucket_view` off."""
 
-    def begin(self) -> None:
+    def load(self) -> None:
         """As without, and the buckets."""
-        super().begin()
+        super().load()
         self.meter.add(BUFFERS, sum(self._master(unit, shard=False) for unit in self.held))
 
 
@@ -118,6 +138,7 @@ class Fsdp(EngineMemory, ABC):
 
     gathered: set[int] = field(default_factory=set)
     waiting: dict[int, int] = field(default_factory=dict)
+    cast_stream: ClassVar[int] = GATHER
 
     def end_backward(self) -> None:
         """Gradients that wait for the last micro-batch are whole, and no shards yet."""
@@ -140,12 +161,12 @@ class Fsdp(EngineMemory, ABC):
     def _size(self, unit: int) -> int:
         return shards.gathered_bytes(self.units[unit], self.layout)
 
-    def _cast_and_gather(self, unit: int, gathered_bytes: int) -> None:
+    def _cast_and_gather(self, unit: int, gathered_bytes: int, name: str) -> None:
         """The shard's cast copy lives until it is gathered."""
         cast = shards.cast_bytes(self.units[unit], self.layout)
-        self.meter.add(GATHERED, cast)
-        self.meter.add(GATHERED, gathered_bytes)
-        self.meter.add(GATHERED, -cast)
+        self.meter.add(GATHERED, cast, "cast", stream=self.cast_stream)
+        self.meter.add(GATHERED, gathered_bytes, (name, unit), stream=GATHER)
+        self.meter.add(GATHERED, -cast, "cast", stream=self.cast_stream, used_on=GATHER)
 
     @abstractmethod
     def _gather(self, unit: int) -> None: ...
@@ -153,7 +174,7 @@ class Fsdp(EngineMemory, ABC):
     def _free(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            self.meter.add(GATHERED, -self._size(unit))
+            self.meter.add(GATHERED, -self._size(unit), ("unit", unit))
 
     def _reduced(self, unit: int) -> tuple[int, int]:
         """The input of the unit's reduction, and its output."""
@@ -165,10 +186,10 @@ class Fsdp(EngineMemory, ABC):
         """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
         new_bytes = self._master(self.units[unit], shard=True)
         if new_bytes != reduced_bytes:
-            self.meter.add(GRADIENTS, new_bytes)
-            self.meter.add(GRADIENTS, -reduced_bytes)
+            self.meter.add(GRADIENTS, new_bytes, ("shard", unit), stream=REDUCE)
+            self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
         if self.has_grads or self.layout.offload:
-            self.meter.add(GRADIENTS, -new_bytes)
+            self.meter.add(GRADIENTS, -new_bytes, ("shard", unit))
 
 
 @dataclass
@@ -179,21 +200,26 @@ class Fsdp2(Fsdp):
     """
 
     kept_output: int = 0
+    kept_unit: int = 0
     prefetched: int | None = None
     reducing: int = 0
 
     def _gather(self, unit: int) -> None:
         self._all_gather(unit)
-        self.meter.add(GATHERED, self._size(unit))
-        self.meter.add(GATHERED, -self.kept_output)
+        self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.units[unit])
+        self._drop_output()
         self.gathered.add(unit)
-        self.kept_output = self._output(unit)
+        self.kept_output, self.kept_unit = self._output(unit), unit
+
+    def _drop_output(self) -> None:
+        self.meter.add(GATHERED, -self.kept_output, ("output", self.kept_unit))
+        self.kept_output = 0
 
     def _output(self, unit: int) -> int:
         return self._size(unit) if self.layout.shard_ranks > 1 else 0
 
     def _all_gather(self, unit: int) -> None:
-        self._cast_and_gather(unit, self._output(unit))
+        self._cast_and_gather(unit, self._output(unit), "output")
 
     def adds(self, unit: int) -> bool:
         """Gradients of the reduce dtype stay with their parameters (`to_accumulated_grad_if_needed`)."""
@@ -201,16 +227,15 @@ class Fsdp2(Fsdp):
 
     def end_forward(self) -> None:
         """The root's post-forward drops the last all-gather's output."""
-        self.meter.add(GATHERED, -self.kept_output)
-        self.kept_output = 0
+        self._drop_output()
 
     def before_backward(self, unit: int) -> None:
         """Makes sure of the unit, and prefetches the one before it."""
         if unit not in self.gathered:
             if self.prefetched != unit:
                 self._all_gather(unit)
-            self.meter.add(GATHERED, self._size(unit))
-            self.meter.add(GATHERED, -self._output(unit))
+            self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.units[unit])
+            self.meter.add(GATHERED, -self._output(unit), ("output", unit))
             self.gathered.add(unit)
             self.prefetched = None
         self._prefetch(unit - 1)
@@ -227,8 +252,7 @@ class Fsdp2(Fsdp):
     def after_backward(self, unit: int, born: int) -> None:
         """Frees the unit and reduces its gradients."""
         self._free(unit)
-        self.meter.add(GRADIENTS, -self.reducing)
-        self.reducing = 0
+        self._drop_input()
         if not born:
             return
         whole, shard = self._reduced(unit)
@@ -236,27 +260,30 @@ class Fsdp2(Fsdp):
         if not self.syncs:
             self.waiting[unit] = ready
             return
-        self.meter.add(GRADIENTS, whole)
-        self.meter.add(GRADIENTS, -ready)
+        self.meter.add(GRADIENTS, whole, "input")
+        self.meter.add(GRADIENTS, -ready, ("born", unit))
         self.reducing = whole
-        self.meter.add(GRADIENTS, shard)
+        self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
         self._keep(unit, shard)
+
+    def _drop_input(self) -> None:
+        self.meter.add(GRADIENTS, -self.reducing, "input")
+        self.reducing = 0
 
     def _accumulated(self, unit: int, born: int, whole: int) -> int:
         """The bytes of the unit's whole gradients; unless autograd adds them, they are cast and added here."""
         adds, older = self.adds(unit), self.waiting.pop(unit, 0)
         if older and not adds:
-            self.meter.add(GRADIENTS, -born)
+            self.meter.add(GRADIENTS, -born, ("born", unit))
         elif not older and not self.syncs and whole > born:
-            self.meter.add(GRADIENTS, whole)
-            self.meter.add(GRADIENTS, -born)
+            self.meter.add(GRADIENTS, whole, ("born", unit), of=self.units[unit])
+            self.meter.add(GRADIENTS, -born, ("born", unit))
             return whole
         return older or born
 
     def end_backward(self) -> None:
         """The last reduction's input goes."""
-        self.meter.add(GRADIENTS, -self.reducing)
-        self.reducing = 0
+        self._drop_input()
         super().end_backward()
 
 
@@ -265,6 +292,7 @@ class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
 
     offloaded: int = 0
+    cast_stream = CAST
 
     def adds(self, unit: int) -> bool:
         """The views' gradients wait for the flat parameter's."""
@@ -274,14 +302,15 @@ class Fsdp1(Fsdp):
         """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
         if self.layout.offload:
             new_bytes = self._master(self.units[unit], shard=True)
-            self.meter.add(GRADIENTS, new_bytes - reduced_bytes)
+            self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
+            self.meter.add(GRADIENTS, new_bytes, "offloaded", stream=REDUCE)
             self.offloaded += new_bytes
         else:
             super()._keep(unit, reduced_bytes)
 
     def end_backward(self) -> None:
         """`prepare_gradient_for_optim` drops what has been copied."""
-        self.meter.add(GRADIENTS, -self.offloaded)
+        self.meter.add(GRADIENTS, -self.offloaded, "offloaded")
         self.offloaded = 0
         super().end_backward()
 
@@ -302,11 +331,18 @@ class Fsdp1(Fsdp):
         return self.layout.strategy == 3 or super()._reshards(unit)
 
     def _gather(self, unit: int) -> None:
+        self.meter.throttle()
         if self.layout.shard_ranks == 1:
-            self.meter.add(GATHERED, self._size(unit))
+            self.meter.add(GATHERED, self._size(unit), ("unit", unit), stream=CAST)
         else:
-            self._cast_and_gather(unit, self._size(unit))
+            self._cast_and_gather(unit, self._size(unit), "unit")
         self.gathered.add(unit)
+
+    def _free(self, unit: int) -> None:
+        """Its blocks wait for the compute stream (`_free_unsharded_flat_param`)."""
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.meter.add(GATHERED, -self._size(unit), ("unit", unit), stream=GATHER, used_on=COMPUTE)
 
     def before_loss_backward(self) -> None:
         """The root's hook, which is on the loss, prefetches the last block (`_pre_backward_hook`)."""
@@ -325,16 +361,17 @@ class Fsdp1(Fsdp):
         """Frees the unit and reduces its gradients."""
         if born:
             whole, shard = self._reduced(unit)
-            self.meter.add(GRADIENTS, whole)  # the backward of torch.split joins the views' gradients in a new tensor
-            self.meter.add(GRADIENTS, -born)
+            # the backward of torch.split joins the views' gradients in a new tensor
+            self.meter.add(GRADIENTS, whole, ("whole", unit))
+            self.meter.add(GRADIENTS, -born, ("born", unit))
             if unit in self.waiting:
-                self.meter.add(GRADIENTS, -self.waiting.pop(unit))
+                self.meter.add(GRADIENTS, -self.waiting.pop(unit), ("whole", unit))
             self._free_after(unit)
             if not self.syncs:
                 self.waiting[unit] = whole
                 return
-            self.meter.add(GRADIENTS, shard)
-            self.meter.add(GRADIENTS, -whole)
+            self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
+            self.meter.add(GRADIENTS, -whole, ("whole", unit), used_on=REDUCE)
             self._keep(unit, shard)
         self._free_after(unit)
 

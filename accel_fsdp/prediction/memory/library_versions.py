@@ -5,15 +5,12 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from accel_fsdp.prediction.memory import losses
 from accel_fsdp.prediction.memory.recipe import Recipe
-
-TAPE_LOGIT_BYTES = (10, 12)
-"""Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
-
 
 @dataclass(frozen=True)
 class Quirks:
-    """`logit_bytes` at the highest point of the loss and of its backward.
+    """`loss` is what head and loss allocate, where that isn't what is on the tapes.
 
     `keeps_block_gradients`: FSDP1 over frozen layers with reentrant checkpointing holds the blocks' inputs with their
     gradients to the end of backward: its hook (`_register_post_backward_reshard_only_hook`) refers to the detached
@@ -27,7 +24,7 @@ class Quirks:
     where the kernel could share them. `caches_keys`: checkpointing leaves the cache on.
     """
 
-    logit_bytes: tuple[int, int] = TAPE_LOGIT_BYTES
+    loss: losses.Loss | None = None
     keeps_block_gradients: bool = False
     checkpoints_outside: bool = False
     upcasts_logits: bool = False
@@ -59,7 +56,7 @@ def quirks_of(versions: Mapping[str, str], model_type: str, recipe: Recipe) -> Q
     old = transformers < Version("4.53") if "transformers" in versions else torch < Version("2.5")
     early = transformers < Version("4.48")
     return Quirks(
-        logit_bytes=_logit_bytes(transformers, model_type, recipe),
+        loss=_loss(transformers, model_type, recipe),
         keeps_block_gradients=torch < Version("2.5"),
         checkpoints_outside=old,
         upcasts_logits=transformers < Version("4.46") and model_type not in PLAIN_LOSS,
@@ -68,13 +65,11 @@ def quirks_of(versions: Mapping[str, str], model_type: str, recipe: Recipe) -> Q
     )
 
 
-def _logit_bytes(transformers: Version, model_type: str, recipe: Recipe) -> tuple[int, int]:
-    """At the highest point of the loss and of its backward."""
+def _loss(transformers: Version, model_type: str, recipe: Recipe) -> losses.Loss | None:
+    """The sequence of the loss; None where the tape has it."""
     if model_type in PLAIN_LOSS and transformers < Version("5"):
-        # logits, shifted copy and log-softmax; autocast makes two of the last, in float32
-        return (6, 6) if recipe.precision == "no" else (12, 12)
-    if recipe.kernels == "foak":  # no log-softmax, and the gradient takes the place of the logits that it is for
-        return (8, 8) if transformers < Version("4.46") else (10, 8) if transformers < Version("5") else (6, 6)
-    if transformers < Version("5"):
-        return (12, 12) if transformers < Version("4.46") else (14, 12)
-    return TAPE_LOGIT_BYTES
+        return losses.LOW if recipe.precision == "no" else losses.LOW_AUTOCAST
+    early, old = transformers < Version("4.46"), transformers < Version("5")
+    if recipe.kernels == "foak":
+        return losses.FOAK_UPCAST if early else losses.FOAK_UPCAST_AND_KEPT if old else losses.FOAK
+    return losses.UPCAST if early else losses.UPCAST_AND_KEPT if old else None

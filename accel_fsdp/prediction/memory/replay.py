@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.library_versions import TAPE_LOGIT_BYTES, Quirks
+from accel_fsdp.prediction.memory.library_versions import Quirks
 from accel_fsdp.prediction.memory.recipe import Block, Layout, ModelShape, Recipe
 from accel_fsdp.prediction.memory.shards import Unit
-from accel_fsdp.prediction.memory.traces import At, Replay, Tapes, replay
+from accel_fsdp.prediction.memory.traces import At, Replay, Tape, Tapes, replay
+
+TAPE_LOGIT_BYTES = (10, 12)
+"""Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,17 @@ class ReplayedModel:
 def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> ReplayedModel:
     """Plays a model's tapes."""
     at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-    window = 0 if recipe.attention == "flash" else shape.window
     blocks = []
-    for index, block in enumerate(shape.blocks):
-        tape = tapes.block(index, recipe.length, window)
-        shared = tape is tapes.blocks[index]  # a mask excludes the kernels that share heads
-        repeated = _repeated_bytes(shape, block, recipe) if quirks.repeats_heads and shared else 0
+    for index in range(len(shape.blocks)):
+        tape = tape_of_block(shape, tapes, recipe, index)
+        repeated = repeated_bytes(shape, tapes, recipe, index, quirks)
         blocks.append(_with_saved(replay(tape.of(recipe.rows), at), repeated))
-    head = tapes.chunked_head if recipe.chunked_loss else tapes.head
-    fused = recipe.kernels == "liger" or (recipe.kernels == "foak" and recipe.chunked_loss)
+    head = tape_of_head(tapes, recipe)
+    fused = head is None
     return ReplayedModel(
         tuple(blocks),
         replay(tapes.embedding.of(recipe.rows), at),
-        fused_head(shape, recipe) if fused else replay(head.of(recipe.rows), at),
+        fused_head(shape, recipe) if head is None else replay(head.of(recipe.rows), at),
         (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe, quirks),
         tuple(
             _cast_bytes(unit, recipe, layout) + (_cached_bytes(block, recipe) if quirks.caches_keys else 0)
@@ -49,17 +50,33 @@ def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks
     )
 
 
+def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -> Tape:
+    """The tape of a block at the recipe's length."""
+    return tapes.block(index, recipe.length, 0 if recipe.attention == "flash" else shape.window)
+
+
+def tape_of_head(tapes: Tapes, recipe: Recipe) -> Tape | None:
+    """The tape of head and loss; None where fused kernels make both (`fused_head`)."""
+    if recipe.kernels == "liger" or (recipe.kernels == "foak" and recipe.chunked_loss):
+        return None
+    return tapes.chunked_head if recipe.chunked_loss else tapes.head
+
+
 def _more_logits(shape: ModelShape, recipe: Recipe, quirks: Quirks) -> tuple[int, int]:
     """The logits that the caller keeps are the model's, or float32 where Accelerate or the model has made them so."""
     logits = shape.vocab * recipe.rows * recipe.length
-    loss, backward = (q - tape for q, tape in zip(quirks.logit_bytes, TAPE_LOGIT_BYTES, strict=True))
+    peaks = quirks.loss.peaks if quirks.loss else TAPE_LOGIT_BYTES
+    loss, backward = (peak - tape for peak, tape in zip(peaks, TAPE_LOGIT_BYTES, strict=True))
     wide = quirks.upcasts_logits or recipe.precision != "no"
     backward += (state_bytes.MASTER if wide else shards.compute_bytes(recipe)) if recipe.keeps_logits else 0
     return loss * logits, backward * logits
 
 
-def _repeated_bytes(shape: ModelShape, block: Block, recipe: Recipe) -> int:
-    """Keys and values of all heads instead of those that are."""
+def repeated_bytes(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int, quirks: Quirks) -> int:
+    """Keys and values of all heads instead of those that are; a mask excludes the kernels that share heads."""
+    block = shape.blocks[index]
+    if not quirks.repeats_heads or tape_of_block(shape, tapes, recipe, index) is not tapes.blocks[index]:
+        return 0
     keys = next((one.shape[0] for one in block.parameters if one.name.endswith("k_proj.weight")), 0)
     more = shape.heads * shape.head_dim - keys if keys else 0
     return 2 * more * shards.compute_bytes(recipe) * recipe.rows * recipe.length

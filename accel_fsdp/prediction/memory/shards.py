@@ -13,6 +13,7 @@ from functools import lru_cache
 from accel_fsdp.config import TORCH_DTYPES
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Parameter, Recipe
+from accel_fsdp.prediction.memory.timeline import GATHERED, PARAMETERS
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
 
@@ -223,6 +224,26 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
         groups = [g for g in _flat_groups(unit.held) if g and any(one.trained for one in g)]
         return round(sum(flat_numel(g, layout) for g in groups) * times * per_element)
     return round(sum(shard_numel(one, ranks) for one in unit.held if one.trained) * times * per_element)
+
+
+@lru_cache(CACHED)
+def tensor_weights(unit: Unit, kind: str, flat: bool) -> tuple[float, ...]:
+    """How the tensors of a unit share its bytes: of parameters, of gathered ones, or of what is trained."""
+    width = {PARAMETERS: _stored_bytes, GATHERED: _used_bytes}.get(kind, _trained)
+    if flat:
+        sums = tuple(sum(one.numel * width(one) for one in group) for group in _flat_groups(unit.held))
+        return tuple(each for each in sums if each)
+    return tuple(one.numel * width(one) for one in unit.held if width(one))
+
+
+@lru_cache(CACHED)
+def loaded_sizes(unit: Unit) -> tuple[int, ...]:
+    """The bytes of each whole parameter when it reaches the GPU."""
+    return tuple(round(one.numel * (state_bytes.LOW if one.quantized else one.stored)) for one in unit.held)
+
+
+def _trained(one: Held) -> float:
+    return float(one.trained)
 
 
 def _stored_bytes(one: Held) -> float:

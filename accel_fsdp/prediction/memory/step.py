@@ -7,6 +7,7 @@ frees and reduces around each unit is in `engines.py`; what a block allocates is
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -18,6 +19,9 @@ from accel_fsdp.prediction.memory.replay import play
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
 from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ENGINES: Mapping[str, type[EngineMemory]] = {
     "single": EngineMemory,
@@ -57,7 +61,7 @@ def predict(
 
     Without `quirks`, the libraries are today's.
     """
-    walk = _Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
+    walk = Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
 
@@ -74,13 +78,13 @@ def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wo
     """The step that `predict` walks through, unit by unit."""
     trace = Trace()
     today = quirks_of({}, shape.model_type, recipe)
-    _Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
+    Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
     return Timeline(tuple(trace.samples), trace.most)
 
 
 @dataclass
-class _Walk:
+class Walk:
     """One micro-batch, unit by unit. `order` names the block of each layer.
 
     `summed` is the second gradient of a tied embedding: autograd adds it to the head's, which waited for it, in a new
@@ -100,8 +104,10 @@ class _Walk:
     retained: int
     summed: int
 
-    @staticmethod
-    def of(meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> "_Walk":
+    @classmethod
+    def of(
+        cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks
+    ) -> "Self":
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
@@ -110,7 +116,7 @@ class _Walk:
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
-        return _Walk(
+        return cls(
             *(meter, engine, recipe, order, played.blocks, played.embedding, played.head, engine.head_unit),
             more_logits=played.more_logits,
             until_loss=played.until_loss,
@@ -123,7 +129,8 @@ class _Walk:
         self.meter.enter("between steps")
         self.meter.add(BUFFERS, buffers_bytes)
         self.meter.add(WORKSPACE, workspace_bytes)
-        self.engine.begin()
+        self.engine.load()
+        self.engine.make_states()
         steady = self.meter.total + self.engine.kept_gradients()
         late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
         self.meter.add(GRADIENTS, late)

@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_fsdp.prediction.memory.shards import Unit
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gradients", "optimizer state"
 ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
 KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, LOSS, BUFFERS, WORKSPACE)
 LETTERS: Mapping[str, str] = dict(zip(KINDS, "POGUALBW", strict=True))
 """What figures write where there is no room for the kind."""
+
+
+COMPUTE, CAST, GATHER, REDUCE = range(4)
+"""The streams of a rank: the allocator keeps memory for each apart."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,20 @@ class Meter:
         self.phase, self._highest = phase, -1
         self.add(PARAMETERS, 0)
 
-    def add(self, kind: str, size: int) -> None:
-        """Allocates, or frees where `size` is negative."""
+    def add(
+        self,
+        kind: str,
+        size: int,
+        name: object = None,
+        of: "Unit | None" = None,
+        stream: int = COMPUTE,
+        used_on: int = COMPUTE,
+    ) -> None:
+        """Allocates, or frees where `size` is negative. Only an allocator cares for the rest.
+
+        `name` is what frees it; `of` is the unit whose tensors it is made of, None where it is one tensor. `stream` is
+        the one that it is allocated on, `used_on` another one that may still use it when it is freed.
+        """
         self.live[kind] += size
         self.total += size
         self._look()
@@ -60,6 +80,9 @@ class Meter:
 
     def mark(self) -> None:
         """A unit is done. Only a `Trace` cares."""
+
+    def throttle(self) -> None:
+        """The CPU waits here for what the GPU does two units behind. Only an allocator cares."""
 
     def _look(self) -> None:
         if self.total > self._highest:

@@ -72,6 +72,7 @@ class Tape:
     of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
     `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
     `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it is no other.
+    `first` is a forward that saves nothing, as checkpointing's first one; it ends with the output alive. Only of blocks.
     """
 
     forward: tuple[Event, ...]
@@ -79,6 +80,7 @@ class Tape:
     output: Size
     keeps_input: bool = True
     alone: "Tape | None" = None
+    first: tuple[Event, ...] = ()
 
     def of(self, rows: int) -> "Tape":
         """The tape for as many rows."""

@@ -137,8 +137,8 @@ def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tap
 
 def _replays(tape: Tape, raw: Raw, at: At) -> bool:
     """Whether a tape is what was recorded at one batch."""
-    sides = [[(event.sign, event.size.exact(at)) for event in side] for side in (tape.forward, tape.backward)]
-    return sides == [raw.forward, raw.backward] and tape.keeps_input == raw.keeps_input
+    sides = [[(e.sign, e.size.exact(at)) for e in side] for side in (tape.forward, tape.backward, tape.first)]
+    return sides == [raw.forward, raw.backward, raw.first] and tape.keeps_input == raw.keeps_input
 
 
 def _fit(
@@ -166,19 +166,20 @@ def _fit(
                 raise RuntimeError(f"{by}: {values[-1]} bytes at {check}, not {sizes[values].exact(check)}")
         return sizes[values]
 
-    columns = zip(*([*raw.forward, *raw.backward] for raw in raws), strict=True)
+    columns = zip(*([*raw.forward, *raw.backward, *raw.first] for raw in raws), strict=True)
     events = [
         Event(column[0][0], size(tuple(each for _, each in column), by))
         for column, by in zip(columns, raws[0].names, strict=True)
     ]
-    split = len(raws[0].forward)
+    split, end = len(raws[0].forward), len(raws[0].forward) + len(raws[0].backward)
     output = size(tuple(raw.output for raw in raws), "the output")
-    return Tape(tuple(events[:split]), tuple(events[split:]), output, raws[0].keeps_input)
+    forward, backward, first = (tuple(side) for side in (events[:split], events[split:end], events[end:]))
+    return Tape(forward, backward, output, raws[0].keeps_input, first=first)
 
 
 def _check_same(first: Raw, other: Raw, at: At) -> None:
     """Whether two runs have the same operations in the same order."""
-    ours, theirs = ([sign for sign, _ in (*raw.forward, *raw.backward)] for raw in (first, other))
+    ours, theirs = ([sign for sign, _ in (*raw.forward, *raw.backward, *raw.first)] for raw in (first, other))
     if first.names == other.names and ours == theirs and first.keeps_input == other.keeps_input:
         return
     pairs = zip(first.names, other.names, strict=False)

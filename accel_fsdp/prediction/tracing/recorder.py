@@ -37,13 +37,14 @@ RANKS = (8, 24, 40)
 
 
 class Raw(NamedTuple):
-    """One run: its events by sign and bytes, forward and backward, and the operation that each one's storage is from.
+    """One run: its events by sign and bytes, and the operation that each one's storage is from, in the same order.
 
     What a `Tape` says about them holds here too.
     """
 
     forward: list[tuple[int, int]]
     backward: list[tuple[int, int]]
+    first: list[tuple[int, int]]
     names: list[str]
     output: int
     keeps_input: bool
@@ -290,7 +291,9 @@ def record_run(
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
     sort = in_order_of_birth if at_once else list
+    first = [] if at_once or like is None else _without_saving(call, like, kernels, around)
     return _settled(
+        first,
         sort(watch.events[:split]),
         sort(backward),
         {same.get(key, key) for key in grads},
@@ -299,8 +302,31 @@ def record_run(
     )
 
 
+def _without_saving(
+    call: Callable[[Watch, Callable[[], Tensor]], Any], like: Tensor, kernels: bool, around: Callable[[], Any]
+) -> list[Happening]:
+    """A forward that saves nothing for backward, as checkpointing's first one."""
+    watch = Watch(kernels)
+
+    def given() -> Tensor:
+        with watch.from_caller():
+            return torch.empty(like.shape, dtype=like.dtype)
+
+    with CudaRules(), _uncollected(), _quiet(), torch.no_grad(), watch:
+        with around():
+            result = call(watch, given)
+        watch.stop()
+        del result
+    return in_order_of_birth([event for event in watch.events if event.sign])
+
+
 def _settled(
-    forward: list[Happening], backward: list[Happening], grads: set[int], alive: list[int], output: int
+    first: list[Happening],
+    forward: list[Happening],
+    backward: list[Happening],
+    grads: set[int],
+    alive: list[int],
+    output: int,
 ) -> Raw:
     """Brings the events into the form of a `Tape`, and checks that nothing else is left over.
 
@@ -327,7 +353,9 @@ def _settled(
     if stray:
         raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
     given = [e.key for e in forward if e.sign == 0]
-    return Raw(sides[0], sides[1], names, output, keeps_input=not freed.intersection(given) if given else False)
+    plain = [(e.sign, e.size) for e in first if e.key not in held]
+    names += [e.by for e in first if e.key not in held]
+    return Raw(sides[0], sides[1], plain, names, output, keeps_input=not freed.intersection(given) if given else False)
 
 
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:

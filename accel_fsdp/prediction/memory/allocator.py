@@ -1,0 +1,472 @@
+"""PyTorch's caching allocator for CUDA, without CUDA: what it reserves, splits and merges, and when it runs out. Pure.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp; each method names the function that it follows. The clock of
+the GPU isn't here: `complete` says that the GPU has come as far as the CPU.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from accel_fsdp.prediction.memory.traces import ROUND_BYTES
+from accel_fsdp.units import MIB
+
+SMALL_BYTES = MIB
+"""Up to here a request comes from the small pool (kSmallSize)."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB
+"""What requests below `OWN_SEGMENT_BYTES` share (kLargeBuffer), and the page of a large expandable segment."""
+OWN_SEGMENT_BYTES = 10 * MIB
+"""From here on a request without a free block gets a segment of its own (kMinLargeAlloc), rounded up (kRoundLarge)."""
+SEGMENT_ROUND_BYTES = 2 * MIB
+NON_SPLIT_ROUNDING_BYTES = 20 * MIB
+ADDRESS_SPACE = 1 << 44
+"""The addresses that one segment may take here: more than any GPU has memory."""
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What PYTORCH_ALLOC_CONF says; a garbage collection threshold counts where the capacity is known."""
+
+    expandable_segments: bool = False
+    max_split_size_bytes: int | None = None
+    max_non_split_rounding_bytes: int | None = None
+    roundup_power2_divisions: int = 0
+    garbage_collection_threshold: float = 0.0
+
+
+class Block:
+    """A stretch of a segment: in use, cached, or address space of an expandable segment that isn't mapped."""
+
+    __slots__ = (
+        "address",
+        "allocated",
+        "before",
+        "born",
+        "events",
+        "expandable",
+        "mapped",
+        "next",
+        "pool",
+        "size",
+        "stream",
+        "uses",
+    )
+
+    def __init__(self, pool: "_Pool", stream: int, address: int, size: int, expandable: bool) -> None:
+        self.pool, self.stream, self.address, self.size, self.expandable = pool, stream, address, size, expandable
+        self.allocated, self.mapped = False, True
+        self.before: Block | None = None
+        self.next: Block | None = None
+        self.uses: set[int] = set()
+        self.events = self.born = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is a part of its segment."""
+        return self.before is not None or self.next is not None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing uses it, or will have used it."""
+        return not self.allocated and not self.events and not self.uses
+
+
+class _Pool:
+    """The cached blocks for small or for large requests, by stream, in order of size and address."""
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.blocks: dict[int, list[tuple[int, int, Block]]] = {}
+        self.unmapped: dict[int, list[tuple[int, Block]]] = {}
+        self.calls = 0
+
+    def insert(self, block: Block) -> None:
+        """Caches a block."""
+        block.born = self.calls
+        insort(self.blocks.setdefault(block.stream, []), (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Takes a cached block out."""
+        blocks = self.blocks[block.stream]
+        del blocks[bisect_left(blocks, (block.size, block.address))]  # type: ignore[arg-type]
+
+    def insert_unmapped(self, block: Block) -> None:
+        """Remembers address space."""
+        insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
+
+    def remove_unmapped(self, block: Block) -> None:
+        """Forgets address space that is mapped now."""
+        blocks = self.unmapped[block.stream]
+        del blocks[bisect_left(blocks, (block.address,))]  # type: ignore[arg-type]
+
+
+class Segment(NamedTuple):
+    """What one cudaMalloc gave, or one expandable segment: its blocks' sizes and states in order of address."""
+
+    stream: int
+    size: int
+    blocks: tuple[tuple[int, str], ...]
+
+
+class CachingAllocator:
+    """The allocator of one device. `capacity_bytes` is what it can get from the driver; None is without a limit."""
+
+    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.capacity_bytes = capacity_bytes
+        self.allocated = self.active = self.reserved = 0
+        self.allocated_peak = self.active_peak = self.reserved_peak = 0
+        self._small, self._large = _Pool(True), _Pool(False)
+        self._heads: dict[int, Block] = {}
+        self._waiting: list[Block] = []
+        self._completed = self._done = 0
+        self._segments = 0
+        none = 1 << 62
+        self._max_split = self.settings.max_split_size_bytes or none
+        self._rounding = self.settings.max_non_split_rounding_bytes or NON_SPLIT_ROUNDING_BYTES
+
+    def malloc(self, size: int, stream: int = 0) -> Block:
+        """Allocates on a stream (`malloc`).
+
+        Raises:
+            MemoryError: there isn't as much, also after all that is cached has been given back.
+        """
+        if self._completed:
+            self._process_events()
+        size = self.rounded(size)
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = self._cached(pool, stream, size) or self._new(pool, stream, size)
+        split = self._should_split(block, size)
+        if split:
+            block = self._split(block, size)
+        block.allocated = True
+        self.allocated += block.size
+        self.active += block.size
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        self.active_peak = max(self.active_peak, self.active)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Frees a block, or lets it wait for the other streams that use it (`free`, `insert_events`)."""
+        block.allocated = False
+        self.allocated -= block.size
+        if block.uses:
+            block.events = len(block.uses)
+            block.uses = set()
+            self._waiting.append(block)
+        else:
+            self._free(block)
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Says that another stream uses the block too (`recordStream`)."""
+        if stream != block.stream:
+            block.uses.add(stream)
+
+    @property
+    def issued(self) -> int:
+        """How many blocks have waited for other streams so far, or do."""
+        return self._done + len(self._waiting)
+
+    def complete(self, issued: int | None = None) -> None:
+        """The GPU has done all that was given to it so far, or what was `issued` then; the next `malloc` finds out."""
+        self._completed = max(self._completed, (self.issued if issued is None else issued) - self._done)
+
+    def rounded(self, size: int) -> int:
+        """What a request is rounded up to (`round_size`, `roundup_power2_next_division`)."""
+        if size < ROUND_BYTES:
+            return ROUND_BYTES
+        divisions = self.settings.roundup_power2_divisions
+        if divisions > 1 and size > ROUND_BYTES * divisions:
+            step = (1 << (size.bit_length() - 1)) >> (divisions.bit_length() - 1)
+            return -(-size // step) * step
+        return -(-size // ROUND_BYTES) * ROUND_BYTES
+
+    def segments(self) -> list[Segment]:
+        """All segments, those with mapped memory."""
+        found = []
+        for head in self._heads.values():
+            blocks, block = [], head
+            while block is not None:
+                if block.mapped:
+                    state = "active_allocated" if block.allocated else "inactive" if block.is_free else "active_pending_free"
+                    blocks.append((block.size, state))
+                block = block.next  # type: ignore[assignment]
+            if blocks:
+                found.append(Segment(head.stream, sum(size for size, _ in blocks), tuple(blocks)))
+        return sorted(found)
+
+    def _process_events(self) -> None:
+        """Frees what waited for streams that are done (`process_events`)."""
+        done, self._waiting = self._waiting[: self._completed], self._waiting[self._completed :]
+        self._completed = 0
+        self._done += len(done)
+        for block in done:
+            block.events = 0
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        """Merges a block with free neighbours and caches it (`free_block`)."""
+        self.active -= block.size
+        self._merge(block, block.before)
+        self._merge(block, block.next)
+        block.pool.insert(block)
+
+    def _merge(self, block: Block, other: Block | None) -> None:
+        """Takes over a free neighbour (`try_merge_blocks`)."""
+        if other is None or not other.is_free or other.mapped != block.mapped:
+            return
+        (other.pool.remove if other.mapped else other.pool.remove_unmapped)(other)
+        if other is block.before:
+            block.address, block.before = other.address, other.before
+            if other.before is not None:
+                other.before.next = block
+            else:
+                self._heads[block.address] = block
+        else:
+            block.next = other.next
+            if other.next is not None:
+                other.next.before = block
+        block.size += other.size
+
+    def _cached(self, pool: _Pool, stream: int, size: int) -> Block | None:
+        """The smallest cached block of the stream that is large enough (`get_free_block`)."""
+        pool.calls += 1
+        blocks = pool.blocks.get(stream)
+        if not blocks:
+            return None
+        place = bisect_left(blocks, (size,))  # type: ignore[arg-type]
+        if place == len(blocks):
+            return None
+        if self.settings.expandable_segments:
+            while place + 1 < len(blocks) and _grown(blocks[place + 1][2]) < _grown(blocks[place][2]):
+                place += 1
+        found = blocks[place][2]
+        if size < self._max_split <= found.size or (size >= self._max_split and found.size >= size + self._rounding):
+            return None
+        del blocks[place]
+        return found
+
+    def _new(self, pool: _Pool, stream: int, size: int) -> Block:
+        """Gets memory from the driver, if need be after giving back what is cached (`malloc`)."""
+        if self.settings.garbage_collection_threshold and self.capacity_bytes is not None:
+            self._collect_garbage(self.settings.garbage_collection_threshold * self.capacity_bytes)
+        block = self._from_driver(pool, stream, size)
+        if block is None and self._release_oversized(pool, stream, size):
+            block = self._from_driver(pool, stream, size)
+        if block is None:
+            self._release_cached()
+            block = self._from_driver(pool, stream, size)
+        if block is None:
+            raise MemoryError(size)
+        return block
+
+    def _from_driver(self, pool: _Pool, stream: int, size: int) -> Block | None:
+        """A new block, or more of an expandable segment; None where the device has no more (`alloc_block`)."""
+        if self.settings.expandable_segments:
+            return self._expand(pool, stream, size)
+        whole = _segment_bytes(size)
+        if not self._has(whole):
+            return None
+        block = Block(pool, stream, self._address(), whole, expandable=False)
+        self._heads[block.address] = block
+        self._reserve(whole)
+        return block
+
+    def _has(self, size: int) -> bool:
+        return self.capacity_bytes is None or self.reserved + size <= self.capacity_bytes
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+    def _address(self) -> int:
+        self._segments += 1
+        return self._segments * ADDRESS_SPACE
+
+    def _should_split(self, block: Block, size: int) -> bool:
+        """Whether what is left over is worth a block (`should_split`)."""
+        rest = block.size - size
+        if block.pool.small or self.settings.expandable_segments:
+            return rest >= ROUND_BYTES
+        return size < self._max_split and rest > SMALL_BYTES
+
+    def _split(self, rest: Block, size: int) -> Block:
+        """Cuts a block off the beginning; the rest is cached (`alloc_found_block`)."""
+        block = Block(rest.pool, rest.stream, rest.address, size, rest.expandable)
+        block.before, block.next = rest.before, rest
+        if rest.before is not None:
+            rest.before.next = block
+        else:
+            self._heads[block.address] = block
+        rest.before = block
+        rest.address += size
+        rest.size -= size
+        rest.pool.insert(rest)
+        return block
+
+    def _expand(self, pool: _Pool, stream: int, size: int) -> Block | None:
+        """Maps more of an expandable segment (`try_allocate_expandable_block`)."""
+        block = self._expandable(pool, stream, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _expandable(self, pool: _Pool, stream: int, size: int) -> Block:
+        """Where free and unmapped space follow each other, large enough; else a new one (`find_expandable_block`)."""
+        for _, block in pool.unmapped.get(stream, []):
+            first = block.before if block.before is not None and block.before.is_free else block
+            if _room(first) >= size:
+                return first
+        block = Block(pool, stream, self._address(), ADDRESS_SPACE // 2, expandable=True)
+        block.mapped = False
+        self._heads[block.address] = block
+        pool.insert_unmapped(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Maps the beginning of unmapped space, in whole pages (`map_block`, `ExpandableSegment::map`)."""
+        page = _page(block.pool)
+        mapped = -(-size // page) * page
+        if not self._has(mapped):
+            return False
+        block.pool.remove_unmapped(block)
+        block.mapped = True
+        if mapped < block.size:
+            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, expandable=True)
+            rest.mapped = False
+            rest.before, rest.next = block, block.next
+            if block.next is not None:
+                block.next.before = rest
+            block.next = rest
+            block.size = mapped
+            block.pool.insert_unmapped(rest)
+        self._merge(block, block.before)
+        self._merge(block, block.next)
+        block.pool.insert(block)
+        self._reserve(mapped)
+        return True
+
+    def _release_oversized(self, pool: _Pool, stream: int, size: int) -> bool:
+        """Gives back blocks that are never split, as many as are needed (`release_available_cached_blocks`)."""
+        if self.settings.max_split_size_bytes is None:
+            return False
+        needed = max(size, self._max_split)
+        blocks = pool.blocks.get(stream, [])
+        place = bisect_left(blocks, (needed,))  # type: ignore[arg-type]
+        if place < len(blocks) and not blocks[place][2].expandable:
+            self._release(blocks[place][2])
+            return True
+        released = 0
+        for block_size, _, block in reversed(blocks[:place]):
+            if released >= needed or block_size < self._max_split:
+                break
+            if not block.expandable:
+                self._release(block)
+                released += block_size
+        return released >= needed
+
+    def _release_cached(self) -> None:
+        """Waits for the GPU, then gives back all that is free (`release_cached_blocks`)."""
+        self._completed = len(self._waiting)
+        self._process_events()
+        for pool in (self._large, self._small):
+            for blocks in pool.blocks.values():
+                for _, _, block in list(blocks):
+                    if block.expandable:
+                        self._unmap(block)
+                    elif not block.is_split:
+                        self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """Gives a whole segment back (`release_block`)."""
+        block.pool.remove(block)
+        del self._heads[block.address]
+        self.reserved -= block.size
+
+    def _unmap(self, block: Block) -> None:
+        """Gives back the whole pages of a free block of an expandable segment (`unmap_block`)."""
+        page = _page(block.pool)
+        first, last = -(-block.address // page) * page, (block.address + block.size) // page * page
+        if last <= first:
+            return
+        block.pool.remove(block)
+        begin, end = block.address, block.address + block.size
+        block.address, block.size, block.mapped = first, last - first, False
+        if begin < first:
+            self._beside(block, begin, first - begin, before=True)
+        if last < end:
+            self._beside(block, last, end - last, before=False)
+        if block.before is None:
+            self._heads.pop(begin, None)
+            self._heads[block.address] = block
+        self.reserved -= block.size
+        self._merge(block, block.before)
+        self._merge(block, block.next)
+        block.pool.insert_unmapped(block)
+
+    def _beside(self, block: Block, address: int, size: int, before: bool) -> None:
+        """Puts a cached block beside another."""
+        new = Block(block.pool, block.stream, address, size, expandable=True)
+        if before:
+            new.before, new.next = block.before, block
+            if block.before is not None:
+                block.before.next = new
+            else:
+                self._heads[address] = new
+            block.before = new
+        else:
+            new.before, new.next = block, block.next
+            if block.next is not None:
+                block.next.before = new
+            block.next = new
+        block.pool.insert(new)
+
+    def _collect_garbage(self, most_bytes: float) -> None:
+        """Gives back whole segments that were not used for longest (`garbage_collect_cached_blocks`)."""
+        target = self.reserved - most_bytes
+        whole = [block for blocks in self._large.blocks.values() for _, _, block in blocks if not block.is_split]
+        reclaimed, freed = 0, True
+        while 0 < target and reclaimed < target and freed and whole:
+            calls = self._large.calls
+            average = sum(calls - block.born for block in whole) / len(whole)
+            old = [block for block in whole if calls - block.born >= average]
+            freed = bool(old)
+            for block in old:
+                self._release(block)
+                reclaimed += block.size
+            whole = [block for block in whole if block not in old]
+
+
+def _segment_bytes(size: int) -> int:
+    """What is asked of the driver for a request (`get_allocation_size`)."""
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < OWN_SEGMENT_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+
+
+def _page(pool: _Pool) -> int:
+    return SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
+
+
+def _grown(block: Block) -> int:
+    """What a block of an expandable segment can become."""
+    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+
+
+def _room(block: Block | None) -> int:
+    """The free and unmapped space from a block on."""
+    size = 0
+    while block is not None and block.is_free:
+        size += block.size
+        block = block.next
+    return size

@@ -1,0 +1,464 @@
+"""What the allocator reserves: a rank's first steps as single tensors on streams, played into its simulation. Pure.
+
+The walk and the engines are those of `step.py`; here each buffer is the tensors that it is made of, and each event of a
+tape is one request. Reserved memory is history: loading, the first step, which makes the optimizer's states among what
+the first backward has left, and the steps after it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
+from accel_fsdp.models import state_bytes
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.allocator import AllocatorSettings, Block, CachingAllocator
+from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_of
+from accel_fsdp.prediction.memory.losses import UPCAST_AND_KEPT, Loss
+from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
+from accel_fsdp.prediction.memory.replay import repeated_bytes, tape_of_block, tape_of_head
+from accel_fsdp.prediction.memory.shards import Unit
+from accel_fsdp.prediction.memory.step import Walk
+from accel_fsdp.prediction.memory.timeline import (
+    ACTIVATIONS,
+    BUFFERS,
+    COMPUTE,
+    GATHERED,
+    GRADIENTS,
+    LOSS,
+    OPTIMIZER,
+    PARAMETERS,
+    WORKSPACE,
+    Meter,
+)
+from accel_fsdp.prediction.memory.traces import At, Event, Tape, Tapes
+from accel_fsdp.units import MIB
+
+STEPS = 3
+"""After so many steps nothing new is reserved."""
+BUCKET_BYTES = 25 * MIB
+"""DDP's buckets (`bucket_cap_mb`)."""
+IN_FLIGHT = 2
+"""All-gathers that FSDP1 lets the CPU issue ahead of the GPU (`_limiter_utils.py`)."""
+
+
+class Request(NamedTuple):
+    """One event of a tape: `slot` is allocated with `size` bytes or, where that is 0, freed. `grad`: a parameter's."""
+
+    slot: int
+    size: int
+    grad: bool = False
+
+
+class Script(NamedTuple):
+    """A tape at one batch as requests. `kept` are the slots that forward leaves besides `output`; `left` is what
+    backward leaves: the gradient of the input."""
+
+    first: tuple[Request, ...]
+    forward: tuple[Request, ...]
+    backward: tuple[Request, ...]
+    output: int
+    left: int | None
+
+
+UPSTREAM, REPEATED = -1, -2
+"""The slots of the gradient of a block's output, which its caller made, and of repeated keys and values."""
+
+
+@lru_cache(64)
+def script_of(tape: Tape, at: At) -> Script:
+    """Says of each release on a tape which allocation it is of: the youngest of its size."""
+    live: dict[tuple[float, ...], list[int]] = {}
+    forward = list(_requests(tape.forward, at, live, 0))
+    same = live.get(tape.output, [])
+    output = same[-1] if same else UPSTREAM
+    if tape.output.at(at):
+        live.setdefault(tape.output, []).insert(0, UPSTREAM)
+    events = tape.backward
+    backward = list(_requests(events, at, live, len(forward)))
+    if events and events[-1].sign > 0 and any(one.slot == UPSTREAM for one in backward):
+        slot = backward.pop().slot  # stands for what the caller holds
+        live[events[-1].size].remove(slot)
+    left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
+    first = tuple(_requests(tape.first or tape.forward, at, {}, 0))
+    return Script(first, tuple(forward), tuple(backward), output, left[-1] if left else None)
+
+
+def _last(requests: Sequence[Request]) -> int | None:
+    """The slot that is left of a forward that saves nothing."""
+    alive: dict[int, None] = {}
+    for slot, size, _ in requests:
+        if size:
+            alive[slot] = None
+        else:
+            alive.pop(slot, None)
+    return next(reversed(alive), None)
+
+
+def _requests(events: Sequence[Event], at: At, live: dict[tuple[float, ...], list[int]], first: int) -> Iterator[Request]:
+    for slot, event in enumerate(events, start=first):
+        if event.sign < 0:
+            slots = live.get(event.size)
+            if slots:
+                yield Request(slots.pop(), 0)
+        elif event.sign:
+            live.setdefault(event.size, []).append(slot)
+            yield Request(slot, event.size.at(at))
+        else:
+            yield Request(slot, event.size.at(at), grad=True)
+
+
+def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
+    """The script of a head with another loss than the tape's. `logits` is their number; `keeps` names one that the
+    caller holds to the end of backward.
+
+    The tape's own begins with the upcast copy and ends with the gradient in the logits' dtype: what is before, after
+    and smaller stays.
+    """
+    widths = loss.widths
+    wide, low = 4 * logits, widths["d"] * logits
+    first = next((n for n, one in enumerate(script.forward) if one.size >= wide), None)
+    last = next((n for n, one in reversed(list(enumerate(script.backward))) if one.size >= wide), None)
+    if first is None or last is None:
+        return script
+    alive = {one.slot: one.size for one in script.forward[:first]}  # a release has no size
+    names = {"l": next(slot for slot in reversed(alive) if alive[slot] >= low)}
+    later = (*script.forward[first:], *script.backward)
+    large = {one.slot for one in later if one.size >= low} | {names["l"]}
+    names["d"] = next(one.slot for one in script.backward[last:] if one.size >= low and one.size < wide)
+    slots = count(max(large) + 1_000)
+
+    def requests(words: str) -> Iterator[Request]:
+        for sign, name in words.split():
+            slot = names[name] if name in names else names.setdefault(name, next(slots))
+            if sign == "+":
+                yield Request(slot, widths[name] * logits)
+            elif name != keeps:
+                yield Request(slot, 0)
+
+    forward = [*script.forward[:first], *requests(loss.forward)]
+    forward += [one for one in script.forward[first:] if one.slot not in large]
+    backward = list(requests(loss.backward))
+    made = next(n for n, one in enumerate(script.backward) if one.slot == names["d"])
+    backward += [one for one in script.backward[made + 1 :] if one.slot not in large or one.slot == names["d"]]
+    if keeps in names:
+        backward.append(Request(names[keeps], 0))
+    return script._replace(forward=tuple(forward), backward=tuple(backward))
+
+
+class Group(NamedTuple):
+    """What was allocated under one name at once."""
+
+    size: int
+    blocks: list[Block]
+
+
+@dataclass
+class AllocatingMeter(Meter):
+    """Gives everything that is counted to an allocator, tensor by tensor."""
+
+    allocator: CachingAllocator = field(default_factory=CachingAllocator)
+    named: dict[object, list[Group]] = field(default_factory=dict)
+    per_parameter: int = 1
+    flat: bool = False
+    late: int = 0
+    marks: list[int] = field(default_factory=list)
+
+    def add(
+        self,
+        kind: str,
+        size: int,
+        name: object = None,
+        of: Unit | None = None,
+        stream: int = COMPUTE,
+        used_on: int = COMPUTE,
+    ) -> None:
+        """Allocates the tensors, or frees those of that name and size."""
+        if size > 0:
+            sizes = self._sizes(kind, size, of)
+            load = kind == PARAMETERS and of is not None
+            blocks = self._loaded(of, sizes) if load else [self.allocator.malloc(each, stream) for each in sizes]
+            self.named.setdefault((kind, name), []).append(Group(size, blocks))
+        elif size < 0:
+            for block in self._taken((kind, name), -size):
+                self.release(block, used_on)
+
+    def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
+        """The tensors at rest, each made from what is on the GPU only for that.
+
+        FSDP1 flattens a unit's parameters there before it cuts them (`_init_flat_param_and_metadata`); Accelerate gives
+        FSDP2's shards one whole parameter after the other (`fsdp2_load_full_state_dict`); bitsandbytes packs 16 bits.
+        """
+        malloc, free = self.allocator.malloc, self.allocator.free
+        if self.flat:
+            whole = [malloc(size) for size in shards.loaded_sizes(unit)]
+            joined = [malloc(sum(shards.loaded_sizes(unit)))]
+            blocks = [malloc(size) for size in sizes]
+            for block in (*whole, *joined):
+                free(block)
+            return blocks
+        blocks = []
+        for before, size in zip(shards.loaded_sizes(unit), sizes, strict=True):
+            block = malloc(before) if before > size else None
+            blocks.append(malloc(size))
+            if block is not None:
+                free(block)
+        return blocks
+
+    def release(self, block: Block, used_on: int = COMPUTE) -> None:
+        """Frees one tensor."""
+        if used_on != COMPUTE or block.stream != COMPUTE:
+            if self.flat:
+                self.allocator.record_stream(block, used_on)
+                self.late += used_on != block.stream
+        self.allocator.free(block)
+
+    def throttle(self) -> None:
+        """The GPU has come as far as two units ago."""
+        self.marks.append(self.allocator.issued)
+        if len(self.marks) > IN_FLIGHT:
+            self.allocator.complete(self.marks.pop(0))
+
+    def drop(self, kind: str) -> None:
+        """Frees all of a kind."""
+        for name in [name for name in self.named if name[0] == kind]:  # type: ignore[index]
+            for group in self.named.pop(name):
+                for block in group.blocks:
+                    self.allocator.free(block)
+
+    def _taken(self, name: object, size: int) -> list[Block]:
+        groups = self.named.get(name, [])
+        for place, group in enumerate(groups):
+            if group.size == size:
+                return groups.pop(place).blocks
+        assert sum(group.size for group in groups) == size, (name, size, [group.size for group in groups])
+        del self.named[name]
+        return [block for group in groups for block in group.blocks]
+
+    def _sizes(self, kind: str, size: int, of: Unit | None) -> Sequence[int]:
+        if kind == BUFFERS and size > BUCKET_BYTES:
+            count = -(-size // BUCKET_BYTES)
+            return [size // count] * count
+        if of is None:
+            return [size]
+        weights = shards.tensor_weights(of, kind, self.flat)
+        weights = weights * (self.per_parameter if kind == OPTIMIZER else 1)
+        total = sum(weights) or 1
+        return [max(round(size * weight / total), 1) for weight in weights]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What an allocator has reserved and used at its highest after some steps; `failed_at` is where it ran out."""
+
+    reserved: int
+    active: int
+    allocated: int
+    failed_at: str = ""
+
+
+def reserve(
+    shape: ModelShape,
+    tapes: Tapes,
+    recipe: Recipe,
+    layout: Layout,
+    workspace_bytes: int = 0,
+    quirks: Quirks | None = None,
+    settings: AllocatorSettings | None = None,
+    capacity_bytes: int | None = None,
+) -> Reservation:
+    """Plays the first steps. `capacity_bytes` is what the allocator can get; None is without a limit."""
+    allocator = CachingAllocator(settings, capacity_bytes)
+    meter = AllocatingMeter(allocator=allocator, flat=layout.engine == "fsdp1")
+    meter.per_parameter = 2 if recipe.optimizer.startswith("adamw") else 1
+    quirks = quirks or quirks_of({}, shape.model_type, recipe)
+    walk = _AllocatingWalk.of(meter, shape, tapes, recipe, layout, quirks)
+    walk.prepare(shape, tapes, quirks)
+    failed_at = ""
+    try:
+        walk.steps(shape.buffers_bytes, workspace_bytes)
+    except MemoryError:
+        failed_at = meter.phase
+    return Reservation(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak, failed_at)
+
+
+class _AllocatingWalk(Walk):
+    """The walk, tensor by tensor."""
+
+    meter: AllocatingMeter
+
+    def prepare(self, shape: ModelShape, tapes: Tapes, quirks: Quirks) -> None:
+        """Turns the tapes into scripts."""
+        recipe = self.recipe
+        at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+        self.scripts = [
+            script_of(tape_of_block(shape, tapes, recipe, index).of(recipe.rows), at) for index in range(len(shape.blocks))
+        ]
+        self.repeated = [repeated_bytes(shape, tapes, recipe, index, quirks) for index in range(len(shape.blocks))]
+        self.first = script_of(tapes.embedding.of(recipe.rows), at)
+        tape = tape_of_head(tapes, recipe)
+        self.last = script_of(tape.of(recipe.rows), at) if tape else None
+        if self.last and quirks.loss and not recipe.chunked_loss and shards.compute_bytes(recipe) == state_bytes.LOW:
+            keeps = "" if not recipe.keeps_logits else "l" if quirks.loss is UPCAST_AND_KEPT else "f"
+            self.last = with_loss(self.last, quirks.loss, shape.vocab * recipe.rows * recipe.length, keeps)
+            self.more_logits = (0, 0)
+
+    def steps(self, buffers_bytes: int, workspace_bytes: int) -> None:
+        """Loading and the first steps."""
+        self.meter.enter("loading")
+        self.meter.add(BUFFERS, buffers_bytes)
+        self.engine.load()
+        self.meter.add(WORKSPACE, workspace_bytes)
+        for step in range(1, STEPS + 1):
+            self._step(step)
+
+    def _step(self, step: int) -> None:
+        last = self.recipe.accumulation
+        self.engine.has_grads = False
+        for number in sorted({1, min(2, last), last}):
+            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
+            name = f" of micro-batch {number}" if last > 1 else ""
+            self.micro_batch(f"{name} of step {step}", 1 if number == 1 and step > 1 and self.recipe.zeroes_late else 0)
+        self.meter.enter(f"optimizer of step {step}")
+        if step == 1:
+            self.engine.make_states()
+        self.engine.step()
+        if not self.recipe.zeroes_late:
+            self.meter.drop(GRADIENTS)
+        self.meter.allocator.complete()
+
+    def _play(self, requests: Iterable[Request], slots: dict[int, Block], unit: int, kind: str) -> None:
+        meter, allocator = self.meter, self.meter.allocator
+        for slot, size, grad in requests:
+            if not size:
+                block = slots.pop(slot, None)
+                if block is not None:
+                    allocator.free(block)
+            elif grad:
+                block = allocator.malloc(size)
+                if self.engine.adds(unit):
+                    allocator.free(block)
+                else:
+                    meter.named.setdefault((GRADIENTS, ("born", unit)), []).append(Group(size, [block]))
+            else:
+                slots[slot] = allocator.malloc(size)
+
+    def _forward(self) -> None:
+        allocator = self.meter.allocator
+        self.slots: list[dict[int, Block]] = [{} for _ in range(len(self.order) + 2)]
+        self.outputs: list[Block | None] = [None] * (len(self.order) + 2)
+        self.engine.before_forward(0)
+        self._play(self.first.forward, self.slots[0], 0, ACTIVATIONS)
+        self.outputs[0] = self.slots[0].pop(self.first.output, None)
+        self.engine.after_forward(0)
+        for unit, block in enumerate(self.order, start=1):
+            script, played = self.scripts[block], self.blocks[block]
+            self.engine.before_forward(unit)
+            slots = self._repeated(block)
+            if self.recipe.recomputes:
+                self._play(script.first, slots, unit, ACTIVATIONS)
+                self.outputs[unit] = self._only(slots, _last(script.first))
+            else:
+                self._play(script.forward, slots, unit, ACTIVATIONS)
+                self.outputs[unit] = slots.pop(script.output, None)
+            self.slots[unit] = slots
+            if self.until_loss[block]:
+                self.meter.add(ACTIVATIONS, self.until_loss[block], "until loss")
+            if not self._holds_input(played):
+                self._drop_output(unit - 1)
+            self.engine.after_forward(unit)
+
+    def _repeated(self, block: int) -> dict[int, Block]:
+        """Keys and values of all heads, where older attention saves them."""
+        size = self.repeated[block]
+        return {REPEATED: self.meter.allocator.malloc(size)} if size else {}
+
+    def _drop_output(self, unit: int) -> None:
+        block, self.outputs[unit] = self.outputs[unit], None
+        if block is not None:
+            self.meter.allocator.free(block)
+
+    def _loss(self, late: int) -> None:
+        meter, allocator, last = self.meter, self.meter.allocator, len(self.order)
+        head: dict[int, Block] = {}
+        self.engine.before_forward(self.head_unit)
+        if self.last is None:
+            meter.add(LOSS, self.head.forward_peak, "loss")
+            meter.add(LOSS, -self.head.forward_peak, "loss")
+            meter.add(LOSS, self.head.forward_end, "loss")
+        else:
+            meter.add(LOSS, max(self.more_logits[0], 0), "more logits")
+            self._play(self.last.forward, head, self.head_unit, LOSS)
+            meter.add(LOSS, -max(self.more_logits[0], 0), "more logits")
+        self.engine.after_forward(self.head_unit)
+        self.engine.end_forward()
+        waiting = sum(self.until_loss[block] for block in self.order)
+        meter.add(ACTIVATIONS, -waiting, "until loss")
+        if late:
+            meter.drop(GRADIENTS)
+        self.engine.before_loss_backward()
+        if not self.head.keeps_input:
+            self._drop_output(last)
+        if self.last is None:
+            self.engine.before_head_backward(self.head_unit)
+            self.gradient = allocator.malloc(max(self.head.output or self.blocks[self.order[-1]].output, 1))
+            meter.add(LOSS, -self.head.forward_end, "loss")
+            if self.head.born:
+                meter.add(GRADIENTS, self.head.born, ("born", self.head_unit))
+        else:
+            more = max(self.more_logits[1], 0)
+            meter.add(LOSS, more, "more logits")
+            cut = next((n for n, one in enumerate(self.last.backward) if one.grad), len(self.last.backward))
+            self._play(self.last.backward[:cut], head, self.head_unit, LOSS)
+            self.engine.before_head_backward(self.head_unit)
+            self._play(self.last.backward[cut:], head, self.head_unit, LOSS)
+            meter.add(LOSS, -more, "more logits")
+            self.gradient = self._only(head, self.last.left)
+        if self.head.keeps_input:
+            self._drop_output(last)
+        if self.head_unit:
+            self.engine.after_backward(self.head_unit, self.head.born)
+
+    def _only(self, slots: dict[int, Block], left: int | None) -> Block:
+        """The gradient of the input; what else is left is freed."""
+        kept = slots.pop(left, None) if left is not None else None
+        for block in slots.values():
+            self.meter.allocator.free(block)
+        slots.clear()
+        return kept or self.meter.allocator.malloc(max(self.blocks[self.order[-1]].output, 1))
+
+    def _backward(self) -> None:
+        allocator = self.meter.allocator
+        kept: list[Block] = []
+        for unit in range(len(self.order), 0, -1):
+            index = self.order[unit - 1]
+            script, played = self.scripts[index], self.blocks[index]
+            self.engine.before_backward(unit)
+            slots = self.slots[unit]
+            if self.recipe.recomputes:
+                slots |= self._repeated(index)
+                self._play(script.forward, slots, unit, ACTIVATIONS)
+                if self.recipe.checkpointing != "reentrant" and script.output in slots:
+                    allocator.free(slots.pop(script.output))
+            slots[UPSTREAM] = self.gradient
+            self._play(script.backward, slots, unit, ACTIVATIONS)
+            self.gradient = self._only(slots, script.left)
+            if self.retained:
+                kept += [allocator.malloc(self.retained)] if unit > 2 else []
+            elif self._holds_input(played):
+                self._drop_output(unit - 1)
+            self.engine.after_backward(unit, played.born)
+        self.engine.before_backward(0)
+        slots = {**self.slots[0], UPSTREAM: self.gradient}
+        self._play(self.first.backward, slots, 0, ACTIVATIONS)
+        for block in (*slots.values(), *kept):
+            allocator.free(block)
+        for unit in range(len(self.order)):
+            self._drop_output(unit)
+        born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
+        if self.summed:
+            self.meter.add(GRADIENTS, -born - self.summed, ("born", 0))
+            self.meter.add(GRADIENTS, born, ("born", 0), of=self.engine.units[0])
+        self.engine.after_backward(0, born)
+        self.engine.end_backward()

@@ -1,0 +1,432 @@
+"""The rules of PyTorch's CUDA caching allocator, written to be read: slow, and nothing kept that a scan can find.
+
+The independent route that the tests compare `accel_fsdp.prediction.memory.allocator` with. It was written from
+PyTorch's source alone, and has no code of accel_fsdp.
+
+Where each rule stands in c10/cuda/CUDACachingAllocator.cpp, class DeviceCachingAllocator (read at three stages: commit
+eb42ad6, about torch 2.3; the text with PR 134338, from torch 2.5; the text with `large_segment_size_mb`, from torch
+2.10; the constants in torch 2.13's headers are those of `allocator_reference`):
+
+- sizes are multiples of 512 bytes, or of a division of a power of two -> round_size, roundup_power2_next_division
+- up to 1 MiB is small; small and large never share a segment -> get_pool
+- a segment has 2 MiB, 20 MiB or a multiple of 2 MiB -> get_allocation_size
+- best fit within stream and pool by size, then by address; oversize blocks wait for oversize requests
+  -> get_free_block, BlockComparatorSize
+- what is left of a block is split off -> should_split, alloc_found_block
+- free neighbours become one block -> free_block, try_merge_blocks
+- other streams' uses delay a free until their events are complete -> recordStream, free, insert_events, process_events
+- the order of attempts for new memory -> malloc
+- old free segments go first when memory passes a threshold -> garbage_collect_cached_blocks, insert_into_blocks
+- new memory -> alloc_block
+- one oversize segment, or several, go to make room -> release_available_cached_blocks
+- all events are awaited and all free segments go -> release_cached_blocks, synchronize_and_free_events, release_blocks
+- an expandable segment grows at the lowest address with room -> find_expandable_block, try_allocate_expandable_block,
+  map_block, ExpandableSegment::map
+- its whole free pages go -> unmap_block, ExpandableSegment::unmap, release_expandable_segment
+- what a snapshot shows -> snapshot; the names of states are those of torch/csrc/cuda/Module.cpp
+
+What the source leaves to the driver is settled here: each segment's addresses are above those of all earlier ones.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+KIB = 1 << 10
+MIB = 1 << 20
+SMALLEST = 512
+LARGEST_SMALL = 1 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+OWN_SEGMENT = 10 * MIB
+"""From this size a request gets a segment of its own."""
+SEGMENT_STEP = 2 * MIB
+ENDLESS = 1 << 60
+"""Addresses that an expandable segment reserves if the card's memory is not known."""
+
+USED, WAITING, FREE, UNMAPPED = "active_allocated", "active_pending_free", "inactive", "unmapped"
+
+
+@dataclass(eq=False)
+class Block:
+    address: int
+    size: int
+    state: str
+    cached_at: int = 0
+    """How often its pool had been searched when it became free."""
+    other_streams: set[int] = field(default_factory=set)
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
+
+
+@dataclass(eq=False)
+class Segment:
+    stream: int
+    small: bool
+    expandable: bool
+    blocks: list[Block]
+    """In the order of their addresses, without gaps."""
+
+
+@dataclass(eq=False)
+class Event:
+    block: Block
+    completed: bool = False
+
+
+class Reference:
+    """An allocator for one card.
+
+    `settings` has the attributes of AllocatorSettings. `capacity_bytes` is what the card can give. With `by_fraction`
+    it is what `set_per_process_memory_fraction` allows of a larger card: PyTorch then compares the size of a new
+    segment with it, also where an expandable segment would grow by less. PyTorch collects garbage only if such a
+    fraction is set; here the threshold applies to `capacity_bytes` in both cases.
+    """
+
+    def __init__(self, settings: Any, capacity_bytes: int | None = None, *, by_fraction: bool = False) -> None:
+        self.settings = settings
+        self.capacity = capacity_bytes
+        self.by_fraction = by_fraction
+        self.all_segments: list[Segment] = []
+        self.events: list[Event] = []
+        self.handles: dict[int, Block] = {}
+        self.searches = {True: 0, False: 0}
+        self.next_address = 0
+        self.next_handle = 1
+        self.allocated_peak = self.active_peak = self.reserved_peak = 0
+
+    # What it tells
+
+    @property
+    def allocated(self) -> int:
+        return self.sum_of(USED)
+
+    @property
+    def active(self) -> int:
+        return self.sum_of(USED, WAITING)
+
+    @property
+    def reserved(self) -> int:
+        return self.sum_of(USED, WAITING, FREE)
+
+    def segments(self) -> list[tuple[int, int, list[tuple[int, str]]]]:
+        """Stream, size and blocks of each range of mapped memory; sorted, since addresses are the driver's choice."""
+        ranges = []
+        for segment in self.all_segments:
+            mapped: list[tuple[int, str]] = []
+            for block in [*segment.blocks, Block(0, 0, UNMAPPED)]:
+                if block.state != UNMAPPED:
+                    mapped.append((block.size, block.state))
+                elif mapped:
+                    ranges.append((segment.stream, sum(size for size, _ in mapped), mapped))
+                    mapped = []
+        return sorted(ranges)
+
+    # What a program does
+
+    def malloc(self, size: int, stream: int = 0) -> int:
+        self.notice_completed_events()
+        size = self.rounded(size)
+        small = size <= LARGEST_SMALL
+        found = self.best_fit(size, stream, small)
+        if found is None:
+            self.collect_garbage()
+            found = self.new_block(size, stream, small)
+        if found is None and self.release_oversize(size, stream, small):
+            found = self.new_block(size, stream, small)
+        if found is None:
+            self.release_everything_free()
+            found = self.new_block(size, stream, small)
+        if found is None:
+            raise MemoryError(f"{size} bytes")
+        self.split(found, size, small)
+        found.state = USED
+        self.note_peaks()
+        handle, self.next_handle = self.next_handle, self.next_handle + 1
+        self.handles[handle] = found
+        return handle
+
+    def free(self, handle: int) -> None:
+        block = self.handles.pop(handle)
+        if block.other_streams:
+            block.state = WAITING
+            self.events += [Event(block) for _ in block.other_streams]
+            block.other_streams = set()
+        else:
+            self.put_into_cache(block)
+
+    def record_stream(self, handle: int, stream: int) -> None:
+        block = self.handles[handle]
+        if stream != self.segment_of(block).stream:
+            block.other_streams.add(stream)
+
+    def complete(self) -> None:
+        for event in self.events:
+            event.completed = True
+
+    # Sizes
+
+    def rounded(self, size: int) -> int:
+        if size < SMALLEST:
+            return SMALLEST
+        divisions = self.settings.roundup_power2_divisions
+        if divisions > 1 and size > SMALLEST * divisions:
+            power_below = 1 << (size.bit_length() - 1)
+            return up_to_multiple(size, power_below // divisions)
+        return up_to_multiple(size, SMALLEST)
+
+    @staticmethod
+    def segment_size(size: int) -> int:
+        if size <= LARGEST_SMALL:
+            return SMALL_SEGMENT
+        return LARGE_SEGMENT if size < OWN_SEGMENT else up_to_multiple(size, SEGMENT_STEP)
+
+    def is_oversize(self, size: int) -> bool:
+        return self.settings.max_split_size_bytes is not None and size >= self.settings.max_split_size_bytes
+
+    # The cache
+
+    def best_fit(self, size: int, stream: int, small: bool) -> Block | None:
+        if self.collects_garbage():
+            self.searches[small] += 1
+        fitting = [block for block in self.cached(small, stream) if block.size >= size]
+        if not fitting:
+            return None
+        best = fitting.pop(0)
+        if self.settings.expandable_segments:
+            while fitting and self.size_it_could_grow_to(fitting[0]) < self.size_it_could_grow_to(best):
+                best = fitting.pop(0)
+        if self.is_oversize(best.size) and not self.is_oversize(size):
+            return None
+        slack = self.settings.max_non_split_rounding_bytes
+        if self.is_oversize(size) and best.size >= size + (LARGE_SEGMENT if slack is None else slack):
+            return None
+        return best
+
+    def size_it_could_grow_to(self, block: Block) -> int:
+        following = self.neighbour(block, 1)
+        return block.size + (following.size if following and following.state == UNMAPPED else 0)
+
+    def split(self, block: Block, size: int, small: bool) -> None:
+        left = block.size - size
+        if small or self.settings.expandable_segments:
+            worth_it = left >= SMALLEST
+        else:
+            worth_it = left > LARGEST_SMALL and not self.is_oversize(size)
+        if worth_it:
+            self.cut(block, size)
+
+    def put_into_cache(self, block: Block) -> None:
+        segment = self.segment_of(block)
+        block.state, block.cached_at = FREE, self.searches[segment.small]
+        self.merge_neighbours(segment)
+
+    def cached(self, small: bool, stream: int | None = None) -> list[Block]:
+        """Free blocks by stream, size and address."""
+        blocks = [
+            (segment.stream, block.size, block.address, block)
+            for segment in self.all_segments
+            for block in segment.blocks
+            if segment.small == small and block.state == FREE and stream in (None, segment.stream)
+        ]
+        return [block for *_, block in sorted(blocks, key=lambda entry: entry[:3])]
+
+    # Events
+
+    def notice_completed_events(self) -> None:
+        completed = [event for event in self.events if event.completed]
+        self.events = [event for event in self.events if not event.completed]
+        awaited = [event.block for event in self.events]
+        for block in {event.block for event in completed}:
+            if block not in awaited:
+                self.put_into_cache(block)
+
+    # New memory
+
+    def new_block(self, size: int, stream: int, small: bool) -> Block | None:
+        needed = self.segment_size(size)
+        if self.settings.expandable_segments:
+            if self.by_fraction and not self.fits(needed):
+                return None
+            return self.expand(size, stream, small)
+        if not self.fits(needed):
+            return None
+        segment = self.new_segment(stream, small, needed, FREE)
+        self.note_peaks()
+        return segment.blocks[0]
+
+    def expand(self, size: int, stream: int, small: bool) -> Block | None:
+        segment, address = self.lowest_with_room(size, stream, small)
+        while True:
+            block = next(block for block in segment.blocks if block.address == address)
+            if block.state == FREE and block.size >= size:
+                return block
+            missing = size - (block.size if block.state == FREE else 0)
+            unmapped = block if block.state == UNMAPPED else self.neighbour(block, 1)
+            assert unmapped is not None
+            assert unmapped.state == UNMAPPED
+            mapped = min(up_to_multiple(missing, self.page(small)), unmapped.size)
+            if not self.by_fraction and not self.fits(mapped):
+                return None
+            self.cut(unmapped, mapped)
+            unmapped.state = FREE
+            self.merge_neighbours(segment)
+            self.note_peaks()
+
+    def lowest_with_room(self, size: int, stream: int, small: bool) -> tuple[Segment, int]:
+        for segment in self.all_segments:
+            if (segment.stream, segment.small) != (stream, small):
+                continue
+            for block in segment.blocks:
+                if block.state != UNMAPPED:
+                    continue
+                before = self.neighbour(block, -1)
+                start = before if before and before.state == FREE else block
+                if self.room_from(start) >= size:
+                    return segment, start.address
+        segment = self.new_segment(stream, small, self.addresses_to_reserve(small), UNMAPPED)
+        return segment, segment.blocks[0].address
+
+    def room_from(self, start: Block) -> int:
+        room = 0
+        blocks = self.segment_of(start).blocks
+        for block in blocks[blocks.index(start) :]:
+            if block.state not in (FREE, UNMAPPED):
+                break
+            room += block.size
+        return room
+
+    def addresses_to_reserve(self, small: bool) -> int:
+        if self.capacity is None or self.by_fraction:
+            return ENDLESS // self.page(small) * self.page(small)
+        return up_to_multiple(self.capacity + self.capacity // 8, self.page(small))
+
+    def fits(self, more: int) -> bool:
+        return self.capacity is None or self.reserved + more <= self.capacity
+
+    @staticmethod
+    def page(small: bool) -> int:
+        return SMALL_SEGMENT if small else LARGE_SEGMENT
+
+    # Making room
+
+    def collects_garbage(self) -> bool:
+        return self.capacity is not None and self.settings.garbage_collection_threshold > 0
+
+    def collect_garbage(self) -> None:
+        if self.capacity is None or not self.collects_garbage():
+            return
+        excess = self.reserved - int(self.settings.garbage_collection_threshold * self.capacity)
+        while excess > 0:
+            ages = {
+                block: self.searches[False] - block.cached_at
+                for block in self.cached(small=False)
+                if len(self.segment_of(block).blocks) == 1 and not self.segment_of(block).expandable
+            }
+            if not ages:
+                return
+            average = sum(ages.values()) / len(ages)
+            for block, age in ages.items():
+                if age >= average:
+                    excess -= block.size
+                    self.drop(self.segment_of(block))
+
+    def release_oversize(self, size: int, stream: int, small: bool) -> bool:
+        """Whether segments too large to be split went, as large as the request together."""
+        limit = self.settings.max_split_size_bytes
+        if limit is None or self.settings.expandable_segments:
+            return False
+        wanted = max(size, limit)
+        oversize = [block for block in self.cached(small, stream) if block.size >= limit]
+        enough = [block for block in oversize if block.size >= wanted]
+        if enough:
+            self.drop_whole(enough[0])
+            return True
+        released = 0
+        while oversize and released < wanted:
+            largest = oversize.pop()
+            released += largest.size
+            self.drop_whole(largest)
+        return released >= wanted
+
+    def release_everything_free(self) -> None:
+        self.complete()
+        self.notice_completed_events()
+        for block in self.cached(small=False) + self.cached(small=True):
+            segment = self.segment_of(block)
+            if segment.expandable:
+                self.unmap_whole_pages(block, segment)
+            if len(segment.blocks) == 1:
+                self.drop(segment)
+
+    def unmap_whole_pages(self, block: Block, segment: Segment) -> None:
+        page = self.page(segment.small)
+        start, end = segment.blocks[0].address, block.end
+        first = start + up_to_multiple(block.address - start, page)
+        last = start + (end - start) // page * page
+        if first >= last:
+            return
+        if first > block.address:
+            block = self.cut(block, first - block.address)
+        self.cut(block, last - first)
+        block.state = UNMAPPED
+        self.merge_neighbours(segment)
+
+    # Blocks within segments
+
+    def new_segment(self, stream: int, small: bool, size: int, state: str) -> Segment:
+        block = Block(self.next_address, size, state, self.searches[small])
+        self.next_address += size
+        segment = Segment(stream, small, self.settings.expandable_segments, [block])
+        self.all_segments.append(segment)
+        return segment
+
+    def drop(self, segment: Segment) -> None:
+        self.all_segments.remove(segment)
+
+    def drop_whole(self, block: Block) -> None:
+        segment = self.segment_of(block)
+        assert segment.blocks == [block], "an oversize block is never split"
+        self.drop(segment)
+
+    def segment_of(self, block: Block) -> Segment:
+        return next(segment for segment in self.all_segments if block in segment.blocks)
+
+    def neighbour(self, block: Block, step: int) -> Block | None:
+        blocks = self.segment_of(block).blocks
+        position = blocks.index(block) + step
+        return blocks[position] if 0 <= position < len(blocks) else None
+
+    def cut(self, block: Block, size: int) -> Block:
+        """Shortens a block to `size`; what is left becomes a block of the same state, if anything is."""
+        if size == block.size:
+            return block
+        segment = self.segment_of(block)
+        rest = Block(block.address + size, block.size - size, block.state, self.searches[segment.small])
+        block.size = size
+        segment.blocks.insert(segment.blocks.index(block) + 1, rest)
+        return rest
+
+    def merge_neighbours(self, segment: Segment) -> None:
+        """Joins what just became free, or unmapped, with what was."""
+        joined: list[Block] = []
+        for block in segment.blocks:
+            if joined and joined[-1].state == block.state and block.state in (FREE, UNMAPPED):
+                joined[-1].size += block.size
+                joined[-1].cached_at = self.searches[segment.small]
+            else:
+                joined.append(block)
+        segment.blocks[:] = joined
+
+    def sum_of(self, *states: str) -> int:
+        return sum(block.size for segment in self.all_segments for block in segment.blocks if block.state in states)
+
+    def note_peaks(self) -> None:
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        self.active_peak = max(self.active_peak, self.active)
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+
+def up_to_multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
