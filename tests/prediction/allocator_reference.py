@@ -3,9 +3,9 @@
 The independent route that the tests compare `accel_fsdp.prediction.memory.allocator` with. It was written from
 PyTorch's source alone, and has no code of accel_fsdp.
 
-Where each rule stands in c10/cuda/CUDACachingAllocator.cpp, class DeviceCachingAllocator (read at three stages: commit
-eb42ad6, about torch 2.3; the text with PR 134338, from torch 2.5; the text with `large_segment_size_mb`, from torch
-2.10; the constants in torch 2.13's headers are those of `allocator_reference`):
+Where each rule stands in c10/cuda/CUDACachingAllocator.cpp, class DeviceCachingAllocator. Two stages were read: commit
+eb42ad6 of 2024, and a text of 2026 with `large_segment_size_mb` that is older than `throw_on_cudamalloc_oom` (PR
+179473). Where they differ, the later one counts. A test compares the sizes with the headers of the installed torch.
 
 - sizes are multiples of 512 bytes, or of a division of a power of two -> round_size, roundup_power2_next_division
 - up to 1 MiB is small; small and large never share a segment -> get_pool

@@ -109,7 +109,7 @@ def test_any_short_program_is_simulated_as_the_reference_does(
 def long_program(seed: int, length: int) -> list[Step]:
     """Tensors of a few recurring sizes and now and then of another, on two streams that at times share one."""
     draw = random.Random(seed)
-    usual = [700, 3 * KIB, 300 * KIB, MIB, 3 * MIB, 9 * MIB, 14 * MIB, 32 * MIB, 45 * MIB, 60 * MIB, 110 * MIB]
+    usual = [700, 3 * KIB, 300 * KIB, MIB, 3 * MIB, 9 * MIB, 14 * MIB, 30 * MIB, 45 * MIB, 60 * MIB, 110 * MIB]
     recurring = draw.sample(usual, 6)
     steps: list[Step] = []
     for _ in range(length):
@@ -134,6 +134,7 @@ def long_program(seed: int, length: int) -> list[Step]:
         {},
         {"expandable_segments": True},
         {"max_split_size_bytes": 30 * MIB},
+        {"max_split_size_bytes": 30 * MIB, "max_non_split_rounding_bytes": 100 * MIB},
         {"expandable_segments": True, "max_split_size_bytes": 40 * MIB, "garbage_collection_threshold": 0.5},
         {"garbage_collection_threshold": 0.4, "roundup_power2_divisions": 4},
     ],

@@ -20,13 +20,17 @@ OWN_SEGMENT_BYTES = 10 * MIB
 """From here on a request without a free block gets a segment of its own (kMinLargeAlloc), rounded up (kRoundLarge)."""
 SEGMENT_ROUND_BYTES = 2 * MIB
 NON_SPLIT_ROUNDING_BYTES = 20 * MIB
-ADDRESS_SPACE = 1 << 44
-"""The addresses that one segment may take here: more than any GPU has memory."""
+ADDRESS_SPACE = LARGE_SEGMENT_BYTES << 20
+"""The addresses that one segment may take here, in whole pages: more than any GPU has memory."""
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What PYTORCH_ALLOC_CONF says; a garbage collection threshold counts where the capacity is known."""
+    """What PYTORCH_ALLOC_CONF says.
+
+    PyTorch collects garbage only where `set_per_process_memory_fraction` was called: the capacity is then what it
+    allows, and an ordinary job has no threshold.
+    """
 
     expandable_segments: bool = False
     max_split_size_bytes: int | None = None
@@ -67,6 +71,11 @@ class Block:
         return self.before is not None or self.next is not None
 
     @property
+    def state(self) -> str:
+        """As `torch.cuda.memory_snapshot` calls it."""
+        return "active_allocated" if self.allocated else "inactive" if self.is_free else "active_pending_free"
+
+    @property
     def is_free(self) -> bool:
         """Whether nothing uses it, or will have used it."""
         return not self.allocated and not self.events and not self.uses
@@ -102,7 +111,7 @@ class _Pool:
 
 
 class Segment(NamedTuple):
-    """What one cudaMalloc gave, or one expandable segment: its blocks' sizes and states in order of address."""
+    """What one cudaMalloc gave, or one mapped range of an expandable segment: its blocks' sizes and states in order of address."""
 
     stream: int
     size: int
@@ -122,8 +131,7 @@ class CachingAllocator:
         self._waiting: list[Block] = []
         self._completed = self._done = 0
         self._segments = 0
-        none = 1 << 62
-        self._max_split = self.settings.max_split_size_bytes or none
+        self._max_split = self.settings.max_split_size_bytes or ADDRESS_SPACE
         self._rounding = self.settings.max_non_split_rounding_bytes or NON_SPLIT_ROUNDING_BYTES
 
     def malloc(self, size: int, stream: int = 0) -> Block:
@@ -183,17 +191,18 @@ class CachingAllocator:
         return -(-size // ROUND_BYTES) * ROUND_BYTES
 
     def segments(self) -> list[Segment]:
-        """All segments, those with mapped memory."""
-        found = []
+        """All of them."""
+        found: list[Segment] = []
         for head in self._heads.values():
-            blocks, block = [], head
+            blocks: list[tuple[int, str]] = []
+            block: Block | None = head
             while block is not None:
                 if block.mapped:
-                    state = "active_allocated" if block.allocated else "inactive" if block.is_free else "active_pending_free"
-                    blocks.append((block.size, state))
-                block = block.next  # type: ignore[assignment]
-            if blocks:
-                found.append(Segment(head.stream, sum(size for size, _ in blocks), tuple(blocks)))
+                    blocks.append((block.size, block.state))
+                block = block.next
+                if blocks and (block is None or not block.mapped):
+                    found.append(Segment(head.stream, sum(size for size, _ in blocks), tuple(blocks)))
+                    blocks = []
         return sorted(found)
 
     def _process_events(self) -> None:
@@ -250,7 +259,7 @@ class CachingAllocator:
     def _new(self, pool: _Pool, stream: int, size: int) -> Block:
         """Gets memory from the driver, if need be after giving back what is cached (`malloc`)."""
         if self.settings.garbage_collection_threshold and self.capacity_bytes is not None:
-            self._collect_garbage(self.settings.garbage_collection_threshold * self.capacity_bytes)
+            self._collect_garbage(int(self.settings.garbage_collection_threshold * self.capacity_bytes))
         block = self._from_driver(pool, stream, size)
         if block is None and self._release_oversized(pool, stream, size):
             block = self._from_driver(pool, stream, size)
@@ -312,8 +321,7 @@ class CachingAllocator:
             return None
         while block.size < size:
             following = block.next
-            assert following is not None
-            if not self._map(following, min(size - block.size, following.size)):
+            if following is None or not self._map(following, min(size - block.size, following.size)):
                 return None
             block = following
         pool.remove(block)
@@ -325,11 +333,18 @@ class CachingAllocator:
             first = block.before if block.before is not None and block.before.is_free else block
             if _room(first) >= size:
                 return first
-        block = Block(pool, stream, self._address(), ADDRESS_SPACE // 2, expandable=True)
+        block = Block(pool, stream, self._address(), self._space(pool), expandable=True)
         block.mapped = False
         self._heads[block.address] = block
         pool.insert_unmapped(block)
         return block
+
+    def _space(self, pool: _Pool) -> int:
+        """The addresses of an expandable segment: an eighth more than the device has memory, in whole pages."""
+        if self.capacity_bytes is None:
+            return ADDRESS_SPACE // 2
+        page = _page(pool)
+        return -(-(self.capacity_bytes + self.capacity_bytes // 8) // page) * page
 
     def _map(self, block: Block, size: int) -> bool:
         """Maps the beginning of unmapped space, in whole pages (`map_block`, `ExpandableSegment::map`)."""
@@ -429,20 +444,18 @@ class CachingAllocator:
             block.next = new
         block.pool.insert(new)
 
-    def _collect_garbage(self, most_bytes: float) -> None:
+    def _collect_garbage(self, most_bytes: int) -> None:
         """Gives back whole segments that were not used for longest (`garbage_collect_cached_blocks`)."""
-        target = self.reserved - most_bytes
-        whole = [block for blocks in self._large.blocks.values() for _, _, block in blocks if not block.is_split]
-        reclaimed, freed = 0, True
-        while 0 < target and reclaimed < target and freed and whole:
+        excess = self.reserved - most_bytes
+        blocks = (block for cached in self._large.blocks.values() for _, _, block in cached)
+        whole = [block for block in blocks if not block.is_split and not block.expandable]
+        while excess > 0 and whole:
             calls = self._large.calls
             average = sum(calls - block.born for block in whole) / len(whole)
-            old = [block for block in whole if calls - block.born >= average]
-            freed = bool(old)
-            for block in old:
+            for block in [block for block in whole if calls - block.born >= average]:
+                whole.remove(block)
                 self._release(block)
-                reclaimed += block.size
-            whole = [block for block in whole if block not in old]
+                excess -= block.size
 
 
 def _segment_bytes(size: int) -> int:
