@@ -155,7 +155,7 @@ def _strategies(job: PlanJob, found: Plan) -> str:
 
 def _bar(one: Candidate, name: str) -> Bar:
     live = one.prediction.peak.live
-    fits = {"yes": "fits", "tight": "tight", "no": "over", "fails": "fails"}[one.verdict]
+    fits = {"yes": "fits", "expandable": "tight", "tight": "tight", "no": "over", "fails": "fails"}[one.verdict]
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
     return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)}, {fits}", parts)
 

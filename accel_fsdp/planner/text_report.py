@@ -109,12 +109,13 @@ class PlanReport:
         """What the words in the column `fits` mean, as far as they stand there."""
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         seen = {one.verdict for one in self.plan.rows}
-        spare = f"fits: yes with {outside} more for CUDA{' and NCCL' * (self.job.ranks > 1)} and 5% to spare"
-        yield (
-            spare
-            + ("; tight with less to spare, which a step that is larger than predicted uses up" * ("tight" in seen))
-            + "."
-        )
+        nccl = " and NCCL" * (self.job.ranks > 1)
+        words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare, whatever the allocator wastes"]
+        if "expandable" in seen:
+            words.append(f"expandable so only with {capacity.EXPANDABLE}")
+        if "tight" in seen:
+            words.append("tight with less to spare, so it may run out")
+        yield f"fits: {'; '.join(words)}."
         reasons: dict[str, list[str]] = {}
         for one in self.plan.rows:
             if one.refused:
@@ -135,6 +136,7 @@ class PlanReport:
         yield f"Take {name_of(choice.layout)}{needs} with {how}. {self.plan.reason}"
         yield self._one_step(choice)
         yield from self._others(choice)
+        yield from self._reserved(choice)
         yield self._longest(choice)
         yield self._host(choice)
         if choice.layout.offload and (more := list(remedies.remedies(job, choice.layout))):
@@ -184,6 +186,23 @@ class PlanReport:
             times = choice.tokens_per_s / second.tokens_per_s
             slower = f"{1 - 1 / times:.0%} slower" if times < 2 else f"a step takes {times:.1f} times as long"
             yield f"Next is {name_of(second.layout)} ({_way(second)}): {slower}."
+
+    def _reserved(self, choice: Candidate) -> Iterator[str]:
+        """What PyTorch's allocator takes for what is allocated, and what expandable segments would change."""
+        if choice.layout.engine == "zero":
+            return
+        job = self.job
+        replay = capacity.replay_of(job.shape, job.tapes, choice.recipe, choice.layout, job.gpu)
+        room = job.capacity_bytes - choice.device.outside
+        plain, expandable = replay(False, room), replay(True, room)
+        low, high = (number_in_figure(plain.reserved * factor / GIB) for factor in capacity.REPLAY_RANGE)
+        taken = f"The allocator reserves about {about_gib(plain.reserved)} ({low} to {high})"
+        if plain.failed_at:
+            taken = f"The allocator runs out in the {plain.failed_at}"
+        elif plain.thrashes:
+            taken = "The allocator fills the GPU and gives its cache back again and again, which takes time"
+        needs = "needed" if choice.verdict == "expandable" else "not needed"
+        yield f"{taken}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
 
     def _longest(self, choice: Candidate) -> str:
         found, limit = self.plan.longest, self.job.shape.positions

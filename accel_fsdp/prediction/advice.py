@@ -10,6 +10,7 @@ from typing import Literal
 from accel_fsdp.config import Method, Precision
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.prediction import trace_store
+from accel_fsdp.prediction.capacity import Verdict
 from accel_fsdp.prediction.memory import SHARDING_KINDS, Layout, ModelShape, Recipe, Tapes
 from accel_fsdp.prediction.search import Candidate, PlanJob, evaluate
 from accel_fsdp.units import GIB, gib_of
@@ -42,7 +43,7 @@ class Advice:
         return self.chosen.fits
 
     @property
-    def verdict(self) -> Literal["yes", "tight", "no"]:
+    def verdict(self) -> Verdict:
         """As in the table of `accel-fsdp plan`."""
         return self.chosen.device.verdict
 

@@ -80,8 +80,8 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it works, and fits with the margin."""
-        return self.verdict == "yes"
+        """Whether it works, and fits with the margin, if need be with expandable segments."""
+        return self.verdict in ("yes", "expandable")
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,16 +103,18 @@ def layouts(ranks: int, ranks_per_node: int) -> Iterator[Layout]:
         yield Layout("zero", stage, ranks, ranks_per_node)
 
 
-def evaluate(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate:
-    """Predicts memory and time of one way."""
-    prediction, device = _memory(job, recipe, layout)
+def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) -> Candidate:
+    """Predicts memory and time of one way; a `quick` verdict doesn't ask what the allocator wastes."""
+    prediction, device = _memory(job, recipe, layout, quick)
     step = step_time(job.shape, recipe, layout, job.gpu)
     return Candidate(recipe, layout, prediction, device, step, job.refuses(recipe, layout))
 
 
-def _memory(job: PlanJob, recipe: Recipe, layout: Layout) -> tuple[Prediction, Device]:
-    prediction = capacity.predicted(job.shape, job.tapes, recipe, layout, job.gpu)
-    return prediction, capacity.device(prediction, layout, job.capacity_bytes)
+def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[Prediction, Device]:
+    given = (job.shape, job.tapes, recipe, layout, job.gpu)
+    prediction = capacity.predicted(*given)
+    replay = None if quick else capacity.replay_of(*given)
+    return prediction, capacity.device(prediction, layout, job.capacity_bytes, job.gpu, replay)
 
 
 def table(job: PlanJob) -> list[Candidate]:
@@ -131,8 +133,8 @@ def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int) ->
 
 
 def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
-    """Whether a GPU has the memory, with the margin."""
-    return _memory(job, recipe, layout)[1].verdict == "yes"
+    """Whether a GPU has the memory, with the margin; what the allocator wastes isn't asked."""
+    return _memory(job, recipe, layout, quick=True)[1].verdict == "yes"
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -228,9 +230,15 @@ def _best(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate | None:
     """The smallest micro-batch that is about as fast as the fastest; None where none fits."""
     if job.refuses(recipe, layout) or (layout.offload and host_bytes(job, recipe, layout) > job.host_bytes):
         return None
-    found = [evaluate(job, one, layout) for one in _batches(job, recipe, layout)]
-    enough = ENOUGH * max((one.tokens_per_s for one in found), default=0)
-    return next((one for one in found if one.tokens_per_s >= enough), None)
+    found = [evaluate(job, one, layout, quick=True) for one in _batches(job, recipe, layout)]
+    while found:
+        enough = ENOUGH * max(one.tokens_per_s for one in found)
+        place = next(place for place, one in enumerate(found) if one.tokens_per_s >= enough)
+        sure = evaluate(job, found[place].recipe, layout)
+        if sure.fits:
+            return sure
+        found = found[:place]
+    return None
 
 
 def _batches(job: PlanJob, recipe: Recipe, layout: Layout) -> list[Recipe]:

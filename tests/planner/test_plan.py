@@ -225,7 +225,8 @@ def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
     layout = Layout("zero", stage, 64, 8) if stage else Layout("ddp", 1, 64, 8)  # 16 bytes each without ZeRO
     units = step.units_of(shape, recipe, layout)
     engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], recipe, layout)
-    engine.begin()
+    engine.load()
+    engine.make_states()
     for number, unit in enumerate(engine.units):
         born = sum(one.numel for one in unit.held) * (2 if stage else 4)
         meter.add(GRADIENTS, born)

@@ -77,7 +77,8 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
     checkpointing = ("--checkpointing", "full") if "gradient_checkpointing" in script else ()
     rest = [flag for flag in flags if flag not in ("--global-batch", "64")]
     judged = planned(*rest, *batch, *checkpointing, "--config", path)["strategies"][0]
-    assert (judged["fits"], judged["peak_bytes"]) == ("yes", choice["peak_bytes"])
+    assert choice["fits"] in ("yes", "expandable")
+    assert (judged["fits"], judged["peak_bytes"]) == (choice["fits"], choice["peak_bytes"])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
@@ -271,7 +272,7 @@ def test_the_json_says_which_it_is_and_what_a_gpu_has() -> None:
     ("word", "flags"),
     [
         ("tight with less to spare", ("--gpus", "8xA100-40GB", "--checkpointing", "full", "--batch", "7")),
-        ("2.4 GiB more for CUDA and NCCL", ("--gpus", "8xH100")),
+        ("2 GiB more for CUDA and NCCL", ("--gpus", "8xH100")),
         ("tokens/s per GPU", ("--gpus", "8xH100")),
     ],
 )

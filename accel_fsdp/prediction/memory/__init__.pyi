@@ -1,5 +1,7 @@
 from . import shards as shards
 from . import step as step
+from .allocator import AllocatorSettings as AllocatorSettings
+from .allocator import CachingAllocator as CachingAllocator
 from .library_versions import quirks_of as quirks_of
 from .recipe import ATTENTION_LINEAR as ATTENTION_LINEAR
 from .recipe import SHARDING_KINDS as SHARDING_KINDS
@@ -14,6 +16,8 @@ from .recipe import Parameter as Parameter
 from .recipe import ParameterKind as ParameterKind
 from .recipe import Recipe as Recipe
 from .replay import fused_head as fused_head
+from .reservation import Reservation as Reservation
+from .reservation import reserve as reserve
 from .shards import compute_bytes as compute_bytes
 from .shards import master_bytes as master_bytes
 from .shards import outer_parts as outer_parts

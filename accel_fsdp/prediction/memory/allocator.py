@@ -98,7 +98,7 @@ class _Pool:
     def remove(self, block: Block) -> None:
         """Takes a cached block out."""
         blocks = self.blocks[block.stream]
-        del blocks[bisect_left(blocks, (block.size, block.address))]  # type: ignore[arg-type]
+        del blocks[bisect_left(blocks, (block.size, block.address))]
 
     def insert_unmapped(self, block: Block) -> None:
         """Remembers address space."""
@@ -107,11 +107,11 @@ class _Pool:
     def remove_unmapped(self, block: Block) -> None:
         """Forgets address space that is mapped now."""
         blocks = self.unmapped[block.stream]
-        del blocks[bisect_left(blocks, (block.address,))]  # type: ignore[arg-type]
+        del blocks[bisect_left(blocks, (block.address,))]
 
 
 class Segment(NamedTuple):
-    """What one cudaMalloc gave, or one mapped range of an expandable segment: its blocks' sizes and states in order of address."""
+    """What one cudaMalloc gave, or a mapped range of an expandable segment: sizes and states of its blocks in order."""
 
     stream: int
     size: int
@@ -126,6 +126,7 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self.allocated = self.active = self.reserved = 0
         self.allocated_peak = self.active_peak = self.reserved_peak = 0
+        self.retries = 0
         self._small, self._large = _Pool(True), _Pool(False)
         self._heads: dict[int, Block] = {}
         self._waiting: list[Block] = []
@@ -244,7 +245,7 @@ class CachingAllocator:
         blocks = pool.blocks.get(stream)
         if not blocks:
             return None
-        place = bisect_left(blocks, (size,))  # type: ignore[arg-type]
+        place = bisect_left(blocks, (size,))
         if place == len(blocks):
             return None
         if self.settings.expandable_segments:
@@ -264,6 +265,7 @@ class CachingAllocator:
         if block is None and self._release_oversized(pool, stream, size):
             block = self._from_driver(pool, stream, size)
         if block is None:
+            self.retries += 1
             self._release_cached()
             block = self._from_driver(pool, stream, size)
         if block is None:
@@ -375,7 +377,7 @@ class CachingAllocator:
             return False
         needed = max(size, self._max_split)
         blocks = pool.blocks.get(stream, [])
-        place = bisect_left(blocks, (needed,))  # type: ignore[arg-type]
+        place = bisect_left(blocks, (needed,))
         if place < len(blocks) and not blocks[place][2].expandable:
             self._release(blocks[place][2])
             return True

@@ -8,6 +8,7 @@ from packaging.version import Version
 from accel_fsdp.prediction.memory import losses
 from accel_fsdp.prediction.memory.recipe import Recipe
 
+
 @dataclass(frozen=True)
 class Quirks:
     """`loss` is what head and loss allocate, where that isn't what is on the tapes.

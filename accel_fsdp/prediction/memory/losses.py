@@ -27,8 +27,8 @@ class Loss(NamedTuple):
         widths, alive, peaks = self.widths, self.widths["l"], []
         for words in (self.forward, self.backward):
             highest = 0
-            for sign, name in words.split():
-                alive += widths[name] if sign == "+" else -widths[name]
+            for word in words.split():
+                alive += widths[word[1]] if word[0] == "+" else -widths[word[1]]
                 highest = max(highest, alive)
             peaks.append(highest)
         return peaks[0], peaks[1]

@@ -6,10 +6,10 @@ the first backward has left, and the steps after it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -24,6 +24,7 @@ from accel_fsdp.prediction.memory.timeline import (
     ACTIVATIONS,
     BUFFERS,
     COMPUTE,
+    GATHER,
     GATHERED,
     GRADIENTS,
     LOSS,
@@ -41,6 +42,9 @@ BUCKET_BYTES = 25 * MIB
 """DDP's buckets (`bucket_cap_mb`)."""
 IN_FLIGHT = 2
 """All-gathers that FSDP1 lets the CPU issue ahead of the GPU (`_limiter_utils.py`)."""
+
+
+HOW: Mapping[str, Literal["stored", "used"]] = {PARAMETERS: "stored", GATHERED: "used"}
 
 
 class Request(NamedTuple):
@@ -96,7 +100,9 @@ def _last(requests: Sequence[Request]) -> int | None:
     return next(reversed(alive), None)
 
 
-def _requests(events: Sequence[Event], at: At, live: dict[tuple[float, ...], list[int]], first: int) -> Iterator[Request]:
+def _requests(
+    events: Sequence[Event], at: At, live: dict[tuple[float, ...], list[int]], first: int
+) -> Iterator[Request]:
     for slot, event in enumerate(events, start=first):
         if event.sign < 0:
             slots = live.get(event.size)
@@ -130,7 +136,8 @@ def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
     slots = count(max(large) + 1_000)
 
     def requests(words: str) -> Iterator[Request]:
-        for sign, name in words.split():
+        for word in words.split():
+            sign, name = word[0], word[1]
             slot = names[name] if name in names else names.setdefault(name, next(slots))
             if sign == "+":
                 yield Request(slot, widths[name] * logits)
@@ -162,7 +169,6 @@ class AllocatingMeter(Meter):
     named: dict[object, list[Group]] = field(default_factory=dict)
     per_parameter: int = 1
     flat: bool = False
-    late: int = 0
     marks: list[int] = field(default_factory=list)
 
     def add(
@@ -177,8 +183,10 @@ class AllocatingMeter(Meter):
         """Allocates the tensors, or frees those of that name and size."""
         if size > 0:
             sizes = self._sizes(kind, size, of)
-            load = kind == PARAMETERS and of is not None
-            blocks = self._loaded(of, sizes) if load else [self.allocator.malloc(each, stream) for each in sizes]
+            if kind == PARAMETERS and of is not None:
+                blocks = self._loaded(of, sizes)
+            else:
+                blocks = [self.allocator.malloc(each, stream) for each in sizes]
             self.named.setdefault((kind, name), []).append(Group(size, blocks))
         elif size < 0:
             for block in self._taken((kind, name), -size):
@@ -200,18 +208,16 @@ class AllocatingMeter(Meter):
             return blocks
         blocks = []
         for before, size in zip(shards.loaded_sizes(unit), sizes, strict=True):
-            block = malloc(before) if before > size else None
+            larger = [malloc(before)] if before > size else []
             blocks.append(malloc(size))
-            if block is not None:
+            for block in larger:
                 free(block)
         return blocks
 
     def release(self, block: Block, used_on: int = COMPUTE) -> None:
         """Frees one tensor."""
-        if used_on != COMPUTE or block.stream != COMPUTE:
-            if self.flat:
-                self.allocator.record_stream(block, used_on)
-                self.late += used_on != block.stream
+        if self.flat:  # FSDP2 makes streams wait for events instead
+            self.allocator.record_stream(block, used_on)
         self.allocator.free(block)
 
     def throttle(self) -> None:
@@ -242,7 +248,7 @@ class AllocatingMeter(Meter):
             return [size // count] * count
         if of is None:
             return [size]
-        weights = shards.tensor_weights(of, kind, self.flat)
+        weights = shards.tensor_weights(of, HOW.get(kind, "trained"), self.flat)
         weights = weights * (self.per_parameter if kind == OPTIMIZER else 1)
         total = sum(weights) or 1
         return [max(round(size * weight / total), 1) for weight in weights]
@@ -250,12 +256,17 @@ class AllocatingMeter(Meter):
 
 @dataclass(frozen=True)
 class Reservation:
-    """What an allocator has reserved and used at its highest after some steps; `failed_at` is where it ran out."""
+    """What an allocator has reserved and used at its highest after some steps.
+
+    `failed_at` is the phase in which it ran out, `thrashes` says in which step after the first it gave its cache
+    back to go on: it does so in each step then, which takes time.
+    """
 
     reserved: int
     active: int
     allocated: int
     failed_at: str = ""
+    thrashes: str = ""
 
 
 def reserve(
@@ -267,8 +278,12 @@ def reserve(
     quirks: Quirks | None = None,
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
+    exports: bool = True,
 ) -> Reservation:
-    """Plays the first steps. `capacity_bytes` is what the allocator can get; None is without a limit."""
+    """Plays loading, the first steps, an evaluation where the recipe has one, and a full state dict if it `exports`.
+
+    `capacity_bytes` is what the allocator can get; None is without a limit.
+    """
     allocator = CachingAllocator(settings, capacity_bytes)
     meter = AllocatingMeter(allocator=allocator, flat=layout.engine == "fsdp1")
     meter.per_parameter = 2 if recipe.optimizer.startswith("adamw") else 1
@@ -277,43 +292,81 @@ def reserve(
     walk.prepare(shape, tapes, quirks)
     failed_at = ""
     try:
-        walk.steps(shape.buffers_bytes, workspace_bytes)
+        walk.run(shape.buffers_bytes, workspace_bytes, exports)
     except MemoryError:
         failed_at = meter.phase
-    return Reservation(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak, failed_at)
+    return Reservation(
+        *(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak), failed_at, walk.thrashes
+    )
+
+
+class _Scripts(NamedTuple):
+    """A model's scripts at one batch. `head` is None where fused kernels make the loss; `has_loss`: it is as `Quirks`
+    says."""
+
+    embedding: Script
+    blocks: tuple[Script, ...]
+    head: Script | None
+    has_loss: bool
+
+    @staticmethod
+    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, quirks: Quirks) -> "_Scripts":
+        """Those of a recipe."""
+        rows = recipe.rows
+        at = At(rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+        kinds = range(len(shape.blocks))
+        blocks = tuple(script_of(tape_of_block(shape, tapes, recipe, kind).of(rows), at) for kind in kinds)
+        tape = tape_of_head(tapes, recipe)
+        head = script_of(tape.of(rows), at) if tape else None
+        low = shards.compute_bytes(recipe) == state_bytes.LOW
+        has_loss = bool(head and quirks.loss and not recipe.chunked_loss and low)
+        if head and quirks.loss and has_loss:
+            keeps = "" if not recipe.keeps_logits else "l" if quirks.loss is UPCAST_AND_KEPT else "f"
+            head = with_loss(head, quirks.loss, shape.vocab * rows * recipe.length, keeps)
+        return _Scripts(script_of(tapes.embedding.of(rows), at), blocks, head, has_loss)
 
 
 class _AllocatingWalk(Walk):
     """The walk, tensor by tensor."""
 
     meter: AllocatingMeter
+    scripts: _Scripts
+    evaluated: _Scripts | None = None
+    thrashes: str = ""
 
     def prepare(self, shape: ModelShape, tapes: Tapes, quirks: Quirks) -> None:
         """Turns the tapes into scripts."""
         recipe = self.recipe
-        at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-        self.scripts = [
-            script_of(tape_of_block(shape, tapes, recipe, index).of(recipe.rows), at) for index in range(len(shape.blocks))
-        ]
-        self.repeated = [repeated_bytes(shape, tapes, recipe, index, quirks) for index in range(len(shape.blocks))]
-        self.first = script_of(tapes.embedding.of(recipe.rows), at)
-        tape = tape_of_head(tapes, recipe)
-        self.last = script_of(tape.of(recipe.rows), at) if tape else None
-        if self.last and quirks.loss and not recipe.chunked_loss and shards.compute_bytes(recipe) == state_bytes.LOW:
-            keeps = "" if not recipe.keeps_logits else "l" if quirks.loss is UPCAST_AND_KEPT else "f"
-            self.last = with_loss(self.last, quirks.loss, shape.vocab * recipe.rows * recipe.length, keeps)
+        self.scripts = _Scripts.of(shape, tapes, recipe, quirks)
+        if self.scripts.has_loss:
             self.more_logits = (0, 0)
+        if recipe.eval_rows:
+            self.evaluated = _Scripts.of(shape, tapes, replace(recipe, rows=recipe.eval_rows), quirks)
+        kinds = range(len(shape.blocks))
+        self.repeated = [repeated_bytes(shape, tapes, recipe, kind, quirks) for kind in kinds]
 
-    def steps(self, buffers_bytes: int, workspace_bytes: int) -> None:
-        """Loading and the first steps."""
+    def run(self, buffers_bytes: int, workspace_bytes: int, exports: bool) -> None:
+        """All phases."""
         self.meter.enter("loading")
         self.meter.add(BUFFERS, buffers_bytes)
         self.engine.load()
         self.meter.add(WORKSPACE, workspace_bytes)
         for step in range(1, STEPS + 1):
             self._step(step)
+        if self.evaluated:
+            self.meter.enter("evaluation")
+            self._evaluate(self.evaluated)
+        if exports and self.engine.layout.is_fsdp and self.engine.layout.shard_ranks > 1:
+            self.meter.enter("export")
+            self._gather_all()
 
     def _step(self, step: int) -> None:
+        before = self.meter.allocator.retries
+        self._one_step(step)
+        if step > 1 and self.meter.allocator.retries > before:
+            self.thrashes = f"step {step}"
+
+    def _one_step(self, step: int) -> None:
         last = self.recipe.accumulation
         self.engine.has_grads = False
         for number in sorted({1, min(2, last), last}):
@@ -328,39 +381,67 @@ class _AllocatingWalk(Walk):
             self.meter.drop(GRADIENTS)
         self.meter.allocator.complete()
 
-    def _play(self, requests: Iterable[Request], slots: dict[int, Block], unit: int, kind: str) -> None:
+    def _evaluate(self, scripts: "_Scripts") -> None:
+        """One batch forward, which saves nothing; the logits of the loss are there at once."""
+        slots: dict[int, Block] = {}
+        self.engine.before_forward(0)
+        self._play(scripts.embedding.forward, slots, 0)
+        self.engine.after_forward(0)
+        for unit, kind in enumerate(self.order, start=1):
+            self.engine.before_forward(unit)
+            self._play(scripts.blocks[kind].first, slots, unit)
+            self.engine.after_forward(unit)
+        self.engine.before_forward(self.head_unit)
+        if scripts.head:
+            self._play(scripts.head.forward, slots, self.head_unit)
+        self.engine.after_forward(self.head_unit)
+        self.engine.end_forward()
+        for block in slots.values():
+            self.meter.allocator.free(block)
+
+    def _gather_all(self) -> None:
+        """A full state dict: one unit after the other under FSDP1, one parameter after the other under FSDP2.
+
+        (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.)
+        """
+        allocator = self.meter.allocator
+        for unit in self.engine.held:
+            sizes = shards.whole_sizes(unit)
+            for size in (sum(sizes),) if self.meter.flat else sizes:
+                allocator.free(allocator.malloc(max(size, 1), GATHER))
+
+    def _play(self, requests: Iterable[Request], slots: dict[int, Block], unit: int) -> None:
         meter, allocator = self.meter, self.meter.allocator
         for slot, size, grad in requests:
             if not size:
-                block = slots.pop(slot, None)
-                if block is not None:
-                    allocator.free(block)
+                dead = slots.pop(slot, None)
+                if dead is not None:
+                    allocator.free(dead)
             elif grad:
-                block = allocator.malloc(size)
+                born = allocator.malloc(size)
                 if self.engine.adds(unit):
-                    allocator.free(block)
+                    allocator.free(born)
                 else:
-                    meter.named.setdefault((GRADIENTS, ("born", unit)), []).append(Group(size, [block]))
+                    meter.named.setdefault((GRADIENTS, ("born", unit)), []).append(Group(size, [born]))
             else:
                 slots[slot] = allocator.malloc(size)
 
     def _forward(self) -> None:
-        allocator = self.meter.allocator
         self.slots: list[dict[int, Block]] = [{} for _ in range(len(self.order) + 2)]
         self.outputs: list[Block | None] = [None] * (len(self.order) + 2)
         self.engine.before_forward(0)
-        self._play(self.first.forward, self.slots[0], 0, ACTIVATIONS)
-        self.outputs[0] = self.slots[0].pop(self.first.output, None)
+        self._play(self.scripts.embedding.forward, self.slots[0], 0)
+        self.outputs[0] = self.slots[0].pop(self.scripts.embedding.output, None)
         self.engine.after_forward(0)
         for unit, block in enumerate(self.order, start=1):
-            script, played = self.scripts[block], self.blocks[block]
+            script, played = self.scripts.blocks[block], self.blocks[block]
             self.engine.before_forward(unit)
             slots = self._repeated(block)
             if self.recipe.recomputes:
-                self._play(script.first, slots, unit, ACTIVATIONS)
+                self._play(script.first, slots, unit)
                 self.outputs[unit] = self._only(slots, _last(script.first))
             else:
-                self._play(script.forward, slots, unit, ACTIVATIONS)
+                self._play(script.forward, slots, unit)
                 self.outputs[unit] = slots.pop(script.output, None)
             self.slots[unit] = slots
             if self.until_loss[block]:
@@ -380,45 +461,52 @@ class _AllocatingWalk(Walk):
             self.meter.allocator.free(block)
 
     def _loss(self, late: int) -> None:
-        meter, allocator, last = self.meter, self.meter.allocator, len(self.order)
         head: dict[int, Block] = {}
         self.engine.before_forward(self.head_unit)
-        if self.last is None:
+        self._head_forward(head)
+        self.engine.after_forward(self.head_unit)
+        self.engine.end_forward()
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order), "until loss")
+        if late:
+            self.meter.drop(GRADIENTS)
+        self.engine.before_loss_backward()
+        if not self.head.keeps_input:
+            self._drop_output(len(self.order))
+        self._head_backward(head)
+        if self.head.keeps_input:
+            self._drop_output(len(self.order))
+        if self.head_unit:
+            self.engine.after_backward(self.head_unit, self.head.born)
+
+    def _head_forward(self, slots: dict[int, Block]) -> None:
+        """Fused kernels take their highest at once, and leave gradients."""
+        meter, more = self.meter, max(self.more_logits[0], 0)
+        if self.scripts.head is None:
             meter.add(LOSS, self.head.forward_peak, "loss")
             meter.add(LOSS, -self.head.forward_peak, "loss")
             meter.add(LOSS, self.head.forward_end, "loss")
-        else:
-            meter.add(LOSS, max(self.more_logits[0], 0), "more logits")
-            self._play(self.last.forward, head, self.head_unit, LOSS)
-            meter.add(LOSS, -max(self.more_logits[0], 0), "more logits")
-        self.engine.after_forward(self.head_unit)
-        self.engine.end_forward()
-        waiting = sum(self.until_loss[block] for block in self.order)
-        meter.add(ACTIVATIONS, -waiting, "until loss")
-        if late:
-            meter.drop(GRADIENTS)
-        self.engine.before_loss_backward()
-        if not self.head.keeps_input:
-            self._drop_output(last)
-        if self.last is None:
+            return
+        meter.add(LOSS, more, "more logits")
+        self._play(self.scripts.head.forward, slots, self.head_unit)
+        meter.add(LOSS, -more, "more logits")
+
+    def _head_backward(self, slots: dict[int, Block]) -> None:
+        """Gathers the head after the loss's own backward, whose gradient comes before any parameter's."""
+        meter, more, script = self.meter, max(self.more_logits[1], 0), self.scripts.head
+        if script is None:
             self.engine.before_head_backward(self.head_unit)
-            self.gradient = allocator.malloc(max(self.head.output or self.blocks[self.order[-1]].output, 1))
+            self.gradient = meter.allocator.malloc(max(self.blocks[self.order[-1]].output, 1))
             meter.add(LOSS, -self.head.forward_end, "loss")
-            if self.head.born:
-                meter.add(GRADIENTS, self.head.born, ("born", self.head_unit))
-        else:
-            more = max(self.more_logits[1], 0)
-            meter.add(LOSS, more, "more logits")
-            cut = next((n for n, one in enumerate(self.last.backward) if one.grad), len(self.last.backward))
-            self._play(self.last.backward[:cut], head, self.head_unit, LOSS)
-            self.engine.before_head_backward(self.head_unit)
-            self._play(self.last.backward[cut:], head, self.head_unit, LOSS)
-            meter.add(LOSS, -more, "more logits")
-            self.gradient = self._only(head, self.last.left)
-        if self.head.keeps_input:
-            self._drop_output(last)
-        if self.head_unit:
-            self.engine.after_backward(self.head_unit, self.head.born)
+            meter.add(GRADIENTS, self.head.born, ("born", self.head_unit))
+            return
+        first = next((place for place, one in enumerate(script.backward) if one.grad), len(script.backward))
+        cut = 0 if self.recipe.chunked_loss else first
+        meter.add(LOSS, more, "more logits")
+        self._play(script.backward[:cut], slots, self.head_unit)
+        self.engine.before_head_backward(self.head_unit)
+        self._play(script.backward[cut:], slots, self.head_unit)
+        meter.add(LOSS, -more, "more logits")
+        self.gradient = self._only(slots, script.left)
 
     def _only(self, slots: dict[int, Block], left: int | None) -> Block:
         """The gradient of the input; what else is left is freed."""
@@ -433,16 +521,16 @@ class _AllocatingWalk(Walk):
         kept: list[Block] = []
         for unit in range(len(self.order), 0, -1):
             index = self.order[unit - 1]
-            script, played = self.scripts[index], self.blocks[index]
+            script, played = self.scripts.blocks[index], self.blocks[index]
             self.engine.before_backward(unit)
             slots = self.slots[unit]
             if self.recipe.recomputes:
                 slots |= self._repeated(index)
-                self._play(script.forward, slots, unit, ACTIVATIONS)
+                self._play(script.forward, slots, unit)
                 if self.recipe.checkpointing != "reentrant" and script.output in slots:
                     allocator.free(slots.pop(script.output))
             slots[UPSTREAM] = self.gradient
-            self._play(script.backward, slots, unit, ACTIVATIONS)
+            self._play(script.backward, slots, unit)
             self.gradient = self._only(slots, script.left)
             if self.retained:
                 kept += [allocator.malloc(self.retained)] if unit > 2 else []
@@ -451,13 +539,13 @@ class _AllocatingWalk(Walk):
             self.engine.after_backward(unit, played.born)
         self.engine.before_backward(0)
         slots = {**self.slots[0], UPSTREAM: self.gradient}
-        self._play(self.first.backward, slots, 0, ACTIVATIONS)
+        self._play(self.scripts.embedding.backward, slots, 0)
         for block in (*slots.values(), *kept):
             allocator.free(block)
         for unit in range(len(self.order)):
             self._drop_output(unit)
         born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
-        if self.summed:
+        if self.summed and not self.engine.adds(0):
             self.meter.add(GRADIENTS, -born - self.summed, ("born", 0))
             self.meter.add(GRADIENTS, born, ("born", 0), of=self.engine.units[0])
         self.engine.after_backward(0, born)

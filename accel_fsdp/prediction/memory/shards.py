@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from accel_fsdp.config import TORCH_DTYPES
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Parameter, Recipe
-from accel_fsdp.prediction.memory.timeline import GATHERED, PARAMETERS
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
 
@@ -227,9 +227,9 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
 
 
 @lru_cache(CACHED)
-def tensor_weights(unit: Unit, kind: str, flat: bool) -> tuple[float, ...]:
-    """How the tensors of a unit share its bytes: of parameters, of gathered ones, or of what is trained."""
-    width = {PARAMETERS: _stored_bytes, GATHERED: _used_bytes}.get(kind, _trained)
+def tensor_weights(unit: Unit, how: Literal["stored", "used", "trained"], flat: bool) -> tuple[float, ...]:
+    """How the tensors of a unit share its bytes: those at rest, gathered ones, or what is trained."""
+    width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _trained}[how]
     if flat:
         sums = tuple(sum(one.numel * width(one) for one in group) for group in _flat_groups(unit.held))
         return tuple(each for each in sums if each)
@@ -240,6 +240,12 @@ def tensor_weights(unit: Unit, kind: str, flat: bool) -> tuple[float, ...]:
 def loaded_sizes(unit: Unit) -> tuple[int, ...]:
     """The bytes of each whole parameter when it reaches the GPU."""
     return tuple(round(one.numel * (state_bytes.LOW if one.quantized else one.stored)) for one in unit.held)
+
+
+@lru_cache(CACHED)
+def whole_sizes(unit: Unit) -> tuple[int, ...]:
+    """The bytes of each whole parameter as it is stored."""
+    return tuple(round(one.numel * one.stored) for one in unit.held)
 
 
 def _trained(one: Held) -> float:

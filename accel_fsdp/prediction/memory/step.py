@@ -108,6 +108,7 @@ class Walk:
     def of(
         cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks
     ) -> "Self":
+        """Puts it together."""
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))

@@ -72,7 +72,7 @@ class Tape:
     of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
     `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
     `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it is no other.
-    `first` is a forward that saves nothing, as checkpointing's first one; it ends with the output alive. Only of blocks.
+    `first`, of blocks alone, is a forward that saves nothing, as checkpointing's first one; its output stays alive.
     """
 
     forward: tuple[Event, ...]
