@@ -128,7 +128,7 @@ def _config(options: Any, _: tuple[str, ...]) -> int:
 def _plan(options: "PlanCommand", _: tuple[str, ...]) -> int:
     from accel_fsdp import planner
 
-    return planner.show_plan(planner.options_of(options))
+    return planner.show_comparison(options) if options.compare else planner.show_plan(planner.options_of(options))
 
 
 def _check(options: "CheckCommand", _: tuple[str, ...]) -> int:

@@ -36,10 +36,10 @@ _ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})
 """One GPU by its name alone, which has a number in it: `h100`, `RTX 4090`."""
 
 
-def parse(text: str) -> tuple[MachineFacts, int]:
+def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     """Returns one machine and how many of them: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
 
-    A name alone, such as `h100`, is one GPU.
+    A name alone, such as `h100`, is one GPU. `flag` is where the text comes from.
 
     Raises:
         UsageError: the text has another shape.
@@ -51,11 +51,28 @@ def parse(text: str) -> tuple[MachineFacts, int]:
     count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
     if not parts or min(count, machines, memory) < 1:
         raise UsageError(
-            f"--gpus {text[:LONGEST]} can't be read",
+            f"{flag} {text[:LONGEST]} can't be read",
             why="it has to say how many GPUs of which kind train",
-            fix="--gpus 8xH100-80GB, or --gpus 2x8xA100-40GB for two machines",
+            fix=f"{flag} 8xH100-80GB, or {flag} 2x8xA100-40GB for two machines",
         )
     return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
+
+
+def parse_list(text: str, flag: str) -> dict[str, tuple[MachineFacts, int]]:
+    """Each of several descriptions with commas between them, and what `parse` makes of it, in their order.
+
+    Raises:
+        UsageError: one has another shape, or stands there twice.
+    """
+    found: dict[str, tuple[MachineFacts, int]] = {}
+    for word in (part.strip() for part in text.split(",")):
+        parsed = parse(word, flag)
+        if parsed in found.values():
+            raise UsageError(
+                f"{flag} has {word} twice", why="each machine needs one row", fix=f"{flag} with {word} once"
+            )
+        found[word] = parsed
+    return found
 
 
 def describe(machine: MachineFacts) -> str:
