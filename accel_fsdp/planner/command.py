@@ -289,11 +289,7 @@ def make_job(
         UserError: as `show_plan`.
     """
     machine, described = machines.parse(options.gpus)
-    if machine.accelerator is None:
-        raise UsageError(
-            "--gpus cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB"
-        )
-    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    gpu = gpu_of(machine)
     _check_attention(options.recipe, gpu)
     nodes = _nodes(options.nodes, described)
     _check_numbers(options, nodes)
@@ -318,6 +314,19 @@ def make_job(
         global_rows=options.global_rows or 0,
         host_gib=options.host_gib or 0,
     )
+
+
+def gpu_of(machine: MachineFacts, flag: str = "--gpus") -> Gpu:
+    """The GPU of a machine that a flag describes.
+
+    Raises:
+        UsageError: it has none, or none that is known.
+    """
+    if machine.accelerator is None:
+        raise UsageError(
+            f"{flag} cpu has no GPU memory to plan for", why="a plan is about GPUs", fix=f"{flag} 8xH100-80GB"
+        )
+    return gpus.find(machine.accelerator, machine.memory_gib)
 
 
 def _check_attention(recipe: Recipe, gpu: Gpu) -> None:

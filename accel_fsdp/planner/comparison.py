@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.errors import UsageError
-from accel_fsdp.hardware import Gpu, gpus, machines
+from accel_fsdp.hardware import Gpu, machines
 from accel_fsdp.planner import command, cost_report, html_report, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in, cost, name_of, search
@@ -223,7 +223,8 @@ def compare(flags: PlanCommand) -> Comparison:
         UserError: the model or a GPU is not known, or the numbers can't be on any machine.
     """
     described = machines.parse_list(flags.compare or "", "--compare")
-    _refuse_beside(flags, [machine.accelerator for machine, _ in described.values()])
+    kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
+    _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
     prices = workload.prices_of(flags)
     asked = workload.job_of(flags)
     usual = asked.work == cost.Work()
@@ -234,12 +235,11 @@ def compare(flags: PlanCommand) -> Comparison:
     read, remembered = cache(by_name.read_shape), dict[tuple[Recipe, Any, int], Prediction]()
     for name, (machine, several) in described.items():
         options = replace(command.options_of(replace(flags, gpus=name, compare=None)), work=asked, prices=prices)
-        gpu = gpus.find(machine.accelerator or "", machine.memory_gib)
         try:
             job, _ = command.search_job(options, read)
         except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
             errors.append(error)
-            found.append(Machine(name, gpu, machine.count * several, why=f"{error.what}: {error.why}"))
+            found.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
             continue
         job = replace(job, remembered=remembered)
         jobs.append(job)
@@ -271,7 +271,7 @@ def _why_not(job: PlanJob) -> str:
     return need
 
 
-def _refuse_beside(flags: PlanCommand, names: list[str | None]) -> None:
+def _refuse_beside(flags: PlanCommand, kinds: set[str]) -> None:
     plain = PlanCommand(flags.model)
     for name in NOT_BESIDE:
         if getattr(flags, name) != getattr(plain, name):
@@ -279,7 +279,6 @@ def _refuse_beside(flags: PlanCommand, names: list[str | None]) -> None:
             raise UsageError(
                 f"{flag} beside --compare", why=f"{flag} is about one machine", fix=f"leave out {flag}, or --compare"
             )
-    kinds = {gpus.find(name).name for name in names if name}
     if flags.price is not None and len(kinds) > 1:
         raise UsageError(
             f"--price beside --compare with {', '.join(sorted(kinds))}",

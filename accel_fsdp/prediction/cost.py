@@ -62,7 +62,7 @@ def seconds_of(steps: int, step: Step) -> Span:
 
 
 def events(kind: Event, every: float, steps: int, per_epoch: float) -> int:
-    """How often a run of so many steps saves, once at its end included; `best` may save more often than this once."""
+    """How often a run of so many steps saves or evaluates, once at its end included; `best` saves at least once."""
     after = {"steps": every if every >= 1 else math.ceil(every * steps), "epoch": per_epoch, "best": steps}.get(kind)
     return math.ceil(steps / max(after, 1)) if after else 0
 
@@ -205,15 +205,11 @@ def _evaluations(
 
 
 def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:
-    """How often a run evaluates, which unlike a save isn't done once more at its end; None where that isn't known."""
-    if schedule.evaluates not in ("steps", "epoch"):
-        return 0
-    every = per_epoch if schedule.evaluates == "epoch" else schedule.eval_steps
+    """How often a run evaluates; None where that isn't known."""
+    every = {"steps": schedule.eval_steps, "epoch": per_epoch}.get(schedule.evaluates, 1)
     if not every:
         return None
-    every = every if every >= 1 else math.ceil(every * steps)
-    ends = schedule.evaluates == "epoch" and steps % every > 0  # the last epoch may be a part of one
-    return int(steps // every) + ends + schedule.eval_on_start
+    return events(schedule.evaluates, every, steps, per_epoch) + schedule.eval_on_start
 
 
 def priced(prices: Mapping[tuple[str, float | None], float], gpu: Gpu) -> float | None:
