@@ -269,7 +269,7 @@ COMMANDS = {
         _config,
     ),
     "plan": Command(
-        "Predict memory, traffic and step time per strategy before a GPU is rented; recommend one and say why.",
+        "Predict memory, traffic, step time and cost before a GPU is rented; recommend a strategy and say why.",
         "accel_fsdp.planner:PlanCommand",
         _plan,
     ),

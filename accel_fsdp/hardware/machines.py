@@ -22,6 +22,7 @@ class MachineFacts:
 CPU = MachineFacts(accelerator=None, count=0)
 WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX", "QUADRO", "RTX 20", "RTX20")
 """GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
+_OLD = re.compile(rf"\b(?:{'|'.join(map(re.escape, WITHOUT_BF16))})", re.I)
 
 LONGEST = 80
 """Letters of a description."""
@@ -121,5 +122,4 @@ def address_problem(text: str) -> str:
 
 def has_bf16(machine: MachineFacts) -> bool:
     """Whether the accelerator computes in bf16 at full speed; a CPU does compute in it."""
-    name = (machine.accelerator or "").upper()
-    return not any(re.search(rf"\b{re.escape(old)}", name) for old in WITHOUT_BF16)
+    return not _OLD.search(machine.accelerator or "")

@@ -13,11 +13,6 @@ from accel_fsdp.hardware import Gpu, gpus, machines
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.prediction import cost
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 UNITS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 """The powers of ten of a count's last letter."""
 COUNT = re.compile(r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)\s*(?P<unit>[a-z]?)", re.IGNORECASE | re.ASCII)
@@ -127,6 +122,11 @@ def read_prices(path: Path) -> dict[tuple[str, float | None], float]:
     Raises:
         UsageError: it can't be read, has a GPU that isn't known, one twice, or what is no price.
     """
+    if sys.version_info >= (3, 11):  # here, as few plans have prices
+        import tomllib
+    else:
+        import tomli as tomllib
+
     text = yaml_file.read_text(path, why="there are no prices", fix="a TOML file with a line such as H100 = 2.5")
     try:
         content = tomllib.loads(text)
