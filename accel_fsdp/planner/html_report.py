@@ -121,7 +121,7 @@ def make_comparison(
         _section(
             "The numbers",
             "All predicted: what is expected, and in brackets the least and the most.",
-            _table(titles, [[escape(cell) for cell in row] for row in rows], "wide"),
+            _table(titles, [[escape(cell) for cell in row] for row in rows]),
         ),
         f"<footer><p>accel-fsdp {__version__}.</p></footer>",
     )
