@@ -1,6 +1,7 @@
 from . import cpu as cpu
 from .api import Migrated as Migrated
 from .api import check as check
+from .api import compare as compare
 from .api import export as export
 from .api import migrate as migrate
 from .api import plan as plan

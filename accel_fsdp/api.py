@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from accel_fsdp.exporter import ExportReport
     from accel_fsdp.linter.rules import Finding
     from accel_fsdp.migration import Change
-    from accel_fsdp.planner import PlanReport
+    from accel_fsdp.planner import Comparison, PlanCommand, PlanReport
     from accel_fsdp.wizard import Answers
 
 P = ParamSpec("P")
 T = TypeVar("T")
 File = str | os.PathLike[str]
-WRITING = frozenset({"output", "html", "json", "force"})
-"""Flags of `plan` about what the command writes or prints; the function returns it instead."""
+WRITING = frozenset({"output", "html", "json", "force", "compare"})
+"""Flags of `plan` about what the command writes or prints, which the function returns; `compare` is another one."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,29 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     """
     from accel_fsdp import planner
 
+    return planner.make_plan(planner.options_of(_plan_command("plan", WRITING, model=model, gpus=gpus, **flags)))
+
+
+def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:
+    """What `accel-fsdp plan --compare` predicts for these machines; `flags` as of `plan`, such as `tokens="2B"`.
+
+    Raises:
+        UserError: as `plan`.
+    """
+    from accel_fsdp import planner
+
+    named = ",".join(machines)
+    return planner.compare(_plan_command("compare", WRITING - {"compare"}, model=model, compare=named, **flags))
+
+
+def _plan_command(function: str, left_out: Iterable[str], **flags: Any) -> PlanCommand:
+    from accel_fsdp import planner
+
     known = get_type_hints(planner.PlanCommand)
-    _refuse_unknown("plan has no", flags, [name for name in known if name not in WRITING])
-    for name, value in {"model": model, "gpus": gpus, **flags}.items():
+    _refuse_unknown(f"{function} has no", flags, [name for name in known if name not in left_out])
+    for name, value in flags.items():
         _refuse_value(name, value, known[name])
-    return planner.make_plan(planner.options_of(planner.PlanCommand(model=model, gpus=gpus, **flags)))
+    return planner.PlanCommand(**flags)
 
 
 @_refusing
@@ -172,12 +190,17 @@ def _refuse_value(name: str, value: Any, hint: Any) -> None:
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     choices = [choice for one in alternatives if get_origin(one) is Literal for choice in get_args(one)]
     types = [one for one in alternatives if get_origin(one) is not Literal]
-    if value in choices or any(type(value) is one or (one is Path and isinstance(value, File)) for one in types):
+    wider = {Path: (str, os.PathLike), float: (int,)}
+    if value in choices or any(type(value) is one or _is(value, wider.get(one, ())) for one in types):
         return
     wanted = " or ".join([*map(str, choices), *(one.__name__ for one in types if one is not type(None))])
     raise UsageError(
         f"{name}={value!r}.{did_you_mean(str(value), choices)}", why="it can't have that value", fix=f"{name}: {wanted}"
     )
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -128,7 +128,7 @@ def _config(options: Any, _: tuple[str, ...]) -> int:
 def _plan(options: "PlanCommand", _: tuple[str, ...]) -> int:
     from accel_fsdp import planner
 
-    return planner.show_plan(planner.options_of(options))
+    return planner.show_comparison(options) if options.compare else planner.show_plan(planner.options_of(options))
 
 
 def _check(options: "CheckCommand", _: tuple[str, ...]) -> int:
@@ -269,7 +269,7 @@ COMMANDS = {
         _config,
     ),
     "plan": Command(
-        "Predict memory, traffic and step time per strategy before a GPU is rented; recommend one and say why.",
+        "Predict memory, traffic, step time and cost before a GPU is rented; recommend a strategy and say why.",
         "accel_fsdp.planner:PlanCommand",
         _plan,
     ),

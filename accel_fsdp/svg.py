@@ -1,4 +1,4 @@
-"""Figures as SVG text: stacked bars, pairs, lines over doublings, stacked areas. Knows sizes and names, no plans. Pure.
+"""Figures as SVG text: stacked bars, pairs, ranges, lines, stacked areas. Knows sizes and names, no plans. Pure.
 
 Sizes are GiB. `STYLE` goes into the page's style sheet; a part's letter is the class that gives its colour (Okabe and
 Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim, --limit, --c1, --c2, --c3.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby, pairwise
 
-from accel_fsdp.units import GIB, about_gib, gib_in_figure, number_in_figure
+from accel_fsdp.units import GIB, about_gib, gib_in_figure, number_in_figure, two_digits
 
 TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
@@ -23,6 +23,7 @@ rect{stroke:var(--back);stroke-width:.75}
 .P{fill:#0072b2}.O{fill:#56b4e9}.G{fill:#e69f00}.U{fill:#f0e442}.A{fill:#009e73}.L{fill:#d55e00}.B{fill:#cc79a7}
 .W{fill:#999}[class^=on-]{fill:#000}.on-P{fill:#fff}
 .capacity{stroke:var(--limit);stroke-width:2;stroke-dasharray:6 4}.cut{fill:var(--limit);stroke:var(--back)}
+.whisker{stroke:var(--ink);stroke-width:1.5}
 .here,.rung{stroke:var(--rule)}.here{stroke:var(--dim);stroke-dasharray:2 3}
 .curve{fill:none;stroke-width:2.5}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}
 .curve.c3{stroke:var(--c3);stroke-dasharray:7 4}.dot{fill:var(--ink)}.dot.c1,.end.c1{fill:var(--c1)}
@@ -47,6 +48,16 @@ class Bar:
     name: str
     note: str
     parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Range:
+    """What is expected, the least and the most that it may be; a number of any kind."""
+
+    name: str
+    expected: float
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,20 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
     if sum(part.gib for part in row.parts) * scale > end + 0.5:
         points = f"{end - 7:.1f},{y + 17:.1f} {end + 8:.1f},{y + 28.5:.1f} {end - 7:.1f},{y + 40:.1f}"
         yield f'<polygon class="cut" points="{points}"><title>goes on beyond the edge</title></polygon>'
+
+
+def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
+    """One bar below the other as long as what is expected, with a line from the least to the most."""
+    scale = (width - 8) / max(1e-9, *(row.most for row in rows))
+    shapes: list[str] = []
+    for place, row in enumerate(rows):
+        y, note = 44 * place, f"{two_digits(row.expected)} ({two_digits(row.least)} to {two_digits(row.most)})"
+        least, most = row.least * scale, row.most * scale
+        shapes += [_text(0, y + 14, row.name, style="name"), _text(width - 8, y + 14, note, "end")]
+        shapes.append(_rect(0, y + 19, max(row.expected * scale, 1), 19, "O"))
+        shapes += [_line(least, y + 28.5, most, y + 28.5, "whisker")]
+        shapes += [_line(x, y + 23, x, y + 34, "whisker") for x in (least, most)]
+    return _figure(words, width, 44 * len(rows), shapes)
 
 
 def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tuple[str, str], width: int) -> str:

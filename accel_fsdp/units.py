@@ -1,5 +1,7 @@
 """Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
 
+import math
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -46,6 +48,20 @@ def about_gib(count: float) -> str:
 def about_gb(count: float) -> str:
     """Bytes in a sentence that needs no more than `64 GB` or `2.3 GB`."""
     return f"{_about(count / 1e9)} GB"
+
+
+def two_digits(amount: float) -> str:
+    """A number that isn't known to more than two digits: `8.7`, `13`, `1,300`, `0.012`."""
+    if not amount:
+        return "0"
+    digits = 1 - math.floor(math.log10(abs(amount)))
+    rounded = round(amount, digits)
+    return f"{rounded:,.{max(1 - math.floor(math.log10(abs(rounded))), 0)}f}"
+
+
+def about_hours(hours: float) -> str:
+    """A time of two digits: `8.7 hours`, below one hour `13 minutes`."""
+    return f"{two_digits(hours)} hours" if hours >= 1 else f"{two_digits(hours * 60)} minutes"
 
 
 def _about(amount: float) -> str:

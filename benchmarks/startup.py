@@ -1,7 +1,7 @@
 """How long a user waits for the first sign of life: `python benchmarks/startup.py --write`.
 
-Medians of 9, as multiples of an empty Python process, beside Accelerate's own command line. One start of each comes
-first, which leaves bytecode behind and files in memory.
+Medians of 9, as multiples of an empty Python process and of importing torch, beside Accelerate's own command line. One
+start of each comes first, which leaves bytecode behind and files in memory.
 """
 
 import argparse
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 REPEATS = 9
 FILE = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
 TOOL = [str(Path(sys.executable).with_name("accel-fsdp"))]
-PLAN = ["plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096"]
+MODEL = ["plan", "--model", "llama-3.1-8b", "--seq-len", "4096"]
+MACHINES = "8xH100,16xA100-40GB,8xRTX4090,2x8xH200,1xT4,8xL40S,4x8xB200,64x8xH100"
 
 
 def finished(*words: str) -> Callable[[], None]:
@@ -35,13 +36,16 @@ def first_prompt() -> None:
     child.close(force=True)
 
 
+TORCH = "import torch"
 CASES: dict[str, Callable[[], None]] = {
     "an empty Python process": finished(sys.executable, "-c", "pass"),
     "accel-fsdp --help": finished(*TOOL, "--help"),
     "accel-fsdp config, first question": first_prompt,
     "accel-fsdp check FILE": finished(*TOOL, "check", FILE),
-    "accel-fsdp plan (bundled model)": finished(*TOOL, *PLAN),
-    "import torch": finished(sys.executable, "-c", "import torch"),
+    "accel-fsdp plan (bundled model)": finished(*TOOL, *MODEL, "--gpus", "8xH100-80GB"),
+    "accel-fsdp plan for 1,024 GPUs": finished(*TOOL, *MODEL, "--gpus", "128x8xH100-80GB"),
+    "accel-fsdp plan --compare of 8 machines": finished(*TOOL, *MODEL, "--compare", MACHINES),
+    TORCH: finished(sys.executable, "-c", "import torch"),
     "accelerate --help": finished(sys.executable, "-m", "accelerate.commands.accelerate_cli", "--help"),
 }
 
@@ -64,12 +68,15 @@ def main() -> None:
     write = parser.parse_args().write
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     found = {name: seconds(case) for name, case in CASES.items()}
-    empty = next(iter(found.values()))
-    rows = [f"| {name} | {taken:.2f} | {taken / empty:.1f} |" for name, taken in found.items()]
+    empty, torch = next(iter(found.values())), found[TORCH]
+    rows = [f"| {name} | {taken:.2f} | {taken / empty:.1f} | {taken / torch:.2f} |" for name, taken in found.items()]
     print("\n".join(rows))
     if write:
         head = ["## Startup", "", f"`python benchmarks/startup.py --write`: medians of {REPEATS}, files in memory.", ""]
-        results.keep("startup", [*head, "| | seconds | times an empty process |", "|---|---|---|", *rows])
+        results.keep(
+            "startup",
+            [*head, "| | seconds | times an empty process | times import torch |", "|---|---|---|---|", *rows],
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware.machines import MachineFacts, has_bf16
@@ -51,6 +52,17 @@ out-of-memory error). Looked up in GitHub issues: Open-Sora 697 (T4), DenseCLIP 
 Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
 0.1 to 0.2 GiB: the lower number stands."""
 
+BOARD_WATTS: dict[str, float] = {
+    **{"V100": 300, "T4": 70, "A10": 150, "A10G": 300, "A30": 165, "A40": 300, "A6000": 300},
+    **{"A100": 400, "A100 PCIe": 300, "A100 PCIe 40": 250, "L4": 72, "L40": 300, "L40S": 350},
+    **{"RTX 3090": 350, "RTX 4090": 450, "RTX 5090": 575, "RTX 6000 Ada": 300},
+    **{"H100": 700, "H100 PCIe": 350, "H100 NVL": 400, "H200": 700, "GH200": 1000},
+    **{"B200": 1000, "GB200": 1200, "MI250X": 280, "MI300X": 750, "MI325X": 1000},
+}
+"""Maximum power of the board (TDP) in watts, of the document that the row of `GPUS` names as its `source`. Where one
+may be set to several, the highest: GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that
+nvidia-smi shows on AWS G5, as NVIDIA publishes none. MI250X: half of a card's 560 W, as torch sees half a card."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -80,6 +92,11 @@ class Gpu:
     def has_bf16(self) -> bool:
         """Whether it computes in bf16 at `half_flops`; the older ones know fp16 only."""
         return has_bf16(MachineFacts(self.name, 1))
+
+    @property
+    def board_watts(self) -> float:
+        """What the board takes at most, by the vendor's document: `BOARD_WATTS`."""
+        return BOARD_WATTS.get(f"{self.name} {self.memory_gib:g}", BOARD_WATTS[self.name])
 
     @property
     def has_flash(self) -> bool:
@@ -215,6 +232,7 @@ def is_known(name: str) -> bool:
     return _plain(name) in {_plain(gpu.name) for gpu in GPUS}
 
 
+@cache
 def _plain(name: str) -> str:
     """`NVIDIA GeForce RTX 4090` and `rtx4090` are `4090`, `NVIDIA H100 80GB HBM3` is `h100`."""
     words = [word for word in re.split(r"[\s_-]+", name) if word and not _NOISE.fullmatch(word)]

@@ -22,6 +22,7 @@ class MachineFacts:
 CPU = MachineFacts(accelerator=None, count=0)
 WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX", "QUADRO", "RTX 20", "RTX20")
 """GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
+_OLD = re.compile(rf"\b(?:{'|'.join(map(re.escape, WITHOUT_BF16))})", re.I)
 
 LONGEST = 80
 """Letters of a description."""
@@ -36,10 +37,10 @@ _ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})
 """One GPU by its name alone, which has a number in it: `h100`, `RTX 4090`."""
 
 
-def parse(text: str) -> tuple[MachineFacts, int]:
+def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     """Returns one machine and how many of them: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
 
-    A name alone, such as `h100`, is one GPU.
+    A name alone, such as `h100`, is one GPU. `flag` is where the text comes from.
 
     Raises:
         UsageError: the text has another shape.
@@ -51,11 +52,28 @@ def parse(text: str) -> tuple[MachineFacts, int]:
     count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
     if not parts or min(count, machines, memory) < 1:
         raise UsageError(
-            f"--gpus {text[:LONGEST]} can't be read",
+            f"{flag} {text[:LONGEST]} can't be read",
             why="it has to say how many GPUs of which kind train",
-            fix="--gpus 8xH100-80GB, or --gpus 2x8xA100-40GB for two machines",
+            fix=f"{flag} 8xH100-80GB, or {flag} 2x8xA100-40GB for two machines",
         )
     return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
+
+
+def parse_list(text: str, flag: str) -> dict[str, tuple[MachineFacts, int]]:
+    """Each of several descriptions with commas between them, and what `parse` makes of it, in their order.
+
+    Raises:
+        UsageError: one has another shape, or stands there twice.
+    """
+    found: dict[str, tuple[MachineFacts, int]] = {}
+    for word in (part.strip() for part in text.split(",")):
+        parsed = parse(word, flag)
+        if parsed in found.values():
+            raise UsageError(
+                f"{flag} has {word} twice", why="each machine needs one row", fix=f"{flag} with {word} once"
+            )
+        found[word] = parsed
+    return found
 
 
 def describe(machine: MachineFacts) -> str:
@@ -104,5 +122,4 @@ def address_problem(text: str) -> str:
 
 def has_bf16(machine: MachineFacts) -> bool:
     """Whether the accelerator computes in bf16 at full speed; a CPU does compute in it."""
-    name = (machine.accelerator or "").upper()
-    return not any(re.search(rf"\b{re.escape(old)}", name) for old in WITHOUT_BF16)
+    return not _OLD.search(machine.accelerator or "")

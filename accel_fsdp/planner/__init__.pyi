@@ -1,11 +1,17 @@
 from . import command as command
+from . import comparison as comparison
+from . import cost_report as cost_report
 from . import html_report as html_report
 from . import proposal as proposal
 from . import text_report as text_report
+from . import workload as workload
 from .command import PlanOptions as PlanOptions
 from .command import make_job as make_job
 from .command import make_plan as make_plan
 from .command import options_of as options_of
 from .command import show_plan as show_plan
+from .comparison import Comparison as Comparison
+from .comparison import compare as compare
+from .comparison import show_comparison as show_comparison
 from .flags import PlanCommand as PlanCommand
 from .text_report import PlanReport as PlanReport

@@ -1,26 +1,39 @@
 """The command `accel-fsdp plan`: read the model and the machine, search, show."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from accel_fsdp import atomic_files, console
+from accel_fsdp import atomic_files, console, flag_words
 from accel_fsdp.config import Precision
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.linter import Sources, read_subject
 from accel_fsdp.linter.rules import Subject
-from accel_fsdp.models import config_json
-from accel_fsdp.planner import html_report, proposal, text_report
+from accel_fsdp.models import catalogue, config_json
+from accel_fsdp.planner import html_report, proposal, text_report, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import PlanJob, from_yaml, search
+from accel_fsdp.planner.workload import Prices
+from accel_fsdp.prediction import (
+    Candidate,
+    PlanJob,
+    capacity,
+    cost,
+    from_arguments,
+    from_yaml,
+    search,
+    trace_store,
+)
 from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
 DEFAULT_LENGTH = 2048
+ReadShape: TypeAlias = Callable[[str, Recipe], tuple[ModelShape, by_name.Recorded]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,8 @@ class PlanOptions:
     `length` None: 2048 tokens, or the model's positions where it has fewer. `global_rows` are the sequences of one
     optimizer step on all GPUs, None where any number will do.
 
-    `output` is where the recommended YAML is written, `html` where the plan is also written as a page.
+    `output` is where the recommended YAML is written, `html` where the plan is also written as a page. `args` are the
+    script's, beside a `config`. `work` is what is to be paid for, None where nobody asks for it, at these `prices`.
     """
 
     model: str
@@ -45,10 +59,24 @@ class PlanOptions:
     global_rows: int | None = None
     host_gib: int | None = None
     output: Path | None = None
+    args: Path | None = None
+    work: cost.Job | None = None
+    prices: Prices | float | None = None
 
 
 def options_of(command: PlanCommand) -> PlanOptions:
-    """The options of a command line, with what its flags leave open."""
+    """The options of a command line, with what its flags leave open.
+
+    Raises:
+        UsageError: flags contradict each other, or one has a value that it can't have.
+    """
+    if command.gpus is None:
+        raise UsageError(
+            "--gpus is missing",
+            why="a plan is for a machine",
+            fix="--gpus 8xH100-80GB, or --compare 8xH100-80GB,16xA100-40GB for several",
+        )
+    _refuse_beside_args(command)
     usual: Precision = "bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16"
     recipe = Recipe(
         command.method,
@@ -76,7 +104,33 @@ def options_of(command: PlanCommand) -> PlanOptions:
         global_rows=command.global_batch,
         host_gib=command.host_memory,
         output=command.output,
+        args=command.args,
+        work=workload.job_of(command),
+        prices=workload.prices_of(command),
     )
+
+
+SAID_BY_ARGUMENTS = (
+    *("seq_len", "batch", "global_batch", "accumulation", "method", "dtype", "precision", "optimizer", "checkpointing"),
+    *("lora_rank", "chunked_loss", "attention", "kernels", "tokens"),
+)
+"""The flags that the arguments of a script decide."""
+
+
+def _refuse_beside_args(command: PlanCommand) -> None:
+    if command.args is None:
+        return
+    if command.config is None:
+        raise UsageError(
+            "--args without --config",
+            why="a job is its YAML and its script's arguments; a search takes flags",
+            fix="--config FILE --args FILE",
+        )
+    plain = PlanCommand(command.model)
+    both = [name for name in SAID_BY_ARGUMENTS if getattr(command, name) != getattr(plain, name)]
+    if both:
+        flag = flag_words.flag_of(both[0])
+        raise UsageError(f"{flag} beside --args", why="the script's arguments say it", fix=f"leave out {flag}")
 
 
 def show_plan(options: PlanOptions) -> int:
@@ -103,19 +157,78 @@ def make_plan(options: PlanOptions) -> PlanReport:
     """
     if options.config is not None:
         return _judged(options, options.config)
-    job = make_job(options)
+    job, proposer = search_job(options)
+    found = search.make_plan(job)
+    return PlanReport(job, found, proposer, spent=spent_on(options, job, found.choice))
+
+
+def search_job(options: PlanOptions, shape: ReadShape = by_name.read_shape) -> tuple[PlanJob, Proposer]:
+    """What is to be searched: the job, which refuses what doesn't work, and what writes the YAML of a way.
+
+    Raises:
+        UserError: as `make_plan`.
+    """
+    job = make_job(options, read_shape=shape)
     every = list(search.layouts(job.ranks, job.ranks_per_node))
     proposer = _proposer(options, job).over(job.recipe, every)
-    job = replace(job, refuses=proposer.refuses)
-    return PlanReport(job, search.make_plan(job), proposer)
+    return replace(job, refuses=proposer.refuses), proposer
 
 
 def _judged(options: PlanOptions, path: Path) -> PlanReport:
-    subject, _ = read_subject(path, Sources(model=options.model))
-    layout, recipe = from_yaml.of_config(subject, options.recipe)
+    subject, _ = read_subject(path, Sources(model=options.model, args=options.args))
+    if options.args is None:
+        layout, recipe = from_yaml.of_config(subject, options.recipe)
+    else:
+        given = dict(subject.args or {})
+        _refuse_other_model(options, given)
+        layout, recipe = from_arguments.of_run(subject, given)
+        options = _of_arguments(options, given, recipe)
     job = make_job(replace(options, recipe=recipe), layout, subject.number("num_machines") or 1)
+    if options.args is not None:
+        job = replace(job, notes=(*job.notes, *from_arguments.notes(subject.args or {})))
+        job = _without_dropout(job)
     job = _as_written(job, subject)
-    return PlanReport(job, search.judge(job, layout), None, path)
+    found = search.judge(job, layout)
+    return PlanReport(job, found, None, path, spent_on(options, job, found.choice, subject), options.args)
+
+
+def _of_arguments(options: PlanOptions, given: Mapping[str, Any], recipe: Recipe) -> PlanOptions:
+    """The options with what the script's arguments say."""
+    asked, schedule = options.work or cost.Job(cost.Work()), from_arguments.schedule_of(given)
+    asked = replace(asked, work=cost.work_of(schedule, asked.work.rows), schedule=schedule)
+    return replace(options, rows=recipe.rows, length=recipe.length, work=asked)
+
+
+def _refuse_other_model(options: PlanOptions, given: Mapping[str, Any]) -> None:
+    names = options.model, str(given.get("model_name_or_path", options.model))
+    asked, said = (catalogue.canonical(name) for name in names)
+    if asked and said and asked != said:
+        raise UsageError(
+            f"--model {options.model}, and {options.args} has model_name_or_path {names[1]}",
+            why="one of them is another job's",
+            fix=f"--model {names[1]}, or other arguments",
+        )
+
+
+def _without_dropout(job: PlanJob) -> PlanJob:
+    """Adapters' dropout, which isn't among the bundled tapes, is left out where none can be recorded."""
+    if not job.recipe.lora_dropout or all(is_installed(library) for library in trace_store.TRACED_WITH):
+        return job
+    note = f"Without {' and '.join(trace_store.TRACED_WITH)} installed, lora_dropout's masks are not counted."
+    return replace(job, recipe=replace(job.recipe, lora_dropout=False), notes=(*job.notes, note))
+
+
+def spent_on(
+    options: PlanOptions, job: PlanJob, choice: Candidate | None, subject: Subject | None = None
+) -> cost.Cost | None:
+    """What the job costs in the way that was chosen; None where nobody asked, or nothing fits."""
+    if choice is None or options.work is None:
+        return None
+    host = capacity.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
+    asked = replace(options.work, price=workload.price_for(options.prices, job.gpu))
+    twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.recipe.method == "full"
+    checkpoint = host.checkpoint + host.gathering * twice  # once for the engine, once for Hugging Face
+    return cost.cost(asked, choice.recipe, choice.layout, choice.step, job.gpu, checkpoint)
 
 
 def _refuse_files(options: PlanOptions) -> None:
@@ -164,22 +277,23 @@ def _proposer(options: PlanOptions, job: PlanJob) -> Proposer:
     return Proposer(job.shape.name, machines.as_named(machine), machine.count, layers)
 
 
-def make_job(options: PlanOptions, layout: Layout | None = None, machines_there: int = 0) -> PlanJob:
+def make_job(
+    options: PlanOptions,
+    layout: Layout | None = None,
+    machines_there: int = 0,
+    read_shape: ReadShape = by_name.read_shape,
+) -> PlanJob:
     """What is to be planned; with the layout of a YAML on as many GPUs and machines as it has.
 
     Raises:
         UserError: as `show_plan`.
     """
     machine, described = machines.parse(options.gpus)
-    if machine.accelerator is None:
-        raise UsageError(
-            "--gpus cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB"
-        )
-    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    gpu = gpu_of(machine)
     _check_attention(options.recipe, gpu)
     nodes = _nodes(options.nodes, described)
     _check_numbers(options, nodes)
-    shape, tapes = by_name.read_shape(options.model, options.recipe)
+    shape, tapes = read_shape(options.model, options.recipe)
     ranks = machine.count * nodes
     if layout is not None:
         _check_layout(options, machine, nodes, layout, machines_there)
@@ -202,6 +316,19 @@ def make_job(options: PlanOptions, layout: Layout | None = None, machines_there:
     )
 
 
+def gpu_of(machine: MachineFacts, flag: str = "--gpus") -> Gpu:
+    """The GPU of a machine that a flag describes.
+
+    Raises:
+        UsageError: it has none, or none that is known.
+    """
+    if machine.accelerator is None:
+        raise UsageError(
+            f"{flag} cpu has no GPU memory to plan for", why="a plan is about GPUs", fix=f"{flag} 8xH100-80GB"
+        )
+    return gpus.find(machine.accelerator, machine.memory_gib)
+
+
 def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
     """Refuses a kernel that the GPU doesn't run."""
     if recipe.attention == "flash" and not gpu.has_flash:
@@ -214,11 +341,12 @@ def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
 
 def _length(options: PlanOptions, shape: ModelShape) -> int:
     length = options.length or min(DEFAULT_LENGTH, shape.positions or DEFAULT_LENGTH)
+    flag = "--max_length" if options.args else "--seq-len"
     if shape.positions and length > shape.positions:
         raise UsageError(
-            f"--seq-len {length} is longer than the {shape.positions} positions of {shape.name}",
+            f"{flag} {length} is longer than the {shape.positions} positions of {shape.name}",
             why=f"the model has no positions beyond {shape.positions}",
-            fix=f"--seq-len {shape.positions} or less",
+            fix=f"{flag} {shape.positions} or less",
         )
     return length
 

@@ -17,9 +17,23 @@ class PlanCommand:
     model: Annotated[
         str, tyro.conf.arg(metavar="ID_OR_FOLDER", help="A hub id, a local folder, or a catalogue name: llama-3.1-8b.")
     ]
-    gpus: Annotated[str, tyro.conf.arg(metavar="NxNAME[-MEMORYGB]", help="8xH100-80GB; 2x8xA100-40GB: two machines.")]
+    gpus: Annotated[
+        Optional[str],
+        tyro.conf.arg(
+            metavar="NxNAME[-MEMORYGB]",
+            help="8xH100-80GB; 2x8xA100-40GB: two machines.",
+            help_behavior_hint="(required, unless --compare)",
+        ),
+    ] = None
     nodes: Annotated[
         Optional[int], tyro.conf.arg(metavar="N", help="Machines of that kind.", help_behavior_hint="(default: 1)")
+    ] = None
+    compare: Annotated[
+        Optional[str],
+        tyro.conf.arg(
+            metavar="NxNAME,NxNAME,...",
+            help="In place of --gpus: the best way on each of these machines, in one table: 8xH100,2x8xA100-40GB.",
+        ),
     ] = None
     seq_len: Annotated[
         Optional[int],
@@ -83,6 +97,44 @@ class PlanCommand:
     ] = None
     config: Annotated[
         Optional[Path], tyro.conf.arg(metavar="FILE", help="Predict for this Accelerate YAML instead of searching.")
+    ] = None
+    args: Annotated[
+        Optional[Path],
+        tyro.conf.arg(
+            metavar="FILE",
+            help="With --config: the script's arguments, a YAML or JSON mapping or a command line. The very job is "
+            "predicted: its steps, checkpoints and evaluations too.",
+        ),
+    ] = None
+    tokens: Annotated[
+        Optional[str],
+        tyro.conf.arg(metavar="COUNT", help="Tokens to train on, such as 500M, 2B, 1.5T: says hours and energy."),
+    ] = None
+    dataset_rows: Annotated[
+        Optional[int],
+        tyro.conf.arg(metavar="N", help="Instead of --tokens: rows of the data set, all as long as --seq-len."),
+    ] = None
+    epochs: Annotated[
+        Optional[float],
+        tyro.conf.arg(metavar="E", help="How often the rows are trained on.", help_behavior_hint="(default: 1)"),
+    ] = None
+    price: Annotated[Optional[float], tyro.conf.arg(metavar="MONEY", help="Of one GPU for an hour, in any money.")] = (
+        None
+    )
+    prices: Annotated[
+        Optional[Path],
+        tyro.conf.arg(metavar="FILE", help="Instead of --price: your own TOML, with lines such as H100 = 2.5."),
+    ] = None
+    disk_speed: Annotated[
+        Optional[float],
+        tyro.conf.arg(
+            metavar="GB/S",
+            help="What accel-fsdp doctor measures of the checkpoints' disk: says how long training waits for a save.",
+        ),
+    ] = None
+    eval_rows: Annotated[
+        Optional[int],
+        tyro.conf.arg(metavar="N", help="With --args: rows of the evaluation split: says how long it takes."),
     ] = None
     output: Annotated[
         Optional[Path],

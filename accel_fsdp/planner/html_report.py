@@ -31,8 +31,8 @@ from accel_fsdp.prediction.memory import (
     step,
     variant_of,
 )
-from accel_fsdp.svg import Bar, Capacity, Curve, Part, Words
-from accel_fsdp.units import GIB, gib_in_figure, number_in_figure
+from accel_fsdp.svg import Bar, Capacity, Curve, Part, Range, Words
+from accel_fsdp.units import GIB, gib_in_figure, number_in_figure, two_digits
 
 WIDTHS = (720, 360)
 """Each figure is drawn twice, for a window and for a phone; the style sheet shows one."""
@@ -102,8 +102,48 @@ def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
         "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>",
     )
+    return _whole(f"{title}: predicted memory", body)
+
+
+def make_comparison(
+    title: str,
+    headline: str,
+    advice: Sequence[str],
+    figures: Mapping[str, Sequence[Range]],
+    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+) -> str:
+    """The page of several machines: the sentences of the terminal, one figure for each amount, and the table."""
+    titles, rows = table
+    body = (
+        f"<header><h1>{escape(title)}</h1><p>{escape(headline)}</p></header>",
+        f'<section class="advice">{"".join(f"<p>{escape(line)}</p>" for line in advice)}</section>',
+        *(_ranges(name, ranges) for name, ranges in figures.items()),
+        _section(
+            "The numbers",
+            "All predicted: what is expected, and in brackets the least and the most.",
+            _table(titles, [[escape(cell) for cell in row] for row in rows]),
+        ),
+        f"<footer><p>accel-fsdp {__version__}.</p></footer>",
+    )
+    return _whole(f"{title}: predicted cost", body)
+
+
+def _ranges(name: str, rows: Sequence[Range]) -> str:
+    said = "; ".join(f"{row.name}: {two_digits(row.expected)}" for row in rows)
+    words = Words(f"{name} on each machine", said)
+    return _section(
+        name,
+        "The best way on each machine where something fits.",
+        _figure(
+            [svg.ranges(words, rows, width) for width in WIDTHS],
+            "Predicted. A bar is what is expected; the line goes from the least to the most.",
+        ),
+    )
+
+
+def _whole(title: str, body: Sequence[str]) -> str:
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}: predicted memory</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
         f"<style>{STYLE}{svg.STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"

@@ -196,8 +196,11 @@ def sentence(found: Finding) -> str:
 
 
 def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
-    """What would stop or ruin a run of a YAML that was given, in a line; empty where nothing would."""
-    found = _findings(replace(subject, args=arguments(recipe, layout)))
+    """What would stop or ruin a run of a YAML that was given, in a line; empty where nothing would.
+
+    Without the script's arguments these are the recipe's.
+    """
+    found = _findings(subject if subject.args is not None else replace(subject, args=arguments(recipe, layout)))
     return next((sentence(one) for one in found if one.severity == "error"), "")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.config import combinations
-from accel_fsdp.planner import proposal
+from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
     Candidate,
@@ -15,6 +15,7 @@ from accel_fsdp.prediction import (
     PlanJob,
     capacity,
     checkpointing_in,
+    cost,
     name_of,
     remedies,
     rows_in,
@@ -39,12 +40,17 @@ COLOURS = dict(
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged."""
+    """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged.
+
+    `spent` is what the work costs in the way that was chosen, None where nobody asked. `args` are the script's.
+    """
 
     job: PlanJob
     plan: Plan
     proposer: Proposer | None
     config: Path | None = None
+    spent: cost.Cost | None = None
+    args: Path | None = None
 
     def yaml(self) -> str:
         """The YAML of what is recommended; empty where there is nothing to write.
@@ -135,6 +141,10 @@ class PlanReport:
         needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine == "zero" else ""
         yield f"Take {name_of(choice.layout)}{needs} with {how}. {self.plan.reason}"
         yield self._one_step(choice)
+        if self.spent:
+            yield from cost_report.sentences(self.spent, self.job.gpu)
+        elif self.args:
+            yield cost_report.UNKNOWN
         yield from self._others(choice)
         yield from self._reserved(choice)
         yield self._longest(choice)
@@ -149,7 +159,10 @@ class PlanReport:
         if self.proposer:
             yield "The script's arguments:"
             yield f"  {proposal.argument_line(choice.recipe, choice.layout)}"
-        yield "Assumed: " + " ".join((*job.notes, *choice.step.assumptions))
+        yield "Assumed: " + " ".join((*job.notes, *choice.step.assumptions, *self._full_rows()))
+
+    def _full_rows(self) -> tuple[str, ...]:
+        return (cost_report.FULL_ROWS,) if self.spent else ()
 
     def _nothing(self) -> Iterator[str]:
         """Why no way is left, and what would be one."""
@@ -275,6 +288,7 @@ class PlanReport:
             "config_command": self.command(),
             "script_arguments": proposal.arguments(choice.recipe, choice.layout) if choice else {},
             "changes": changes,
+            "cost": cost_report.as_json(self.spent, job.gpu) if self.spent else None,
         }
 
     def _given(self) -> Layout | None:

@@ -1,5 +1,6 @@
 from . import advice as advice
 from . import capacity as capacity
+from . import cost as cost
 from . import from_arguments as from_arguments
 from . import from_yaml as from_yaml
 from . import remedies as remedies

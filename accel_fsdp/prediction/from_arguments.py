@@ -1,13 +1,51 @@
-"""From the arguments of `train/sft.py` to what the planner predicts for. Pure."""
+"""From the arguments of `train/sft.py` to what the planner predicts for: how it trains, and how long. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, get_args
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-from accel_fsdp.prediction.memory import OptimizerName, Recipe
+from accel_fsdp.config import DTYPES, LONG_DTYPES, JobConfig, Method
+from accel_fsdp.errors import UsageError
+from accel_fsdp.prediction import from_yaml
+from accel_fsdp.prediction.memory import (
+    ATTENTION_LINEAR,
+    Attention,
+    Checkpointing,
+    Layout,
+    OptimizerName,
+    Recipe,
+)
 
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
 """Arguments about sizes, and the defaults of Trainer and `train/sft.py`."""
+OPTIMIZERS: dict[str, OptimizerName] = {
+    **{name: name for name in get_args(OptimizerName)},
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+}
+"""Trainer's names of the optimizers that can be predicted."""
+LORA_DROPOUT, SAVE_STEPS, EPOCHS = 0.05, 500, 3
+"""Other defaults of `train/sft.py`, and of Trainer."""
+Event = Literal["no", "steps", "epoch", "best"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a job ends, saves and evaluates. `max_steps` 0: after so many epochs. A share of all steps is below 1.
+
+    `kept` is `save_total_limit`, 0 without. `eval_steps` None: as often as the script logs, which isn't known.
+    """
+
+    max_steps: int = 0
+    epochs: float = EPOCHS
+    saves: Event = "steps"
+    save_steps: float = SAVE_STEPS
+    kept: int = 0
+    evaluates: Event = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+    only_model: bool = False
 
 
 def sizes_of(given: Mapping[str, object]) -> dict[str, int]:
@@ -21,17 +59,122 @@ def whole(value: object) -> int:
     return int(text) if (text := str(value)).isdecimal() else 0
 
 
+def of_run(config: JobConfig, arguments: Mapping[str, Any]) -> tuple[Layout, Recipe]:
+    """The layout and the recipe of a YAML with the arguments of its script, which win where both say something.
+
+    Raises:
+        UsageError: what the YAML asks for can't be predicted.
+    """
+    layout, recipe = from_yaml.of_config(config, recipe_of(arguments))
+    mixed = next((name for name in ("bf16", "fp16") if is_on(arguments.get(name))), recipe.precision)
+    return layout, replace(recipe, precision=mixed)
+
+
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
-    """What the arguments say; Trainer's defaults where they don't."""
-    adapter = "use_peft" in arguments
-    optimizer = str(arguments.get("optim", "adamw_torch_fused"))
+    """What the arguments say; the defaults of `train/sft.py` where they don't."""
     sizes = sizes_of(arguments)
-    recipe = Recipe(
-        method=("qlora" if "load_in_4bit" in arguments else "lora") if adapter else "full",
-        dtype="bfloat16" if adapter else "float32",
+    quantized = is_on(arguments.get("load_in_4bit"))
+    method: Method = "qlora" if quantized else "lora" if is_on(arguments.get("use_peft")) else "full"
+    asked = str(arguments.get("dtype", arguments.get("torch_dtype", "auto"))).removeprefix("torch.")
+    usual = "float32" if method == "full" else "bfloat16"
+    named = LONG_DTYPES.get(asked, asked)
+    adapter = {} if method == "full" else _adapter(arguments)
+    return Recipe(
+        method=method,
+        dtype=named if named in DTYPES else usual,  # type: ignore[arg-type]
         rows=sizes["per_device_train_batch_size"],
         length=sizes["max_length"],
         accumulation=sizes["gradient_accumulation_steps"],
-        checkpointing="full" if str(arguments.get("gradient_checkpointing", False)).lower() == "true" else "none",
+        optimizer=OPTIMIZERS.get(str(arguments.get("optim")), Recipe.optimizer),
+        checkpointing=_checkpointing(arguments),
+        attention=attention_of(str(arguments.get("attn_implementation", ""))),
+        kernels="liger" if is_on(arguments.get("use_liger_kernel")) else "none",
+        **adapter,
     )
-    return replace(recipe, optimizer=optimizer) if optimizer in get_args(OptimizerName) else recipe  # type: ignore[arg-type]
+
+
+def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    asked = arguments.get("lora_target_modules") or ()
+    names = asked.replace(",", " ").split() if isinstance(asked, str) else asked
+    return {
+        "lora_rank": whole(arguments.get("lora_r")) or Recipe.lora_rank,
+        "lora_dropout": (number(arguments.get("lora_dropout"), LORA_DROPOUT) or 0) > 0,
+        "lora_targets": targets_of(names),
+    }
+
+
+def targets_of(names: Any) -> Literal["all", "attention"]:
+    """Which layers an adapter of these modules adapts, in the planner's word."""
+    found = set(names or ())
+    return "attention" if found and found <= ATTENTION_LINEAR else "all"
+
+
+def attention_of(implementation: str) -> Attention:
+    """The planner's word; what it has none for takes about sdpa's memory."""
+    return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
+
+
+def _checkpointing(arguments: Mapping[str, Any]) -> Checkpointing:
+    if not is_on(arguments.get("gradient_checkpointing")):
+        return "none"
+    asked = arguments.get("gradient_checkpointing_kwargs") or {}
+    if isinstance(asked, str):
+        try:
+            asked = json.loads(asked)
+        except ValueError:
+            asked = {}
+    return "reentrant" if isinstance(asked, Mapping) and is_on(asked.get("use_reentrant")) else "full"
+
+
+def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What the prediction makes of arguments that it doesn't follow to the letter, in sentences."""
+    optimizer = str(arguments.get("optim", Recipe.optimizer))
+    if optimizer not in OPTIMIZERS:
+        yield f"The arguments' {optimizer} is predicted as {Recipe.optimizer}."
+    if is_on(arguments.get("auto_find_batch_size")):
+        yield "auto_find_batch_size halves the micro-batch where it doesn't fit; the prediction keeps it."
+
+
+def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
+    """When the arguments let a job end, save and evaluate; Trainer's defaults where they don't say it.
+
+    Raises:
+        UsageError: a strategy isn't one of Trainer's.
+    """
+    steps = number(arguments.get("eval_steps", arguments.get("logging_steps")), None)
+    return Schedule(
+        max_steps=whole(arguments.get("max_steps")),
+        epochs=number(arguments.get("num_train_epochs"), EPOCHS) or EPOCHS,
+        saves=_event(arguments, "save_strategy", "steps"),
+        save_steps=number(arguments.get("save_steps"), SAVE_STEPS) or SAVE_STEPS,
+        kept=whole(arguments.get("save_total_limit")),
+        evaluates=_event(arguments, "eval_strategy", "no"),
+        eval_steps=steps or None,
+        eval_on_start=is_on(arguments.get("eval_on_start")),
+        only_model=is_on(arguments.get("save_only_model")),
+    )
+
+
+def _event(arguments: Mapping[str, Any], name: str, usual: Event) -> Event:
+    asked = arguments.get(name, usual)
+    word = "no" if asked is False else str(asked).lower()  # YAML 1.1 reads no as false
+    if word not in get_args(Event):
+        raise UsageError(
+            f"{name}: {asked} in the arguments",
+            why="Trainer has no such strategy",
+            fix=f"one of {', '.join(get_args(Event))}",
+        )
+    return word  # type: ignore[return-value]
+
+
+def number(value: object, usual: float | None) -> float | None:
+    """The number of an argument; `usual` where there is none."""
+    try:
+        return float(str(value))
+    except ValueError:
+        return usual
+
+
+def is_on(value: object) -> bool:
+    """Whether a switch of a command line or of a mapping is on."""
+    return str(value).lower() in ("true", "1", "yes")

@@ -35,7 +35,7 @@ class PlanJob:
     `global_rows` are the sequences of one optimizer step on all GPUs, 0 where any number will do; then the recipe's
     accumulation is kept. `host_gib` is one machine's memory, 0 where it isn't known. `refuses` says why a way doesn't
     work although it may fit. `ram_efficient`: one rank of a machine reads the weights. `notes` are assumptions besides
-    those of a step.
+    those of a step. `remembered`: what was predicted of this model so far, by recipe, layout and the GPU's workspace.
     """
 
     shape: ModelShape
@@ -50,6 +50,7 @@ class PlanJob:
     global_rows: int = 0
     host_gib: float = 0
     refuses: Callable[[Recipe, Layout], str] = _allowed
+    remembered: dict[tuple[Recipe, Layout, int], Prediction] | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -111,8 +112,13 @@ def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) 
 
 
 def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[Prediction, Device]:
+    key, known = (recipe, layout, capacity.workspace_bytes(job.gpu)), job.remembered
     given = (job.shape, job.tapes, recipe, layout, job.gpu)
-    prediction = capacity.predicted(*given)
+    prediction = known.get(key) if known is not None else None
+    if prediction is None:
+        prediction = capacity.predicted(*given)
+        if known is not None:
+            known[key] = prediction
     replay = None if quick else capacity.replay_of(*given)
     return prediction, capacity.device(prediction, layout, job.capacity_bytes, job.gpu, replay)
 
@@ -124,12 +130,16 @@ def table(job: PlanJob) -> list[Candidate]:
 
 def largest_rows(job: PlanJob, recipe: Recipe, layout: Layout) -> int:
     """The largest micro-batch that fits; 0 if not even one row does."""
-    return _largest(lambda rows: has_room(job, replace(recipe, rows=rows), layout), MOST_ROWS)
+    return _largest(
+        lambda rows: _memory(job, replace(recipe, rows=rows), layout, True)[1], job.capacity_bytes, MOST_ROWS
+    )
 
 
 def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int) -> int:
     """The longest sequence up to `most` that fits; 0 if not even one token does."""
-    return _largest(lambda length: has_room(job, replace(recipe, length=length), layout), most)
+    return _largest(
+        lambda length: _memory(job, replace(recipe, length=length), layout, True)[1], job.capacity_bytes, most
+    )
 
 
 def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
@@ -137,16 +147,28 @@ def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
     return _memory(job, recipe, layout, quick=True)[1].verdict == "yes"
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 up that fits, found by doubling and halving."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high - 1, most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+def _largest(needs: Callable[[int], Device], has: int, most: int) -> int:
+    """The largest number from 1 up to `most` that fits.
+
+    Memory grows about evenly, so the line through the two numbers around the limit tells which one to try next; every
+    third time, in case it misleads, it is the one in the middle.
+    """
+    low, high, known = 0, most + 1, dict[int, int]()
+    while high - low > 1:
+        tries = len(known)
+        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _meets(known, low, high, has)
+        number = min(max(number, low + 1), high - 1)
+        device = needs(number)
+        known[number] = device.needed
+        low, high = (number, high) if device.verdict == "yes" else (low, number)
     return low
+
+
+def _meets(known: Mapping[int, int], low: int, high: int, has: int) -> int:
+    """Where a line meets what there is: the one through `low` and `high`, or through the two highest that fit."""
+    first, second = (low, high) if low in known and high in known else sorted(known)[-2:]
+    slope = (known[second] - known[first]) / (second - first)
+    return first + int((has / (1 + capacity.MARGIN) - known[first]) / slope) if slope > 0 else high - 1
 
 
 def host_bytes(job: PlanJob, recipe: Recipe, layout: Layout) -> int:
@@ -181,16 +203,37 @@ class Plan:
 
 def make_plan(job: PlanJob) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; of the fastest that fit the simplest wins."""
+    job = replace(job, remembered={} if job.remembered is None else job.remembered)
     rows = tuple(table(job))
     found = sorted(_search(job), key=lambda one: -one.tokens_per_s)
     if not found:
         return Plan(rows, None, None, (), "", Longest())
-    equal = [one for one in found if one.tokens_per_s >= TIE * found[0].tokens_per_s]
-    choice = min(equal, key=_burden)
+    equal, choice = _simplest(found)
     others = {one.layout: one for one in reversed(found) if one.layout != choice.layout}  # the best of each
     ties = tuple(others[one.layout] for one in equal if others.get(one.layout) is one)
     second = next((one for one in found if others.get(one.layout) is one and one not in ties), None)
     return Plan(rows, choice, second, ties, _reason(job, choice, alone=not ties), _longest(job, choice))
+
+
+def best(job: PlanJob) -> Candidate | None:
+    """What `make_plan` would choose, without what it says of the others; None where nothing fits."""
+    found = list(_search(job, all_ways=False))
+    return _simplest(found)[1] if found else None
+
+
+def _simplest(found: Iterable[Candidate]) -> tuple[list[Candidate], Candidate]:
+    """The ways that are as fast as the fastest, fastest first, and the one of them with least to bear."""
+    ordered = sorted(found, key=lambda one: -one.tokens_per_s)
+    equal = [one for one in ordered if one.tokens_per_s >= TIE * ordered[0].tokens_per_s]
+    return equal, min(equal, key=_burden)
+
+
+def least(job: PlanJob) -> Candidate:
+    """The way that needs least of a GPU, of those that work where any does; with offload where machines allow it."""
+    smallest = replace(job.recipe, checkpointing="full", rows=job.recipe.rows if job.fixed_rows else 1)
+    ways = [tried for layout in layouts(job.ranks, job.ranks_per_node) for tried in offloads(layout)]
+    hosted = [one for one in ways if not one.offload or host_bytes(job, smallest, one) <= job.host_bytes]
+    return min((evaluate(job, smallest, one) for one in hosted), key=lambda one: (bool(one.refused), one.device.needed))
 
 
 def judge(job: PlanJob, layout: Layout) -> Plan:
@@ -210,15 +253,33 @@ def _longest(job: PlanJob, one: Candidate) -> Longest:
     return Longest(chosen, alone)
 
 
-def _search(job: PlanJob) -> Iterator[Candidate]:
-    """The best micro-batch of each strategy and checkpointing that works and fits."""
+def _search(job: PlanJob, all_ways: bool = True) -> Iterator[Candidate]:
+    """The best micro-batch of each strategy and checkpointing that works and fits.
+
+    Without `all_ways` those are left out that can't be as fast as one that was found before.
+    """
+    fastest = 0.0
     for layout in layouts(job.ranks, job.ranks_per_node):
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
             recipe = replace(job.recipe, checkpointing=kind)
+            if not all_ways and _at_most(job, recipe, layout) < TIE * fastest:
+                continue
             for tried in offloads(layout):
-                if best := _best(job, recipe, tried):
-                    yield best
+                if found := _best(job, recipe, tried):
+                    fastest = max(fastest, found.tokens_per_s)
+                    yield found
                     break  # offload only where nothing fits without
+
+
+def _at_most(job: PlanJob, recipe: Recipe, layout: Layout) -> float:
+    """The speed that no micro-batch exceeds: a larger one shares what a step does once among more tokens."""
+    if job.fixed_rows:
+        return _speed(job, recipe, layout)
+    return max(_speed(job, one, layout) for one in (_split(job, recipe) or [replace(recipe, rows=MOST_ROWS)]))
+
+
+def _speed(job: PlanJob, recipe: Recipe, layout: Layout) -> float:
+    return step_time(job.shape, recipe, layout, job.gpu).tokens_per_s_per_gpu
 
 
 def offloads(layout: Layout) -> tuple[Layout, ...]:
@@ -230,14 +291,14 @@ def _best(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate | None:
     """The smallest micro-batch that is about as fast as the fastest; None where none fits."""
     if job.refuses(recipe, layout) or (layout.offload and host_bytes(job, recipe, layout) > job.host_bytes):
         return None
-    found = [evaluate(job, one, layout, quick=True) for one in _batches(job, recipe, layout)]
+    found = [(one, _speed(job, one, layout)) for one in _batches(job, recipe, layout)]
     while found:
-        enough = ENOUGH * max(one.tokens_per_s for one in found)
-        place = next(place for place, one in enumerate(found) if one.tokens_per_s >= enough)
-        sure = evaluate(job, found[place].recipe, layout)
-        if sure.fits:
-            return sure
-        found = found[:place]
+        enough = ENOUGH * max(speed for _, speed in found)
+        place = next(place for place, (_, speed) in enumerate(found) if speed >= enough)
+        best = evaluate(job, found[place][0], layout)
+        if best.fits:
+            return best
+        found = found[:place]  # the allocator wastes too much
     return None
 
 
@@ -246,12 +307,17 @@ def _batches(job: PlanJob, recipe: Recipe, layout: Layout) -> list[Recipe]:
     if job.fixed_rows:
         return [recipe] if has_room(job, recipe, layout) else []
     if job.global_rows:
-        each = job.global_rows // job.ranks
-        split = [replace(recipe, rows=n, accumulation=each // n) for n in range(1, min(each, MOST_ROWS) + 1)]
-        return [one for one in split if one.rows * one.accumulation == each and has_room(job, one, layout)]
+        return [one for one in _split(job, recipe) if has_room(job, one, layout)]
     most = largest_rows(job, recipe, layout)
     powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
     return [replace(recipe, rows=rows) for rows in dict.fromkeys((*powers, *([most] if most else [])))]
+
+
+def _split(job: PlanJob, recipe: Recipe) -> list[Recipe]:
+    """The micro-batches that a global batch can be split into, smallest first."""
+    each = job.global_rows // job.ranks
+    split = [replace(recipe, rows=n, accumulation=each // n) for n in range(1, min(each, MOST_ROWS) + 1)]
+    return [one for one in split if one.rows * one.accumulation == each]
 
 
 BURDENS = (

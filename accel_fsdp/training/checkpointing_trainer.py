@@ -1,7 +1,6 @@
 """A Trainer whose checkpoints survive: whole or not at all, resumed with every part, saved when it is told to stop."""
 
 import contextlib
-import math
 import os
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, state_bytes
+from accel_fsdp.prediction import cost
 from accel_fsdp.training import resuming
 from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.lineage import History
@@ -276,13 +276,9 @@ class SurvivingTrainer(ResumingTrainer):
         """How many more checkpoints will lie on the disk at once than do now."""
         left, epochs = self.state.max_steps - self.state.global_step, self.state.num_train_epochs
         per_epoch = self.state.max_steps / epochs if epochs <= self.state.max_steps else left  # unknown of a stream
-        every = {"steps": self.state.save_steps, "epoch": per_epoch, "best": left}.get(
-            str(self.args.save_strategy.value)
-        )
-        saves = math.ceil(left / max(every, 1)) if every else 0
-        limit = self.args.save_total_limit
+        saves = cost.events(str(self.args.save_strategy.value), self.state.save_steps, left, per_epoch)  # type: ignore[arg-type]
         there = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(self.args.output_dir)))
-        return min(saves, max(limit + 1 - there, 1)) if limit and limit > 0 else saves
+        return cost.at_once(saves, self.args.save_total_limit or 0, there)
 
     def _predicted_bytes(self) -> tuple[int, int]:
         """Of a checkpoint and of the export, from the model before it is sharded.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import console
 from accel_fsdp.config import DDP_TYPES, FSDP_VERSIONS, Engine
@@ -10,27 +10,14 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction import Sharding, from_yaml, name_of, predicted, savings, speed
-from accel_fsdp.prediction.memory import (
-    ATTENTION_LINEAR,
-    Attention,
-    Layout,
-    ModelShape,
-    OptimizerName,
-    Recipe,
-    Tapes,
-)
+from accel_fsdp.prediction import Sharding, from_arguments, from_yaml, name_of, predicted, savings, speed
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import GIB, gib_or_mib
 
 if TYPE_CHECKING:
     from torch import nn
 
-OPTIMIZERS: dict[str, OptimizerName] = {
-    **{name: name for name in get_args(OptimizerName)},
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-}
 SHOWN_SAVINGS = 5
 
 
@@ -108,7 +95,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> RunJob | None:
     """
     layout = _layout(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
-    optimizer = OPTIMIZERS.get(getattr(args.optim, "value", args.optim))
+    optimizer = from_arguments.OPTIMIZERS.get(getattr(args.optim, "value", args.optim))
     if layout is None or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
@@ -123,25 +110,19 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> RunJob | None:
         optimizer=optimizer,
         checkpointing=_checkpointing(args, accelerator),  # type: ignore[arg-type]
         kernels="liger" if args.use_liger_kernel else "none",
-        attention=_attention(str(getattr(model.config, "_attn_implementation", ""))),
+        attention=from_arguments.attention_of(str(getattr(model.config, "_attn_implementation", ""))),
         **_adapter(adapter),
     )
     return RunJob(str(model.config._name_or_path), recipe, layout)  # type: ignore[union-attr]
 
 
-def _attention(implementation: str) -> Attention:
-    """The planner's word; what it has none for takes about sdpa's memory."""
-    return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
-
-
 def _adapter(config: Any) -> dict[str, Any]:
     if config is None or not hasattr(config, "r"):
         return {}
-    names = set(config.target_modules or ())
     return {
         "lora_rank": config.r,
         "lora_dropout": config.lora_dropout > 0,
-        "lora_targets": "attention" if names and names <= ATTENTION_LINEAR else "all",
+        "lora_targets": from_arguments.targets_of(config.target_modules),
     }
 
 

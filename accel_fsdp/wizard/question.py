@@ -49,8 +49,13 @@ class Option:
     """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be taken here."""
 
     value: Any
-    label: str
+    text: str | Callable[[], str]
     disabled: str = ""
+
+    @property
+    def label(self) -> str:
+        """What a menu shows; a text that takes a prediction is made when it is shown."""
+        return self.text if isinstance(self.text, str) else self.text()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the YAML come from `schema.py`; here is what depends on the other answers, on th
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from accel_fsdp.config import BY_NAME, DEFAULT_PORT, STRATEGIES, ZERO_STAGES, Kind, WrapPolicy, zero_name
@@ -72,14 +73,12 @@ def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config"
 
 
 def _options(name: str, meanings: dict[Any, str]) -> Callable[[Context], list[Option]]:
+    def text(value: Any, context: Context) -> str:
+        return _label(value, meanings[value]) + notes.note(name, value, context) + _condition(name, value, context)
+
     def options(context: Context) -> list[Option]:
         return [
-            Option(
-                value,
-                _label(value, meaning) + notes.note(name, value, context) + _condition(name, value, context),
-                validation.reason(name, value, context),
-            )
-            for value, meaning in meanings.items()
+            Option(value, partial(text, value, context), validation.reason(name, value, context)) for value in meanings
         ]
 
     return options

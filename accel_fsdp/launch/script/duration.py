@@ -10,7 +10,7 @@ from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import from_arguments, from_yaml, step_time
+from accel_fsdp.prediction import Step, cost, from_arguments, step_time
 from accel_fsdp.prediction.tracing import by_name
 
 FACTOR = 3
@@ -21,18 +21,18 @@ AROUND_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Duration:
-    """Steps, and the predicted seconds of one."""
+    """Steps, and what is predicted of one."""
 
     steps: int
-    step_seconds: float
+    step: Step
 
     @property
     def minutes(self) -> int:
         """What the job may take."""
-        return math.ceil((self.steps * self.step_seconds * FACTOR + AROUND_SECONDS) / 60)
+        return math.ceil((cost.seconds_of(self.steps, self.step).expected * FACTOR + AROUND_SECONDS) / 60)
 
     def __str__(self) -> str:
-        return f"{self.steps:,} steps x {self.step_seconds:.2g} s x {FACTOR}, and an hour around them"
+        return f"{self.steps:,} steps x {self.step.step_seconds:.2g} s x {FACTOR}, and an hour around them"
 
 
 def predicted(
@@ -42,16 +42,19 @@ def predicted(
 
     A model is known that is bundled or lies here: a job file is written without the network.
     """
-    steps, model = from_arguments.whole(arguments.get("max_steps")), str(arguments.get("model_name_or_path", ""))
+    model = str(arguments.get("model_name_or_path", ""))
     here = catalogue.find(model) or Path(model).is_dir()
-    if not steps or not model or not here or machine is None or not machine.accelerator:
+    if not model or not here or machine is None or not machine.accelerator:
         return None
     ranks = {"num_machines": machines, "num_processes": machines * machine.count}
     try:
         gpu = gpus.find(machine.accelerator, machine.memory_gib)
         job = JobConfig({**config.values, **ranks}, config.source, config.absent)
-        layout, recipe = from_yaml.of_config(job, from_arguments.recipe_of(arguments))
+        layout, recipe = from_arguments.of_run(job, arguments)
+        steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(recipe, layout.ranks)
+        if not steps:
+            return None
         shape, _ = by_name.read_shape(model, recipe)
     except (UserError, RuntimeError, KeyError, ImportError):
         return None
-    return Duration(steps, step_time(shape, recipe, layout, gpu).step_seconds)
+    return Duration(steps, step_time(shape, recipe, layout, gpu))

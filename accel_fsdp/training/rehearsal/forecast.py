@@ -3,7 +3,7 @@
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.linter import parse_command_line
-from accel_fsdp.prediction import from_arguments, from_yaml, name_of, predicted
+from accel_fsdp.prediction import from_arguments, name_of, predicted
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import about_gib, counted
 
@@ -12,9 +12,8 @@ def of_job(job: JobConfig, model: str | None, words: tuple[str, ...]) -> str:
     """A sentence with the peak of one rank of the real job; empty where the planner can't say."""
     if model is None:
         return ""
-    recipe = from_arguments.recipe_of(parse_command_line(list(words)))
     try:
-        layout, recipe = from_yaml.of_config(job, recipe)
+        layout, recipe = from_arguments.of_run(job, parse_command_line(list(words)))
         shape, tapes = by_name.read_shape(model, recipe)
         peak = predicted(shape, tapes, recipe, layout, None).peak.total
     except (UserError, RuntimeError, KeyError):

@@ -1,0 +1,287 @@
+"""`accel-fsdp plan --compare`: the best way on each of several machines, the cheapest and the fastest of them."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from accel_fsdp import atomic_files, console
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import Gpu, machines
+from accel_fsdp.planner import command, cost_report, html_report, workload
+from accel_fsdp.planner.flags import PlanCommand
+from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in, cost, name_of, search
+from accel_fsdp.prediction.memory import Prediction, Recipe
+from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.svg import Range
+from accel_fsdp.units import about_gib, gib_of, millions, two_digits
+
+SCHEMA_VERSION = 1
+"""Of `--json`: raised whenever a key goes or means something else."""
+USUAL = cost.Work(tokens=10**9)
+"""What is compared where nobody says how much is trained."""
+NOT_BESIDE = ("gpus", "nodes", "config", "args", "output")
+"""Flags about one machine."""
+COLUMNS = ("machine", "strategy", "batch", "checkpointing", "tokens/s", "hours", "GPU-hours", "cost", "")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One row: a machine as it was named, and what was found for it; `why` says why there is nothing."""
+
+    name: str
+    gpu: Gpu
+    ranks: int
+    choice: Candidate | None = None
+    spent: cost.Cost | None = None
+    why: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all its GPUs."""
+        return self.choice.tokens_per_s * self.ranks if self.choice else 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All machines in the order they were named. `job` is that of the first; `assumed`: nobody said how much work."""
+
+    job: PlanJob
+    work: cost.Work
+    machines: tuple[Machine, ...]
+    assumed: bool
+
+    @property
+    def fastest(self) -> Machine | None:
+        """The machine that needs the fewest hours; None where nothing fits any."""
+        return self._least(lambda spent: spent.hours)
+
+    @property
+    def cheapest(self) -> Machine | None:
+        """The machine that takes the least money; None where no price is known."""
+        return self._least(lambda spent: spent.money)
+
+    def _least(self, amount: Callable[[cost.Cost], cost.Span | None]) -> Machine | None:
+        told = [(found.expected, one) for one in self.machines if one.spent and (found := amount(one.spent))]
+        return min(told, key=lambda pair: pair[0])[1] if told else None
+
+    def headline(self) -> str:
+        """What is compared, in a sentence."""
+        job, work = self.job, self.work
+        much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
+        usual = ", as nobody said how many (--tokens, --dataset-rows)" if self.assumed else ""
+        numel = millions(capacity.model_numel(job.shape), 1)
+        return (
+            f"{job.shape.name}: {numel} parameters, {job.recipe.method} training on {much}{usual}, "
+            f"{job.recipe.length:,} tokens per sequence; all of it predicted."
+        )
+
+    def rows(self) -> list[list[str]]:
+        """The cells of the table."""
+        return [self._cells(one) for one in self.machines]
+
+    def _cells(self, one: Machine) -> list[str]:
+        if one.choice is None or one.spent is None:
+            return [one.name, "nothing fits", *[""] * (len(COLUMNS) - 2)]
+        money = one.spent.money
+        marks = [word for word, best in (("cheapest", self.cheapest), ("fastest", self.fastest)) if best is one]
+        return [
+            one.name,
+            name_of(one.choice.layout),
+            str(one.choice.recipe.rows),
+            one.choice.recipe.checkpointing,
+            f"{one.tokens_per_s:,.0f}",
+            cost_report.span(one.spent.hours),
+            cost_report.span(one.spent.gpu_hours),
+            cost_report.span(money) if money else "",
+            ", ".join(marks),
+        ]
+
+    def sentences(self) -> Iterator[str]:
+        """What the table means, and what it leaves out; a sentence or two a line."""
+        for word, best, amount in (
+            ("Cheapest", self.cheapest, lambda spent: spent.money),
+            ("Fastest", self.fastest, lambda spent: spent.hours),
+        ):
+            if best:
+                yield f"{word}: {best.name}, {self._told(best)}.{self._alike(best, amount)}"
+        for one in self.machines:
+            if one.why:
+                yield f"{one.name}: {one.why}."
+        if unpriced := [one.name for one in self.machines if one.spent and one.spent.money is None]:
+            names = ", ".join(unpriced)
+            yield f"{names}: --prices FILE has no price." if self.cheapest else "No prices are known: --prices FILE."
+        yield from self._energy()
+        best = self.cheapest or self.fastest
+        if best:
+            yield f"accel-fsdp plan with --gpus {best.name} says more, and writes its YAML."
+        yield "Assumed: " + " ".join((*dict.fromkeys(self._assumptions()), cost_report.FULL_ROWS))
+
+    def _told(self, one: Machine) -> str:
+        assert one.spent is not None
+        money = one.spent.money
+        paid = f", {cost_report.span(money)} at {cost_report.price(one.spent)} per GPU-hour" if money else ""
+        return f"{cost_report.hours(one.spent.hours)}{paid}"
+
+    def _alike(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
+        """The machines that a prediction can't tell from the best."""
+        assert best.spent is not None
+        least = amount(best.spent).expected
+        near = [
+            one.name
+            for one in self.machines
+            if one is not best and one.spent and (found := amount(one.spent)) and found.expected * search.TIE <= least
+        ]
+        return f" A prediction can't tell it from {', '.join(near)}." if near else ""
+
+    def _energy(self) -> Iterator[str]:
+        told = [f"{one.name} {two_digits(one.spent.most_kwh)}" for one in self.machines if one.spent]
+        if told:
+            yield (
+                f"Energy in kWh, at most: {'; '.join(told)}. That is every GPU at the power of its datasheet for the "
+                "longest of these times; CPUs, network and cooling are not counted."
+            )
+
+    def _assumptions(self) -> Iterator[str]:
+        yield from self.job.notes
+        for one in self.machines:
+            yield from one.choice.step.assumptions if one.choice else ()
+
+    def show(self) -> None:
+        """Prints it."""
+        console.put(self.headline(), wrap=True)
+        console.show_table(COLUMNS, self.rows(), [""] * len(self.machines), whole=True)
+        for line in self.sentences():
+            console.put(line, wrap=True)
+
+    def page(self) -> str:
+        """The same as a page with figures."""
+        spent = [(one.name, one.spent) for one in self.machines if one.spent]
+        hours = [Range(name, *vars(one.hours).values()) for name, one in spent]
+        money = [Range(name, *vars(one.money).values()) for name, one in spent if one.money]
+        figures = {"Hours": hours, **({"Cost": money} if money else {})}
+        title = f"{self.job.shape.name} on {len(self.machines)} machines"
+        return html_report.make_comparison(
+            title, self.headline(), list(self.sentences()), figures if spent else {}, (COLUMNS, self.rows())
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as numbers."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.job.shape.name,
+            "method": self.job.recipe.method,
+            "sequence_length": self.job.recipe.length,
+            "machines": [self._row(one) for one in self.machines],
+            "cheapest": self.cheapest.name if self.cheapest else None,
+            "fastest": self.fastest.name if self.fastest else None,
+        }
+
+    def _row(self, one: Machine) -> dict[str, Any]:
+        choice = one.choice
+        found: dict[str, Any] = {"machine": one.name, "gpu": one.gpu.name, "gpus": one.ranks, "fits": bool(choice)}
+        if choice is None:
+            return found | {"why": one.why}
+        return found | {
+            "strategy": name_of(choice.layout),
+            "batch_per_gpu": choice.recipe.rows,
+            "accumulation": choice.recipe.accumulation,
+            "checkpointing": choice.recipe.checkpointing,
+            "precision": choice.recipe.precision,
+            "peak_bytes": choice.prediction.peak.total,
+            "step_seconds": choice.step.step_seconds,
+            "tokens_per_s": one.tokens_per_s,
+            "assumptions": choice.step.assumptions,
+            "cost": cost_report.as_json(one.spent, one.gpu) if one.spent else None,
+        }
+
+
+def show_comparison(flags: PlanCommand) -> int:
+    """Prints the comparison; returns 0 where something fits on a machine, 1 where nothing fits on any.
+
+    Raises:
+        UserError: the model or a GPU is not known, the numbers can't be, or the page can't be written.
+    """
+    if flags.html and not flags.force:
+        atomic_files.refuse_existing(flags.html, "it may be the page of another plan", "--html")
+    told = compare(flags)
+    if flags.json:
+        console.put(json.dumps(told.as_json(), indent=2))
+    else:
+        told.show()
+    if flags.html:
+        atomic_files.write_text(flags.html, told.page())
+        console.say(f"written: {flags.html}")
+    return 0 if told.fastest else 1
+
+
+def compare(flags: PlanCommand) -> Comparison:
+    """The best way on each machine.
+
+    Raises:
+        UserError: the model or a GPU is not known, or the numbers can't be on any machine.
+    """
+    described = machines.parse_list(flags.compare or "", "--compare")
+    kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
+    _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
+    prices = workload.prices_of(flags)
+    asked = workload.job_of(flags)
+    usual = asked.work == cost.Work()
+    asked = replace(asked, work=USUAL) if usual else asked
+    found: list[Machine] = []
+    jobs: list[PlanJob] = []
+    errors: list[UsageError] = []
+    read, remembered = cache(by_name.read_shape), dict[tuple[Recipe, Any, int], Prediction]()
+    for name, (machine, several) in described.items():
+        options = replace(command.options_of(replace(flags, gpus=name, compare=None)), work=asked, prices=prices)
+        try:
+            job, _ = command.search_job(options, read)
+        except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
+            errors.append(error)
+            found.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
+            continue
+        job = replace(job, remembered=remembered)
+        jobs.append(job)
+        found.append(_on(name, job, options))
+    if not jobs:
+        raise errors[0]
+    return Comparison(jobs[0], asked.work, tuple(found), usual)
+
+
+def _on(name: str, job: PlanJob, options: command.PlanOptions) -> Machine:
+    choice = search.best(job)
+    why = "" if choice else _why_not(job)
+    return Machine(name, job.gpu, job.ranks, choice, command.spent_on(options, job, choice), why)
+
+
+def _why_not(job: PlanJob) -> str:
+    """Why nothing fits: what the smallest way needs, or why none works."""
+    one = search.least(job)
+    if one.refused:
+        return f"no strategy works: {one.refused}"
+    how = f"{name_of(one.layout)}, {search.rows_in(one.recipe)} per GPU and {checkpointing_in(one.recipe)}"
+    need = f"the least that a GPU needs are {gib_of(one.device.needed, job.capacity_bytes)}, with {how}"
+    offloads = replace(one.layout, offload=one.layout.is_fsdp)
+    hosted = search.host_bytes(job, one.recipe, offloads)
+    if offloads != one.layout and hosted > job.host_bytes:
+        need += (
+            f"; offload needs {about_gib(hosted)} of each machine's memory, and {about_gib(job.host_bytes)} are there"
+        )
+    return need
+
+
+def _refuse_beside(flags: PlanCommand, kinds: set[str]) -> None:
+    plain = PlanCommand(flags.model)
+    for name in NOT_BESIDE:
+        if getattr(flags, name) != getattr(plain, name):
+            flag = f"--{name}"
+            raise UsageError(
+                f"{flag} beside --compare", why=f"{flag} is about one machine", fix=f"leave out {flag}, or --compare"
+            )
+    if flags.price is not None and len(kinds) > 1:
+        raise UsageError(
+            f"--price beside --compare with {', '.join(sorted(kinds))}",
+            why="they don't cost the same",
+            fix="--prices FILE, a TOML with a line for each, such as H100 = 2.5",
+        )

@@ -1,0 +1,126 @@
+"""What a job costs, in words and numbers: no more digits than a prediction has, and a range where it is one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.prediction import cost
+from accel_fsdp.units import about_gb, about_hours, counted, two_digits
+
+FULL_ROWS = "Rows are packed or as long as they may be: shorter ones take as many steps, and train on fewer tokens."
+UNKNOWN = (
+    "How many steps the job has isn't known: --dataset-rows N says how many rows an epoch has, or max_steps in the "
+    "arguments how many steps."
+)
+UNCOUNTED = "Loading the model, preparing the data and exporting come on top."
+
+
+def sentences(spent: cost.Cost, gpu: Gpu) -> Iterator[str]:
+    """What a job takes, in a sentence or two a line."""
+    told = [f"about {hours(spent.hours)}", f"{span(spent.gpu_hours)} GPU-hours"]
+    if spent.money is not None:
+        told.append(f"at {price(spent)} each they cost {span(spent.money)}")
+    yield (
+        f"All of it takes {counted(spent.steps, 'step')} of {spent.tokens // spent.steps:,} tokens: "
+        f"{'; '.join(told)}. {UNCOUNTED}"
+    )
+    yield energy(spent, gpu)
+    if spent.evaluations is not None:  # the script's arguments are known
+        yield from _saves(spent.saves)
+        yield from _evaluations(spent.evaluations)
+
+
+def energy(spent: cost.Cost, gpu: Gpu) -> str:
+    """The energy of the boards, and what it is the bound of."""
+    return (
+        f"Energy: at most {two_digits(spent.most_kwh)} kWh, with every GPU at its {gpu.board_watts:g} W "
+        f"({gpu.source}) for the longest of these times; CPUs, network and cooling are not counted."
+    )
+
+
+def price(spent: cost.Cost) -> str:
+    """A price as it was given."""
+    return f"{spent.price:,.10g}"
+
+
+def hours(amount: cost.Span) -> str:
+    """A time with its range: `8.7 hours (7.4 to 12)`."""
+    same = 1 if amount.expected >= 1 else 60
+    return f"{about_hours(amount.expected)} ({two_digits(amount.least * same)} to {two_digits(amount.most * same)})"
+
+
+def span(amount: cost.Span) -> str:
+    """An amount with its range: `120 (100 to 160)`."""
+    return f"{two_digits(amount.expected)} ({two_digits(amount.least)} to {two_digits(amount.most)})"
+
+
+def _saves(saves: cost.Saves | None) -> Iterator[str]:
+    if saves is None:
+        yield "The arguments save once an epoch, whose steps aren't known without --dataset-rows N."
+    elif not saves.count:
+        yield "The arguments write no checkpoints."
+    else:
+        yield (
+            f"{counted(saves.count, 'checkpoint')} of {about_gb(saves.each_bytes)}, {saves.at_once:,} on the disk at "
+            f"once: {about_gb(saves.disk_bytes)}. {_stall(saves.stall_seconds)}"
+        )
+
+
+def _stall(seconds: cost.Span | None) -> str:
+    if seconds is None:
+        return (
+            "How long training waits for one isn't known without the disk's speed: --disk-speed GB/S, which "
+            "accel-fsdp doctor --folder measures; it is not in the hours."
+        )
+    if seconds.least < seconds.most:
+        return (
+            f"Training waits {two_digits(seconds.least)} to {two_digits(seconds.most)} s for each: the disk takes its "
+            "speed from each machine at once, or shares it among them; that is in the hours, gathering is not."
+        )
+    wait = two_digits(seconds.most)
+    return f"Training waits about {wait} s for each at the disk's speed; that is in the hours, gathering is not."
+
+
+def _evaluations(found: cost.Evaluations) -> Iterator[str]:
+    if found.count == 0:
+        return
+    count = "Evaluations, whose number isn't known" if found.count is None else counted(found.count, "evaluation")
+    if found.each_seconds is None:
+        yield f"{count}, whose rows aren't known without --eval-rows N: not in the hours."
+    else:
+        each = f"{two_digits(found.each_seconds.least)} to {two_digits(found.each_seconds.most)} s each"
+        yield f"{count} of {each}{'; not in the hours' if found.count is None else ', which are in the hours'}."
+
+
+def as_json(spent: cost.Cost, gpu: Gpu) -> dict[str, Any]:
+    """The cost as numbers; `range` are the least and the most."""
+    saves, evaluations = spent.saves, spent.evaluations
+    found: dict[str, Any] = {
+        "steps": spent.steps,
+        "tokens": spent.tokens,
+        **_spans("hours", spent.hours),
+        **_spans("gpu_hours", spent.gpu_hours),
+        "energy_kwh_at_most": spent.most_kwh,
+        "gpu_board_watts": gpu.board_watts,
+        "gpu_board_watts_source": gpu.source,
+        "price_per_gpu_hour": spent.price,
+        **_spans("money", spent.money),
+    }
+    if saves:
+        found |= {
+            "checkpoints": saves.count,
+            "checkpoints_at_once": saves.at_once,
+            "checkpoint_bytes": saves.each_bytes,
+            "checkpoints_disk_bytes": saves.disk_bytes,
+            **_spans("checkpoint_stall_seconds", saves.stall_seconds),
+        }
+    if evaluations:
+        found |= {"evaluations": evaluations.count, **_spans("evaluation_seconds", evaluations.each_seconds)}
+    return found
+
+
+def _spans(name: str, amount: cost.Span | None) -> dict[str, Any]:
+    return {
+        name: None if amount is None else amount.expected,
+        f"{name}_range": None if amount is None else (amount.least, amount.most),
+    }

@@ -1,0 +1,179 @@
+"""What is to be paid for, from the flags of `accel-fsdp plan`: tokens or rows, prices, the disk's speed."""
+
+import math
+import re
+import sys
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+
+from accel_fsdp.config import yaml_file
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import Gpu, gpus, machines
+from accel_fsdp.planner.flags import PlanCommand
+from accel_fsdp.prediction import cost
+
+UNITS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
+"""The powers of ten of a count's last letter."""
+COUNT = re.compile(r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)\s*(?P<unit>[a-z]?)", re.IGNORECASE | re.ASCII)
+LONGEST = 40
+MOST = 10**18
+"""Tokens that nobody trains on; beyond, a count is a slip of the finger."""
+Prices = Mapping[tuple[str, float | None], float]
+
+
+def count_of(text: str, flag: str = "--tokens") -> int:
+    """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000.
+
+    Raises:
+        UsageError: it is no count, or not a whole one above zero.
+    """
+    found = COUNT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    power = UNITS.get(found["unit"].upper()) if found else None
+    exact = Decimal(re.sub("[_,]", "", found["number"])).scaleb(power) if found and power is not None else Decimal(0)
+    if exact < 1 or exact > MOST or exact != int(exact):
+        raise UsageError(
+            f"{flag} {text[:LONGEST]} is no number of tokens",
+            why="it has to be a whole number above 0; K, M, B and T stand for 10^3, 10^6, 10^9 and 10^12",
+            fix=f"{flag} 2B, {flag} 500M, {flag} 1.5T or {flag} 2000000000",
+        )
+    return int(exact)
+
+
+def work_of(command: PlanCommand) -> cost.Work:
+    """How much is to be trained, as far as the flags say it.
+
+    Raises:
+        UsageError: they contradict each other, or have values that they can't have.
+    """
+    if command.tokens is not None and command.dataset_rows is not None:
+        raise UsageError(
+            "--tokens beside --dataset-rows", why="both say how much is trained", fix="leave out one of them"
+        )
+    if command.epochs is not None and (command.dataset_rows is None or command.args is not None):
+        says = "num_train_epochs of --args says it" if command.args else "nobody says how many rows an epoch has"
+        fix = "leave out --epochs" if command.args else "--dataset-rows N --epochs E"
+        raise UsageError(f"--epochs {command.epochs:g}", why=says, fix=fix)
+    for flag, value in (("--dataset-rows", command.dataset_rows), ("--eval-rows", command.eval_rows)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value} is less than 1", why="there would be nothing to read", fix=f"{flag} 1000")
+    if command.eval_rows is not None and command.args is None:
+        raise UsageError(
+            "--eval-rows without --args",
+            why="the script's arguments say whether and when it evaluates",
+            fix="--config FILE --args FILE --eval-rows N",
+        )
+    if command.epochs is not None:
+        _refuse_below("--epochs", command.epochs, above=True)
+    tokens = 0 if command.tokens is None else count_of(command.tokens)
+    return cost.Work(tokens=tokens, rows=command.dataset_rows or 0, epochs=command.epochs or 1)
+
+
+def job_of(command: PlanCommand) -> cost.Job:
+    """The work with what is known around it; the price is the GPU's to find, in `prices_of`.
+
+    Raises:
+        UsageError: a value can't be.
+    """
+    if command.disk_speed is not None:
+        _refuse_below("--disk-speed", command.disk_speed, above=True)
+        if command.args is None:
+            raise UsageError(
+                "--disk-speed without --args",
+                why="the script's arguments say when checkpoints are written",
+                fix="--config FILE --args FILE --disk-speed 2",
+            )
+    return cost.Job(
+        work_of(command),
+        disk_bytes_per_s=(command.disk_speed or 0) * 1e9,
+        evaluation_rows=command.eval_rows or 0,
+    )
+
+
+def _refuse_below(flag: str, value: float, above: bool = False) -> None:
+    """Goes on if a number is finite and not below 0, or is `above` it."""
+    if not math.isfinite(value) or value < 0 or (above and value == 0):
+        least = "above 0" if above else "0 or more"
+        raise UsageError(f"{flag} {value:g}", why=f"it has to be a number, {least}", fix=f"{flag} 2.5")
+
+
+def prices_of(command: PlanCommand) -> Prices | float | None:
+    """The prices of a file by GPU, the one price of a flag, or None where nobody says one.
+
+    Raises:
+        UsageError: the file can't be read, or a price can't be.
+    """
+    if command.price is not None and command.prices is not None:
+        raise UsageError("--price beside --prices", why="both say what a GPU costs", fix="leave out one of them")
+    if command.price is not None:
+        _refuse_below("--price", command.price)
+        return command.price
+    return None if command.prices is None else read_prices(command.prices)
+
+
+def price_for(prices: Prices | float | None, gpu: Gpu) -> float | None:
+    """What an hour of a GPU costs; None where nobody says it."""
+    return cost.priced(prices, gpu) if isinstance(prices, Mapping) else prices
+
+
+def read_prices(path: Path) -> dict[tuple[str, float | None], float]:
+    """The prices of a TOML by name and size of the GPU; the size is None where the file names none.
+
+    Raises:
+        UsageError: it can't be read, has a GPU that isn't known, one twice, or what is no price.
+    """
+    if sys.version_info >= (3, 11):  # here, as few plans have prices
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    text = yaml_file.read_text(path, why="there are no prices", fix="a TOML file with a line such as H100 = 2.5")
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(
+            f"cannot read {path}: {error}",
+            why="there are no prices",
+            fix='a line for each GPU: H100 = 2.5, "A100-40GB" = 1.2, "RTX 4090" = 0.4',
+        ) from error
+    found: dict[tuple[str, float | None], float] = {}
+    for name, price in content.items():
+        _refuse_price(path, name, price)
+        key = _gpu_of(path, name)
+        if key in found:
+            raise UsageError(
+                f"{path}: {name} has a price already", why="one GPU has one price", fix="leave out one of the lines"
+            )
+        found[key] = float(price)
+    return found
+
+
+def _refuse_price(path: Path, name: str, price: object) -> None:
+    is_number = isinstance(price, int | float) and not isinstance(price, bool)
+    if not is_number or not math.isfinite(price) or price < 0:  # type: ignore[arg-type, operator]
+        raise UsageError(
+            f"{path}: {name} = {price!r} is no price",
+            why="it has to be a number, 0 or more: the money of one GPU for an hour",
+            fix=f'"{name}" = 2.5',
+        )
+
+
+def _gpu_of(path: Path, name: str) -> tuple[str, float | None]:
+    """The GPU that a key names, and its size where the key says one.
+
+    Raises:
+        UsageError: it is none that this tool knows.
+    """
+    where = f"{path}:"
+    machine, several = machines.parse(f"1x{name}", where)
+    if machine.accelerator is None or (machine.count, several) != (1, 1):
+        raise UsageError(
+            f"{where} {name} is several GPUs",
+            why="a price is for one GPU and one hour",
+            fix=f"the name alone: {machine.accelerator} = 2.5",
+        )
+    try:
+        gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    except UsageError as error:
+        raise UsageError(f"{where} {error.what}", why="nothing could cost this", fix=error.fix) from error
+    return gpu.name, machine.memory_gib

@@ -1,0 +1,217 @@
+"""What a job takes: steps, hours, energy, money, checkpoints; ranges, as a step's time is one. Pure."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.prediction.amounts import Amounts
+from accel_fsdp.prediction.from_arguments import Event, Schedule
+from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.prediction.speed import Step
+
+HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Span(Amounts):
+    """A predicted amount, and the least and the most that it may be; they add up and multiply."""
+
+    expected: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much a job trains: so many steps, so many tokens, or so many rows so often; the first of these above zero."""
+
+    steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+    epochs: float = 1
+
+    def steps_of(self, recipe: Recipe, ranks: int) -> int:
+        """The optimizer steps of it on so many ranks, 0 where they aren't known; the last one is always whole."""
+        if self.steps:
+            return self.steps
+        if self.tokens:
+            return -(-self.tokens // tokens_per_step(recipe, ranks))
+        return math.ceil(self.epochs * steps_per_epoch(self.rows, recipe, ranks)) if self.rows else 0
+
+
+def tokens_per_step(recipe: Recipe, ranks: int) -> int:
+    """What all ranks train on in one optimizer step, with rows that are full."""
+    return ranks * recipe.rows * recipe.accumulation * recipe.length
+
+
+def steps_per_epoch(rows: int, recipe: Recipe, ranks: int) -> int:
+    """As Trainer counts them: every rank has as many micro-batches, and the last step may have fewer of them."""
+    batches = -(-rows // (recipe.rows * ranks))
+    return -(-batches // recipe.accumulation)
+
+
+def work_of(schedule: Schedule, rows: int = 0) -> Work:
+    """How much the arguments of a script train; its epochs need the `rows` of the data set."""
+    return Work(steps=schedule.max_steps, rows=rows, epochs=schedule.epochs)
+
+
+def seconds_of(steps: int, step: Step) -> Span:
+    """How long so many steps take."""
+    return Span(step.step_seconds, *step.range_seconds).times(steps)
+
+
+def events(kind: Event, every: float, steps: int, per_epoch: float) -> int:
+    """How often a run of so many steps saves or evaluates, once at its end included; `best` saves at least once."""
+    after = {"steps": every if every >= 1 else math.ceil(every * steps), "epoch": per_epoch, "best": steps}.get(kind)
+    return math.ceil(steps / max(after, 1)) if after else 0
+
+
+def at_once(saves: int, kept: int, there: int = 0) -> int:
+    """How many more checkpoints lie on the disk than the complete ones that are `there`, when there are most.
+
+    The newest is written before the oldest goes. `kept` 0 keeps all.
+    """
+    return min(saves, max(kept + 1 - there, 1)) if kept > 0 else saves
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The checkpoints of a run: how many are written, how many lie on the disk at once, and the bytes of one.
+
+    `stall_seconds` is how long training waits for one of them, None where the disk's speed isn't known.
+    """
+
+    count: int
+    at_once: int
+    each_bytes: int
+    stall_seconds: Span | None
+
+    @property
+    def disk_bytes(self) -> int:
+        """What lies on the disk when it holds most."""
+        return self.at_once * self.each_bytes
+
+
+def stall(each_bytes: int, disk_bytes_per_s: float, writers: int) -> Span:
+    """How long training waits for a checkpoint that so many machines write to a disk that takes so much from one.
+
+    At best it takes as much from each of them at once; at worst they share it, which is expected.
+    """
+    longest = each_bytes / disk_bytes_per_s
+    return Span(longest, longest / writers, longest)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations of a run: how many, and the seconds of one; each None where it isn't known."""
+
+    count: int | None
+    each_seconds: Span | None
+
+
+def evaluation_seconds(rows: int, recipe: Recipe, ranks: int, step: Step) -> Span:
+    """How long all ranks take for a forward pass of so many rows.
+
+    Of a training step's products one share is forward's, two are backward's, or one where the weights are frozen, and
+    what checkpointing computes again is one more.
+    """
+    again = {"none": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)
+    forward = 1 / (1 + (2 if recipe.method == "full" else 1) + again)
+    steps = steps_per_epoch(rows, recipe, ranks)
+    return seconds_of(steps, step).times(forward)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job's cost depends on besides its way to train: the work, and what is known around it.
+
+    `price` is that of one GPU for an hour, None where it isn't known. `schedule` None: nothing is said of checkpoints.
+    """
+
+    work: Work
+    price: float | None = None
+    schedule: Schedule | None = None
+    disk_bytes_per_s: float = 0
+    evaluation_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a job takes. `hours` are those of training with all saves and evaluations whose time is known.
+
+    `most_kwh` are the boards' at their full power for the longest of these hours. `saves` None: they aren't known.
+    """
+
+    steps: int
+    tokens: int
+    hours: Span
+    gpu_hours: Span
+    most_kwh: float
+    price: float | None
+    saves: Saves | None
+    evaluations: Evaluations | None
+
+    @property
+    def money(self) -> Span | None:
+        """The price of all GPU-hours."""
+        return None if self.price is None else self.gpu_hours.times(self.price)
+
+
+def cost(job: Job, recipe: Recipe, layout: Layout, step: Step, gpu: Gpu, checkpoint_bytes: int = 0) -> Cost | None:
+    """What a job takes that trains in this way; None where the number of its steps isn't known."""
+    ranks = layout.ranks
+    steps = job.work.steps_of(recipe, ranks)
+    if not steps:
+        return None
+    seconds = seconds_of(steps, step)
+    saves = evaluations = None
+    if job.schedule:
+        per_epoch = steps_per_epoch(job.work.rows, recipe, ranks)
+        saves = _saves(job, job.schedule, steps, per_epoch, checkpoint_bytes, layout)
+        evaluations = _evaluations(job, job.schedule, steps, per_epoch, recipe, ranks, step)
+        if saves and saves.stall_seconds:
+            seconds += saves.stall_seconds.times(saves.count)
+        if evaluations.each_seconds and evaluations.count:
+            seconds += evaluations.each_seconds.times(evaluations.count)
+    hours = seconds.times(1 / HOUR)
+    return Cost(
+        steps=steps,
+        tokens=steps * tokens_per_step(recipe, ranks),
+        hours=hours,
+        gpu_hours=hours.times(ranks),
+        most_kwh=hours.most * ranks * gpu.board_watts / 1000,
+        price=job.price,
+        saves=saves,
+        evaluations=evaluations,
+    )
+
+
+def _saves(job: Job, schedule: Schedule, steps: int, per_epoch: int, each: int, layout: Layout) -> Saves | None:
+    if schedule.saves == "epoch" and not per_epoch:
+        return None
+    count = events(schedule.saves, schedule.save_steps, steps, per_epoch)
+    writers = max(layout.ranks // layout.ranks_per_node, 1)
+    wait = stall(each, job.disk_bytes_per_s, writers) if job.disk_bytes_per_s else None
+    return Saves(count, at_once(count, schedule.kept), each, wait)
+
+
+def _evaluations(
+    job: Job, schedule: Schedule, steps: int, per_epoch: int, recipe: Recipe, ranks: int, step: Step
+) -> Evaluations:
+    rows = job.evaluation_rows
+    each = evaluation_seconds(rows, recipe, ranks, step) if rows else None
+    return Evaluations(evaluations_in(schedule, steps, per_epoch), each)
+
+
+def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:
+    """How often a run evaluates; None where that isn't known."""
+    every = {"steps": schedule.eval_steps, "epoch": per_epoch}.get(schedule.evaluates, 1)
+    if not every:
+        return None
+    return events(schedule.evaluates, every, steps, per_epoch) + schedule.eval_on_start
+
+
+def priced(prices: Mapping[tuple[str, float | None], float], gpu: Gpu) -> float | None:
+    """The price of a GPU by its name and size, else of its name with any; None without one."""
+    return prices.get((gpu.name, gpu.memory_gib), prices.get((gpu.name, None)))
