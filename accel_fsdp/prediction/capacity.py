@@ -33,15 +33,16 @@ PCIE_BYTES = round(0.2 * GIB)
 """The same over PCIe, where NCCL opens a few channels: two RTX 4090 ran with 22.7 of 23.6 GiB reserved
 (Answer.AI, fsdp_qlora)."""
 NVLINK_BYTES_PER_S = 100e9
-RESERVED: dict[str, tuple[float, float]] = {
-    "single": (1.02, 1.45),
-    "ddp": (1.02, 1.45),
-    "fsdp1": (1.02, 1.60),
-    "fsdp2": (1.02, 1.45),
-    "zero": (1.05, 1.40),
+RESERVED: dict[str, tuple[float, float, float]] = {
+    "single": (1.02, 1.15, 1.45),
+    "ddp": (1.02, 1.15, 1.45),
+    "fsdp1": (1.02, 1.20, 1.60),
+    "fsdp2": (1.02, 1.15, 1.45),
+    "zero": (1.05, 1.00, 1.40),
 }
-"""Reserved over allocated where the allocator isn't replayed, because it fits in any case or can't fit; of DeepSpeed,
-whose blocks aren't known one by one. In between `reserve` tells."""
+"""Reserved over allocated, least, usual and most, where the allocator isn't replayed: because it fits in any case or
+can't fit, or there are many ways to try. The usual one decides then; of DeepSpeed, whose blocks aren't known one by
+one, what is allocated. In between `reserve` tells."""
 REPLAY_RANGE = (0.93, 1.10)
 """Measured reserved bytes over replayed ones: 9 of 10 published runs lie between."""
 MARGIN = 0.05
@@ -126,17 +127,17 @@ def device(
 ) -> Device:
     """Whether a rank fits: what is allocated, context, communicators and 5 % must, and what the allocator wastes.
 
-    Without `replay` it isn't asked what that is. Cached blocks go back before memory runs out, so they count only where
+    Without `replay` that is the usual. Cached blocks go back before memory runs out, so they count only where
     they can't: the allocator is replayed on a GPU of that size.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, spared = capacity_bytes - outside, round(capacity_bytes / (1 + MARGIN)) - outside
-    low, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
+    low, usual, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
     ranged = (min(low, max(room, allocated)), min(high, max(room, allocated)))
     phase = prediction.peak.phase
     if allocated > room:
         return Device(allocated, ranged, "no", outside, runs_out=phase)
-    if allocated > spared:
+    if allocated > spared or (replay is None and usual > spared):
         return Device(allocated, ranged, "tight", outside, runs_out=phase)
     if replay is None or layout.engine == "zero" or high <= spared:
         return Device(allocated, ranged, "yes", outside)

@@ -105,7 +105,7 @@ def layouts(ranks: int, ranks_per_node: int) -> Iterator[Layout]:
 
 
 def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) -> Candidate:
-    """Predicts memory and time of one way; a `quick` verdict doesn't ask what the allocator wastes."""
+    """Predicts memory and time of one way; a `quick` verdict takes the allocator to waste what is usual."""
     prediction, device = _memory(job, recipe, layout, quick)
     step = step_time(job.shape, recipe, layout, job.gpu)
     return Candidate(recipe, layout, prediction, device, step, job.refuses(recipe, layout))
@@ -143,7 +143,7 @@ def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int) ->
 
 
 def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
-    """Whether a GPU has the memory, with the margin; what the allocator wastes isn't asked."""
+    """Whether a GPU has the memory, with the margin, if the allocator wastes what is usual."""
     return _memory(job, recipe, layout, quick=True)[1].verdict == "yes"
 
 
@@ -205,10 +205,12 @@ def make_plan(job: PlanJob) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; of the fastest that fit the simplest wins."""
     job = replace(job, remembered={} if job.remembered is None else job.remembered)
     rows = tuple(table(job))
-    found = sorted(_search(job), key=lambda one: -one.tokens_per_s)
-    if not found:
+    found = list(_search(job))
+    choice = _sure(job, found)
+    if choice is None:
         return Plan(rows, None, None, (), "", Longest())
-    equal, choice = _simplest(found)
+    found.sort(key=lambda one: -one.tokens_per_s)
+    equal = _equal(found)
     others = {one.layout: one for one in reversed(found) if one.layout != choice.layout}  # the best of each
     ties = tuple(others[one.layout] for one in equal if others.get(one.layout) is one)
     second = next((one for one in found if others.get(one.layout) is one and one not in ties), None)
@@ -217,15 +219,26 @@ def make_plan(job: PlanJob) -> Plan:
 
 def best(job: PlanJob) -> Candidate | None:
     """What `make_plan` would choose, without what it says of the others; None where nothing fits."""
-    found = list(_search(job, all_ways=False))
-    return _simplest(found)[1] if found else None
+    return _sure(job, list(_search(job, all_ways=False)))
 
 
-def _simplest(found: Iterable[Candidate]) -> tuple[list[Candidate], Candidate]:
-    """The ways that are as fast as the fastest, fastest first, and the one of them with least to bear."""
+def _sure(job: PlanJob, found: list[Candidate]) -> Candidate | None:
+    """The simplest of the fastest ways, for which the allocator was asked; those that it wastes too much for shrink."""
+    while found:
+        choice = min(_equal(found), key=_burden)
+        place = found.index(choice)
+        found[place] = sure = evaluate(job, choice.recipe, choice.layout)
+        if sure.fits:
+            return sure
+        smaller = _best(job, choice.recipe, choice.layout, below=choice.recipe.rows)
+        found[place : place + 1] = [smaller] if smaller else []
+    return None
+
+
+def _equal(found: Iterable[Candidate]) -> list[Candidate]:
+    """The ways that are as fast as the fastest, as far as a prediction can tell; fastest first."""
     ordered = sorted(found, key=lambda one: -one.tokens_per_s)
-    equal = [one for one in ordered if one.tokens_per_s >= TIE * ordered[0].tokens_per_s]
-    return equal, min(equal, key=_burden)
+    return [one for one in ordered if one.tokens_per_s >= TIE * ordered[0].tokens_per_s]
 
 
 def least(job: PlanJob) -> Candidate:
@@ -287,19 +300,26 @@ def offloads(layout: Layout) -> tuple[Layout, ...]:
     return (layout, replace(layout, offload=True)) if layout.is_fsdp else (layout,)
 
 
-def _best(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate | None:
-    """The smallest micro-batch that is about as fast as the fastest; None where none fits."""
+def _best(job: PlanJob, recipe: Recipe, layout: Layout, below: int = MOST_TOKENS) -> Candidate | None:
+    """The smallest micro-batch that is about as fast as the fastest, of those `below` a number; None where none fits.
+
+    The allocator is asked only where nothing fits with what it usually wastes.
+    """
     if job.refuses(recipe, layout) or (layout.offload and host_bytes(job, recipe, layout) > job.host_bytes):
         return None
-    found = [(one, _speed(job, one, layout)) for one in _batches(job, recipe, layout)]
-    while found:
+    found = [(one, _speed(job, one, layout)) for one in _batches(job, recipe, layout) if one.rows < below]
+    if found:
         enough = ENOUGH * max(speed for _, speed in found)
-        place = next(place for place, (_, speed) in enumerate(found) if speed >= enough)
-        best = evaluate(job, found[place][0], layout)
-        if best.fits:
-            return best
-        found = found[:place]  # the allocator wastes too much
-    return None
+        return evaluate(job, next(one for one, speed in found if speed >= enough), layout, quick=True)
+    smallest = evaluate(job, _smallest(job, recipe), layout)
+    return smallest if smallest.fits and smallest.recipe.rows < below else None
+
+
+def _smallest(job: PlanJob, recipe: Recipe) -> Recipe:
+    """With the smallest micro-batch that there is."""
+    if job.fixed_rows:
+        return recipe
+    return (_split(job, recipe) or [recipe])[0] if job.global_rows else replace(recipe, rows=1)
 
 
 def _batches(job: PlanJob, recipe: Recipe, layout: Layout) -> list[Recipe]:

@@ -33,7 +33,7 @@ from accel_fsdp.prediction.memory.timeline import (
     WORKSPACE,
     Meter,
 )
-from accel_fsdp.prediction.memory.traces import At, Event, Tape, Tapes
+from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Tapes
 from accel_fsdp.units import MIB
 
 STEPS = 3
@@ -124,15 +124,20 @@ def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
     """
     widths = loss.widths
     wide, low = 4 * logits, widths["d"] * logits
-    first = next((n for n, one in enumerate(script.forward) if one.size >= wide), None)
-    last = next((n for n, one in reversed(list(enumerate(script.backward))) if one.size >= wide), None)
-    if first is None or last is None:
-        return script
-    alive = {one.slot: one.size for one in script.forward[:first]}  # a release has no size
-    names = {"l": next(slot for slot in reversed(alive) if alive[slot] >= low)}
+
+    def has(one: Request, *sizes: int) -> bool:
+        return not one.grad and any(size <= one.size < size + ROUND_BYTES for size in sizes)
+
+    first = next((n for n, one in enumerate(script.forward) if has(one, wide)), None)
+    last = next((n for n, one in reversed(list(enumerate(script.backward))) if has(one, wide)), None)
+    alive = {one.slot: one for one in script.forward[:first]}  # a release has no size
+    made = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
+    ends = [place for place, one in enumerate(script.backward) if last is not None and place > last and has(one, low)]
+    if first is None or made is None or not ends:
+        return script  # float32 logits are their own upcast copy
+    names = {"l": made, "d": script.backward[ends[0]].slot}
     later = (*script.forward[first:], *script.backward)
-    large = {one.slot for one in later if one.size >= low} | {names["l"]}
-    names["d"] = next(one.slot for one in script.backward[last:] if one.size >= low and one.size < wide)
+    large = {one.slot for one in later if has(one, low, wide)} | {made}
     slots = count(max(large) + 1_000)
 
     def requests(words: str) -> Iterator[Request]:
@@ -147,8 +152,7 @@ def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
     forward = [*script.forward[:first], *requests(loss.forward)]
     forward += [one for one in script.forward[first:] if one.slot not in large]
     backward = list(requests(loss.backward))
-    made = next(n for n, one in enumerate(script.backward) if one.slot == names["d"])
-    backward += [one for one in script.backward[made + 1 :] if one.slot not in large or one.slot == names["d"]]
+    backward += [one for one in script.backward[ends[0] + 1 :] if one.slot not in large or one.slot == names["d"]]
     if keeps in names:
         backward.append(Request(names[keeps], 0))
     return script._replace(forward=tuple(forward), backward=tuple(backward))
