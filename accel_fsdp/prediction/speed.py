@@ -59,8 +59,8 @@ ACCESSES: dict[OptimizerName, float] = {
     "sgd": 3,
 }
 """How often one optimizer step reads or writes each trained element: fused Adam reads p, g, m, v and writes p, m, v."""
-RANGE = (0.85, 1.35)
-"""Shortest and longest step as multiples of the prediction: 9 of 10 published runs lie between."""
+RANGE = (0.85, 1.2)
+"""Shortest and longest step as multiples of the prediction: more than 9 of 10 published runs lie between."""
 
 
 @dataclass(frozen=True)
