@@ -12,7 +12,7 @@ from functools import cache
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware.machines import MachineFacts, has_bf16
 
-ASSUMED_EFFICIENCY = 0.5
+ASSUMED_EFFICIENCY = 0.55
 """Share of the peak that matrix products reach where no public run tells: the lowest measured one, H100's, rounded."""
 
 INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
@@ -91,7 +91,7 @@ class Gpu:
     @property
     def has_bf16(self) -> bool:
         """Whether it computes in bf16 at `half_flops`; the older ones know fp16 only."""
-        return has_bf16(MachineFacts(self.name, 1))
+        return _has_bf16(self.name)
 
     @property
     def board_watts(self) -> float:
@@ -102,6 +102,11 @@ class Gpu:
     def has_flash(self) -> bool:
         """Whether flash_attention_2 runs on it: from Ampere on, as bf16 (compute capability 8.0)."""
         return self.has_bf16
+
+
+@cache
+def _has_bf16(name: str) -> bool:
+    return has_bf16(MachineFacts(name, 1))
 
 
 def _gpu(
@@ -132,11 +137,12 @@ def _usable(name: str, memory_gib: float) -> float:
 # In the units of datasheets: GiB, TFLOP/s in half and float32, GB/s of memory, of the link to its neighbours, of PCIe
 # (16 lanes of generation 3, 4 and 5 are 16, 32 and 64 one way) and of the network: 50 is 400 Gb/s InfiniBand per GPU
 # (DGX H100), 25 is 200 Gb/s (DGX A100), 12.5 is 100 Gb/s. Those are assumptions, as clusters differ.
-# The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from 69 rows of
-# llm-foundry's table, H100 from 35 of it and NeMo AutoModel's LoRA row, RTX 3090 and 4090 from Answer.AI's fsdp_qlora,
-# of the 3090 from its rows without sharding, which that machine's slow links don't touch. Where the column after says
-# False and the one before isn't None, the chip is one of these in another form. benchmarks/throughput_accuracy.py
-# prints how far off they are.
+# The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from
+# llm-foundry's tables and fms-acceleration, H100 from llm-foundry, torchtitan, NeMo AutoModel and Accelerate, RTX 3090
+# and 4090 from Answer.AI's fsdp_qlora (an RTX 4090 runs at 2.7 GHz where its
+# whitepaper counts with 2.52). Where the column
+# after says False and the one before isn't None, the chip is one of these in another form.
+# benchmarks/throughput_accuracy.py prints how far off they are.
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
     _gpu("V100",          16,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
@@ -146,26 +152,31 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("A10G",          24,     70,    35,  600,  32,  32, 12.5, None, False, "A10G datasheet (AWS G5)"),
     _gpu("A30",           24,    165,  10.3,  933,  32,  32, 12.5, None, False, "A30 datasheet"),
     _gpu("A40",           48,  149.7,  37.4,  696,  32,  32, 12.5, None, False, "A40 datasheet"),
-    _gpu("A100",          80,    312,  19.5, 2039, 300,  32,   25, 0.72, True,  "A100 datasheet (80GB SXM)"),
-    _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.72, True,  "A100 datasheet (40GB SXM)"),
-    _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.72, False, "A100 datasheet (80GB PCIe)"),
-    _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.72, False, "A100 datasheet (40GB PCIe)"),
+    _gpu("A100",          80,    312,  19.5, 2039, 300,  32,   25, 0.75, True,  "A100 datasheet (80GB SXM)"),
+    _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.75, True,  "A100 datasheet (40GB SXM)"),
+    _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.75, False, "A100 datasheet (80GB PCIe)"),
+    _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.75, False, "A100 datasheet (40GB PCIe)"),
     _gpu("A6000",         48,  154.8,  38.7,  768,  32,  32, 12.5, None, False, "RTX A6000 datasheet"),
     _gpu("L4",            24,    121,  30.3,  300,  32,  32, 12.5, None, False, "L4 datasheet"),
     _gpu("L40",           48,    181,  90.5,  864,  32,  32, 12.5, None, False, "L40 datasheet"),
     _gpu("L40S",          48,    362,  91.6,  864,  32,  32, 12.5, None, False, "L40S datasheet"),
-    # GeForce cards can't reach each other's memory: what they send crosses PCIe twice, through the host.
-    _gpu("RTX 3090",      24,     71,  35.6,  936,  16,  32, 12.5, 0.80, True,  "GA102 whitepaper"),
-    _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  16,  32, 12.5, 0.72, True,  "Ada Lovelace whitepaper"),
-    _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  32,  64, 12.5, None, False, "RTX Blackwell whitepaper"),
+    # GeForce cards can't reach each other's memory: what they send goes up to the host and down to the other, both at
+    # once, as PCIe has a lane for each way. Between two RTX 4090 24 GB/s were left of it (Answer.AI, with and without
+    # sharding).
+    _gpu("RTX 3090",      24,     71,  35.6,  936,  32,  32, 12.5, 0.95, True,  "GA102 whitepaper"),
+    _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, True,  "Ada Lovelace whitepaper"),
+    _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  64,  64, 12.5, None, False, "RTX Blackwell whitepaper"),
     _gpu("RTX 6000 Ada",  48,  364.2,  91.1,  960,  32,  32, 12.5, None, False, "RTX 6000 Ada datasheet"),
-    _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.52, True,  "H100 datasheet (SXM)"),
-    _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.52, False, "H100 datasheet (PCIe)"),
-    _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.52, False, "H100 NVL datasheet"),
-    _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.52, False, "H200 datasheet (SXM)"),
+    _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.56, True,  "H100 datasheet (SXM)"),
+    # Meta's Grand Teton, of which torchtitan's figures are: HBM2e, 500 W. Its peak lies between those of the forms with
+    # 400 W (H100 NVL, 835) and 700 W (989.4), by power; torchtitan's benchmarks say as much.
+    _gpu("H100",          96,    886,    62, 2400, 450,  64,   50, 0.56, True,  "torchtitan benchmarks, 2024-12"),
+    _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.56, False, "H100 datasheet (PCIe)"),
+    _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.56, False, "H100 NVL datasheet"),
+    _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.56, False, "H200 datasheet (SXM)"),
     # NVLink-C2C joins it to its host.
-    _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.52, False, "GH200 datasheet (96GB)"),
-    _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.52, False, "GH200 datasheet (144GB)"),
+    _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.56, False, "GH200 datasheet (96GB)"),
+    _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.56, False, "GH200 datasheet (144GB)"),
     _gpu("B200",         180,   2250,    75, 7700, 900,  64,   50, None, False, "HGX B200 datasheet"),
     _gpu("GB200",        186,   2500,    80, 8000, 900, 450,   50, None, False, "GB200 NVL72 datasheet"),
     # torch sees each of the two dies of a card as a device: its row is half a card.
@@ -225,6 +236,11 @@ def sold_gib(name: str, reported_gib: float) -> float:
         if _plain(gpu.name) == _plain(name) and abs(gpu.usable_gib / reported_gib - 1) < 0.1
     ]
     return min(sizes, key=lambda size: abs(size - reported_gib), default=float(round(reported_gib)))
+
+
+def is_hopper(gpu: Gpu) -> bool:
+    """Whether its peak needs Hopper's own instructions (compute capability 9.0)."""
+    return gpu.name.startswith(("H100", "H200", "GH200"))
 
 
 def is_known(name: str) -> bool:

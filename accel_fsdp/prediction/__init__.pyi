@@ -30,6 +30,8 @@ from .smaller import savings as savings
 from .speed import HBM_EFFICIENCY as HBM_EFFICIENCY
 from .speed import RANGE as RANGE
 from .speed import Step as Step
-from .speed import block_work as block_work
 from .speed import step_time as step_time
 from .trace_store import TraceRecord as TraceRecord
+from .work import EAGER as EAGER
+from .work import Software as Software
+from .work import block_work as block_work

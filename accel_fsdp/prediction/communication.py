@@ -100,6 +100,24 @@ def reduce(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
     return scattered + _ring(shard, replicas, apart).times(2) + up
 
 
+def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
+    """Bytes through the GPU's memory beside one gather and one reduction, which wait for them.
+
+    FSDP2 and ZeRO copy what was gathered into the parameters, and gradients of all parameters into one buffer
+    (`foreach_all_gather_copy_out`, `foreach_reduce_scatter_copy_in`); FSDP1 gathers in place, and autograd joins the
+    gradients of its views. DDP copies gradients into buckets and back.
+    """
+    if layout.ranks == 1:
+        return 0, 0
+    elements, width = trained_numel(unit, recipe), compute_bytes(recipe)
+    sent = sent_gradient_bytes(recipe, layout)
+    if layout.engine == "ddp" or layout.shard_ranks == 1:
+        return 0, elements * 4 * sent
+    whole = sum(count * each for count, each in gathered(unit, recipe))
+    in_place = layout.engine == "fsdp1" or _replicates(layout)
+    return 0 if in_place else 2 * whole, elements * (width + sent + (2 * width if layout.engine == "fsdp1" else 0))
+
+
 def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     """What follows the optimizer: ZeRO-1 and 2 gather the updated weights, which their ranks hold whole."""
     if not _replicates(layout):
@@ -159,8 +177,8 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 
 def is_quantized(one: Parameter, unit: GatheredUnit) -> bool:
-    """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks."""
-    return unit.block is not None and one.kind == "linear"
+    """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks, experts that are such layers included."""
+    return unit.block is not None and (one.kind == "linear" or (one.kind == "experts" and len(one.shape) == 2))
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:

@@ -1,50 +1,56 @@
 """How long one optimizer step takes, and what bounds it. Pure: no torch, microseconds per layout.
 
-The step is the sum over units of the longer of computing it and sending for it, because engines prefetch one unit,
-plus the optimizer. Computing is matrix products at the GPU's `efficiency`, and the elementwise kernels between them at
-the speed of its memory.
+The step is the sum over units of the longest of computing it, sending for it and launching its kernels, because
+engines prefetch one unit, plus the optimizer. Computing is matrix products at the GPU's `efficiency`, and what moves
+through its memory at the memory's speed (`work.py` counts both).
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.hardware import Gpu
+from accel_fsdp.hardware import Gpu, is_hopper
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import communication
-from accel_fsdp.prediction.amounts import Amounts
-from accel_fsdp.prediction.communication import GatheredUnit, Traffic
-from accel_fsdp.prediction.memory import (
-    Block,
-    Layout,
-    ModelShape,
-    OptimizerName,
-    Parameter,
-    Recipe,
-    compute_bytes,
-    master_bytes,
-)
+from accel_fsdp.prediction.communication import Traffic
+from accel_fsdp.prediction.memory import Layout, ModelShape, OptimizerName, Recipe, compute_bytes, master_bytes
+from accel_fsdp.prediction.work import EAGER, UNPACKING_FLOPS, Software, Work, block_work, head_work, recomputed
 from accel_fsdp.units import about_gb
 
 Bound = Literal["compute", "intra-node", "inter-node", "pcie"]
 
-HBM_EFFICIENCY = 0.8
+HBM_EFFICIENCY = 0.85
 """Share of the datasheet's bandwidth that streaming kernels reach."""
 LINK_EFFICIENCY = 0.75
 """Share of a link's one-way datasheet rate that NCCL's rings reach on large messages (nccl-tests, bus bandwidth)."""
-ELEMENTWISE_PASSES = 2.5
-"""How often elementwise kernels pass over what matrix products read and wrote; calibrated, one value for all."""
-LOSS_BYTES_PER_LOGIT = 30
-"""Float32 copy (2 + 4), log-softmax (4 + 4), its gradient (4 + 4), back to half (4 + 2), and the product's write."""
-ATTENTION_EFFICIENCY = 0.4
-"""What attention kernels reach of what matrix products reach, causal FLOPs counted once and backward as twice forward.
-
-Calibrated on the first version of flash attention: with later ones long sequences run faster than predicted."""
+PCIE_EFFICIENCY = 0.85
+"""Share of PCIe's one-way rate that copies from pinned memory reach: 26 to 27 GB/s of generation 4 with 16 lanes."""
+CONTENTION = 0.2
+"""Share of a GPU's multiprocessors that NCCL takes from the products it runs beside: 24 of 108 or 132."""
+THREAD_BYTES_PER_S = 12e9
+"""Memory that one thread of the host streams: torchrun leaves each rank one (OMP_NUM_THREADS=1)."""
 HOST_BYTES_PER_S = 100e9
 """Memory of one machine's host, shared by its ranks, where offloading runs the optimizer: an assumption."""
-LATENCY_SECONDS = 50e-6
-"""Of a collective however small, per log2 of the ranks and once for its launch; calibrated on FSDP1 with LoRA."""
+LATENCY_SECONDS = 20e-6
+"""Of a collective however small, per log2 of the ranks and once for its launch."""
+CLIPPING = 3
+"""How often clipping the gradients' norm reads or writes each of them: read for the norm, read and written scaled."""
+
+# Calibrated, together with the efficiencies of `hardware/gpus.py` and `UNPACKING_FLOPS`, on all rows of
+# benchmarks/throughput_accuracy.py, whose --held-out says how well rows of a source are met that took no part.
+ATTENTION_EFFICIENCY = 0.68
+"""What flash attention 2 reaches of what products reach, causal FLOPs counted once and backward as twice forward."""
+OLDER_ATTENTION_EFFICIENCY = 0.35
+"""The same of its first version."""
+OLDER_INSTRUCTIONS = 0.77
+"""What both reach on Hopper of what they reach elsewhere: they don't use its warp-group instructions (wgmma)."""
+LAUNCH_SECONDS = 9e-6
+"""What the host needs for one kernel: where a micro-batch is tiny it is slower than the GPU."""
+UNIT_SECONDS = 1.4e-3
+"""What the host needs to gather or to reduce one unit of FSDP1, hooks and streams included: many, where adapters are
+units of their own. No published run shows FSDP2's."""
 ACCESSES: dict[OptimizerName, float] = {
     "adamw_torch_fused": 7,
     "adamw_torch": 20,
@@ -53,8 +59,8 @@ ACCESSES: dict[OptimizerName, float] = {
     "sgd": 3,
 }
 """How often one optimizer step reads or writes each trained element: fused Adam reads p, g, m, v and writes p, m, v."""
-RANGE = (0.85, 1.35)
-"""Shortest and longest step as multiples of the prediction: 9 of 10 published runs lie between."""
+RANGE = (0.85, 1.2)
+"""Shortest and longest step as multiples of the prediction: more than 9 of 10 published runs lie between."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +80,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Work(Amounts):
-    """What one GPU computes: FLOPs of matrix products and of attention, bytes that elementwise kernels move."""
-
-    matmul_flops: float = 0
-    attention_flops: float = 0
-    elementwise_bytes: float = 0
-
-    @property
-    def flops(self) -> float:
-        """All products."""
-        return self.matmul_flops + self.attention_flops
-
-
-@dataclass(frozen=True)
 class Stretch:
     """A stretch of the model: what it computes and sends in one micro-batch, `count` times in the model.
 
@@ -101,19 +93,20 @@ class Stretch:
     gather: Traffic
     gathers: float
     reduce: Traffic
+    copied: tuple[float, float]
     alone: int
 
 
-def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
+def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, software: Software = EAGER) -> Step:
     """Predicts one optimizer step of one rank; all ranks do the same."""
-    pieces = tuple(_pieces(shape, recipe, layout))
+    pieces = tuple(_pieces(shape, recipe, layout, software))
     reducing = communication.reduces_per_step(recipe, layout)
     spent: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
     for times, reduces in ((reducing, True), (recipe.accumulation - reducing, False)):
-        for piece in pieces:
-            for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
+        for piece in pieces * (times > 0):
+            for bound, seconds in _phases(piece, reduces, recipe, layout, gpu, software):
                 spent[bound] += seconds * piece.count * times
-    for bound, seconds in _update(shape, recipe, layout, gpu):
+    for bound, seconds in _update(shape, recipe, layout, gpu, software):
         spent[bound] += seconds
     total = sum(spent.values())
     tokens = recipe.rows * recipe.length * recipe.accumulation
@@ -131,7 +124,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
     """What MFU counts of one micro-batch: all products of forward and backward, none of what is computed again."""
     works = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
-    works.append((1, *_head_work(shape, recipe)))
+    works.append((1, *head_work(shape, recipe, EAGER)))
     return sum((forward.flops + backward.flops) * count for count, forward, backward in works)
 
 
@@ -142,139 +135,92 @@ def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
     return gpu.half_flops
 
 
-def work_seconds(work: Work, recipe: Recipe, gpu: Gpu) -> float:
+def work_seconds(work: Work, recipe: Recipe, gpu: Gpu, software: Software = EAGER) -> float:
     """Time of `work` on one GPU."""
-    flops = work.matmul_flops + work.attention_flops / ATTENTION_EFFICIENCY
-    computing = flops / (peak_flops(recipe, gpu) * gpu.efficiency)
-    return computing + work.elementwise_bytes / (gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
+    attention = OLDER_ATTENTION_EFFICIENCY if software.older_attention else ATTENTION_EFFICIENCY
+    attention *= OLDER_INSTRUCTIONS if is_hopper(gpu) else 1
+    flops = (work.matmul_flops + work.attention_flops / attention) / peak_flops(recipe, gpu)
+    computing = (flops + work.float32_flops / gpu.fp32_flops) / gpu.efficiency
+    computing += work.unpacked * UNPACKING_FLOPS / gpu.fp32_flops
+    return computing + work.moved_bytes / (gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
 
 
 def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
-    """Time of one collective, whose links work at once, and the slowest of them."""
+    """Time of one collective, whose links work at once, and the slowest of them.
+
+    Where no link joins the GPUs but PCIe, what comes from the host shares it with what goes to the neighbours.
+    """
     seconds: dict[Bound, float] = {
         "intra-node": sent.intra_bytes / (gpu.link_bytes_per_s * LINK_EFFICIENCY),
         "inter-node": sent.inter_bytes / (gpu.network_bytes_per_s * LINK_EFFICIENCY),
-        "pcie": sent.pcie_bytes / (gpu.pcie_bytes_per_s * LINK_EFFICIENCY),
+        "pcie": sent.pcie_bytes / (gpu.pcie_bytes_per_s * PCIE_EFFICIENCY),
     }
+    if gpu.link_bytes_per_s <= gpu.pcie_bytes_per_s and sent.pcie_bytes:
+        seconds["pcie"] += seconds["intra-node"]
     bound = max(seconds, key=lambda name: seconds[name])
     return bound, seconds[bound] + _latency_seconds(ranks) * (seconds[bound] > 0)
 
 
-def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
-    """Forward and backward of one block for one micro-batch.
-
-    A product of `n` weights is 2n FLOPs per token forward and 4n backward: gradients of its input and of its weight,
-    of which frozen weights need the first alone.
-    """
-    tokens = recipe.rows * recipe.length
-    used = sum(one.numel * _share(one, shape) for one in block.parameters if one.kind in ("linear", "experts"))
-    unit = GatheredUnit(block.parameters, False, block)
-    adapters = 0 if recipe.method == "full" else communication.trained_numel(unit, recipe)
-    attention = Work(attention_flops=4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens)
-    between = Work(elementwise_bytes=_elementwise_bytes(block, shape, recipe) * tokens)
-    whole = Work(matmul_flops=2 * used * tokens)
-    thin = Work(matmul_flops=2 * adapters * tokens)
-    unpacking = Work(elementwise_bytes=_unpacked_bytes(unit, recipe))
-    backward = whole.times(2 if recipe.method == "full" else 1) + thin.times(2) + (attention + between).times(2)
-    return whole + thin + attention + between + unpacking, backward + unpacking
-
-
-def _head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
-    """The product with the vocabulary and the loss; a tied head computes as one of its own."""
-    tokens = recipe.rows * recipe.length
-    product = Work(matmul_flops=2 * shape.vocab * shape.hidden * tokens)
-    loss = Work(elementwise_bytes=LOSS_BYTES_PER_LOGIT / 2 * shape.vocab * tokens)
-    return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
-
-
-def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
+def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout, software: Software) -> Iterator[Stretch]:
     """The units with their work, and the head, which is a unit of its own or part of the root."""
     for unit in communication.units(shape, layout):
-        forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
-        again = _recomputed(forward, unit, shape, recipe)
+        forward, backward = block_work(unit.block, shape, recipe, software) if unit.block else (Work(), Work())
+        again = recomputed(forward, unit, shape, recipe, software)
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
+        copied = communication.copied(unit, recipe, layout)
         alone = communication.gathered_alone(unit, recipe, layout)
-        yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, alone)
-    yield Stretch(1, *_head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), 0)
+        yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, copied, alone)
+    yield Stretch(1, *head_work(shape, recipe, software), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 
-def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """Forward and backward of a piece, each as long as the longer of computing it and sending for it."""
+def _phases(
+    piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu, software: Software
+) -> Iterator[tuple[Bound, float]]:
+    """Forward and backward of a piece, each as long as the longest of computing it, sending for it and launching it.
+
+    FSDP1 allows two gathered units at a time (`limit_all_gathers`). Where adapters are units of their own they are the
+    two, so a block is gathered only when the one before is done, and sending adds to computing.
+    """
     before = min(piece.gathers, 1)
-    after = piece.gather.times(piece.gathers - before) + (piece.reduce if reduces else Traffic())
-    backward = piece.recompute + piece.backward
-    for work, sent in ((piece.forward, piece.gather.times(before)), (backward, after)):
-        computing = work_seconds(work, recipe, gpu)
+    outside = software.checkpoints_outside and layout.engine == "fsdp1" and piece.recompute.flops > 0
+    later = piece.gathers - before + outside
+    after = piece.gather.times(later) + (piece.reduce if reduces else Traffic())
+    copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] * reduces)
+    forward = piece.forward + copies[0].times(before)
+    backward = piece.recompute + piece.backward + copies[0].times(later) + copies[1]
+    own = UNIT_SECONDS * (layout.engine == "fsdp1" and layout.shard_ranks > 1) * (1 + piece.alone) * (piece.gathers > 0)
+    latency = piece.alone * _latency_seconds(layout.ranks)
+    for work, sent, uses in ((forward, piece.gather.times(before), before), (backward, after, later + reduces)):
+        computing = work_seconds(work, recipe, gpu, software) + latency * uses
+        launching = work.kernels * LAUNCH_SECONDS + own * uses
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
-        yield (bound, sending) if sending > computing else ("compute", computing)
-    link: Bound = "intra-node" if layout.ranks <= layout.ranks_per_node else "inter-node"
-    yield link, piece.alone * (piece.gathers + reduces) * _latency_seconds(layout.ranks)
+        if piece.alone or outside:
+            yield bound, sending
+            yield "compute", max(computing, launching - sending)
+            continue
+        _, collective = sending_seconds(dataclasses.replace(sent, pcie_bytes=0), layout.ranks, gpu)
+        longest = max(computing + CONTENTION * min(collective, computing), launching)
+        yield (bound, sending) if sending > longest else ("compute", longest)
 
 
-def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
+def _update(
+    shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, software: Software
+) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, and what it sends afterwards; nothing hides them."""
     elements = communication.all_trained_numel(shape, recipe, layout) / layout.shard_ranks
-    moved = elements * ACCESSES[recipe.optimizer] * master_bytes(recipe, layout)
+    moved = elements * (ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
-        yield "pcie", moved * min(layout.ranks, layout.ranks_per_node) / HOST_BYTES_PER_S
+        ranks = min(layout.ranks, layout.ranks_per_node)
+        fair = HOST_BYTES_PER_S / ranks
+        yield "pcie", moved / (fair if software.many_threads else min(THREAD_BYTES_PER_S, fair))
     else:
         yield "compute", moved / (gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
     yield sending_seconds(communication.update(shape, recipe, layout), layout.ranks, gpu)
 
 
-def _recomputed(forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe) -> Work:
-    """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
-
-    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
-    checkpointing computes half of the products again, and no attention.
-    """
-    products = [one for one in unit.parameters if unit.block and one.kind in ("linear", "experts")]
-    if recipe.checkpointing == "none" or not products:
-        return Work()
-    if recipe.checkpointing == "selective":
-        return Work(forward.matmul_flops / 2, 0, forward.elementwise_bytes)
-    last = products[-1].numel * _share(products[-1], shape) * (recipe.checkpointing == "full")
-    return forward + Work(matmul_flops=-2 * last * recipe.rows * recipe.length)
-
-
 def _latency_seconds(ranks: int) -> float:
     return LATENCY_SECONDS * (1 + math.log2(ranks))
-
-
-def _share(one: Parameter, shape: ModelShape) -> float:
-    """Which share of a parameter one token goes through."""
-    return shape.experts_used / shape.experts if one.kind == "experts" and shape.experts else 1
-
-
-def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
-    """How many keys a token attends to on average: half of all, fewer in a window; eager attention computes all.
-
-    Where sliding and full layers alternate the first layer slides, as in Gemma 2 and 3 and gpt-oss.
-    """
-    if recipe.attention == "eager" or shape.eager_only:
-        return recipe.length
-    slides = shape.window and 0 in block.layers
-    window = min(shape.window, recipe.length) if slides else recipe.length
-    return window - window**2 / (2 * recipe.length)
-
-
-def _elementwise_bytes(block: Block, shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes per token of the kernels between products: they read what one wrote and write what the next reads."""
-    ends = sum(
-        sum(one.shape[-2:]) * _share(one, shape) * math.prod(one.shape[:-2])
-        for one in block.parameters
-        if one.kind in ("linear", "experts")
-    )
-    return ELEMENTWISE_PASSES * ends * compute_bytes(recipe)
-
-
-def _unpacked_bytes(unit: GatheredUnit, recipe: Recipe) -> float:
-    """What unpacking 4-bit weights for one use reads and writes."""
-    if recipe.method != "qlora":
-        return 0
-    packed = sum(one.numel for one in unit.parameters if communication.is_quantized(one, unit))
-    return packed * (state_bytes.NF4_BYTES + compute_bytes(recipe))
 
 
 def _is_bf16(recipe: Recipe) -> bool:

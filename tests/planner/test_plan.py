@@ -112,7 +112,7 @@ def test_the_choice_fits_and_nothing_is_faster_by_more_than_a_prediction_can_tel
     assert isinstance(choice, dict)
     assert isinstance(ties, list)
     assert choice["fits"] == "yes"
-    assert choice["strategy"] == "FSDP2 FULL_SHARD"
+    assert choice["strategy"] in ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP")  # of equal ways those with fewest demands
     fastest = max(one["tokens_per_s_per_gpu"] for one in (choice, *ties))
     for one in (choice, *ties):
         assert one["fits"] == "yes"

@@ -59,9 +59,12 @@ def test_the_steps_allocate_what_is_predicted_of_one(
     assert found.allocated <= found.active <= found.reserved
 
 
+@pytest.mark.parametrize("reduce", ["compute", "float32"])
+@pytest.mark.parametrize("sync_each_batch", [False, True])
 @pytest.mark.parametrize("layout", [FSDP1, FSDP2])
-def test_gradient_accumulation(layout: Layout) -> None:
-    recipe = replace(FULL, accumulation=3)
+def test_gradient_accumulation(layout: Layout, sync_each_batch: bool, reduce: str) -> None:
+    layout = replace(layout, sync_each_batch=sync_each_batch)
+    recipe = replace(FULL, accumulation=3, reduce=reduce)  # type: ignore[arg-type]
     expected = predict(*model(recipe, layout), recipe, layout).peak.total
     assert reserved(recipe, layout, exports=False).allocated == pytest.approx(expected, rel=0.02)
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from math import isclose
 from statistics import median
 
 import pytest
-from throughput_accuracy import DATA, Case, cases, gated, gelu, table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from throughput_accuracy import DATA, KINDS, Case, cases, gated, gelu, outside, table
 
 from accel_fsdp.errors import UsageError
-from accel_fsdp.hardware import GPUS, find
-from accel_fsdp.prediction import HBM_EFFICIENCY, block_work, step_time
-from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe
+from accel_fsdp.hardware import GPUS, Gpu, find
+from accel_fsdp.prediction import EAGER, HBM_EFFICIENCY, Software, block_work, step_time
+from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Recipe
 
 DIMENSIONS = json.loads(DATA.read_text())["models"]
 LLAMA = gated("Llama-3-8B", DIMENSIONS["Llama-3-8B"], 4096)
@@ -49,7 +52,9 @@ def test_mfu_agrees_with_the_one_that_was_published() -> None:
 def test_twice_the_rows_is_twice_the_work_and_never_slower_per_token() -> None:
     block = LLAMA.blocks[0]
     one, two = (block_work(block, LLAMA, Recipe(rows=rows)) for rows in (1, 2))
-    assert two == tuple(part.times(2) for part in one)
+    for less, more in zip(one, two, strict=True):
+        assert more.flops == 2 * less.flops
+        assert less.moved_bytes < more.moved_bytes < 2 * less.moved_bytes  # weights are read once either way
     for layout in (ONE, NODE, Layout("fsdp1", 1, 64, 8), Layout("ddp", 3, 16, 8), Layout("zero", 3, 8, 8, True)):
         speeds = [step_time(LLAMA, Recipe(rows=2**n), layout, H100).tokens_per_s_per_gpu for n in range(6)]
         assert speeds == sorted(speeds)
@@ -80,7 +85,7 @@ def test_lora_saves_the_gradients_of_frozen_weights() -> None:
 
 
 def test_qlora_is_slower_than_lora_where_few_tokens_share_the_unpacking() -> None:
-    for rows, least, most in ((1, 0.5, 0.7), (32, 0.97, 1.0)):
+    for rows, least, most in ((1, 0.5, 0.9), (64, 0.97, 1.0)):
         lora, qlora = (
             step_time(LLAMA, Recipe(method=m, dtype="bfloat16", rows=rows, length=256), ONE, H100)  # type: ignore[arg-type]
             for m in ("lora", "qlora")
@@ -88,12 +93,29 @@ def test_qlora_is_slower_than_lora_where_few_tokens_share_the_unpacking() -> Non
         assert least < qlora.tokens_per_s_per_gpu / lora.tokens_per_s_per_gpu < most
 
 
+def moe(used: int, loops: bool = False) -> ModelShape:
+    sizes = DIMENSIONS["Mixtral-8x7B"] | {"experts_used": used, "loops": loops}
+    return gated("Mixtral-8x7B", sizes, 4096)
+
+
 def test_a_token_goes_through_the_experts_that_it_uses() -> None:
-    experts = Parameter("experts", (8, 4096, 3 * 14336), "experts")
-    used = Parameter("used", (2, 4096, 3 * 14336), "linear")
-    sparse = dataclasses.replace(LLAMA, blocks=(Block("Layer", (0,), (experts,)),), experts=8, experts_used=2)
-    dense = dataclasses.replace(LLAMA, blocks=(Block("Layer", (0,), (used,)),))
-    assert block_work(sparse.blocks[0], sparse, Recipe()) == block_work(dense.blocks[0], dense, Recipe())
+    """Two of eight experts are two dense layers, but for half a tile of 128 rows that each expert leaves empty."""
+    recipe = Recipe(rows=4, length=4096)
+    flops = [block_work(shape.blocks[0], shape, recipe)[0].matmul_flops for shape in (moe(1), moe(2), moe(4))]
+    dense = 2 * 3 * 4096 * 14336 * recipe.rows * recipe.length
+    assert isclose(flops[2] - flops[1], 2 * (flops[1] - flops[0]), rel_tol=1e-6)
+    assert isclose(flops[1] - flops[0], dense, rel_tol=1e-6)
+    without = 2 * (4096 * 4096 * 2 + 4096 * 1024 * 2) * recipe.rows * recipe.length
+    assert isclose(flops[0] - dense - without, 8 * 64 * 2 * 3 * 4096 * 14336, rel_tol=1e-6)
+
+
+def test_few_tokens_for_many_experts_are_inefficient_and_a_loop_over_them_more_so() -> None:
+    for rows, least in ((1, 1.5), (16, 1.0)):
+        recipe = Recipe(rows=rows, length=256)
+        seconds = [step_time(moe(2, loops), recipe, ONE, H100).step_seconds for loops in (False, True)]
+        assert seconds[0] < seconds[1]
+        dense = step_time(LLAMA, recipe, ONE, H100).step_seconds
+        assert least < seconds[0] / dense
 
 
 def test_windows_bound_attention_in_the_layers_that_slide() -> None:
@@ -111,6 +133,52 @@ def test_eager_attention_computes_the_masked_half_too() -> None:
     block = LLAMA.blocks[0]
     sdpa, eager = (block_work(block, LLAMA, Recipe(attention=kind))[0] for kind in ("sdpa", "eager"))  # type: ignore[arg-type]
     assert eager.attention_flops == 2 * sdpa.attention_flops
+
+
+recipes = st.builds(
+    Recipe,
+    method=st.sampled_from(["full", "lora", "qlora"]),
+    precision=st.sampled_from(["bf16", "no"]),
+    dtype=st.just("bfloat16"),
+    rows=st.integers(1, 32),
+    length=st.sampled_from([1, 64, 500, 2048, 16384]),
+    accumulation=st.integers(1, 4),
+    optimizer=st.sampled_from(["adamw_torch", "adamw_torch_fused", "sgd"]),
+    checkpointing=st.sampled_from(["none", "selective", "full", "reentrant"]),
+    lora_dtype=st.sampled_from(["float32", "base"]),
+    kernels=st.sampled_from(["none", "liger"]),
+)
+sharded = st.builds(
+    Layout,
+    st.sampled_from(["fsdp1", "fsdp2"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([2, 8, 64]),
+    st.just(8),
+    sync_each_batch=st.booleans(),
+).map(lambda layout: dataclasses.replace(layout, ranks_per_node=min(8, layout.ranks)))
+shapes = st.sampled_from(
+    [LLAMA, gelu("MPT-125m", DIMENSIONS["MPT-125m"], 2048), gated("MoE", DIMENSIONS["Qwen3-30B-A3B"], 1)]
+)
+cards = st.sampled_from([H100, find("RTX 4090"), find("T4"), find("MI300X")])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, recipes, sharded, cards)
+def test_more_work_never_takes_less_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> None:
+    def seconds(of: Recipe = recipe, ranks: Layout = layout, software: Software = EAGER) -> float:
+        return step_time(shape, of, ranks, gpu, software).step_seconds
+
+    base = seconds()
+    assert base > 0
+    for field in ("rows", "length", "accumulation"):
+        assert base <= seconds(dataclasses.replace(recipe, **{field: getattr(recipe, field) + 1}))
+    assert base <= seconds(ranks=dataclasses.replace(layout, offload=True)) + 1e-12
+    assert base <= seconds(dataclasses.replace(recipe, kernels="none")) + 1e-12
+    assert base <= seconds(software=Software(checkpoints_outside=True)) + 1e-12
+    assert base >= seconds(software=Software(compiled=True)) - 1e-12
+    order = ["none", "selective", "full", "reentrant"]
+    times = [seconds(dataclasses.replace(recipe, checkpointing=kind)) for kind in order]  # type: ignore[arg-type]
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize("field", ["link_bytes_per_s", "network_bytes_per_s", "hbm_bytes_per_s", "half_flops"])
@@ -206,31 +274,32 @@ def test_every_gpu_is_found_by_its_own_name_and_its_rates_are_in_order() -> None
         assert gpu.hbm_bytes_per_s > gpu.pcie_bytes_per_s >= 16e9
         assert gpu.network_bytes_per_s <= gpu.link_bytes_per_s
         assert gpu.source
-        assert 0.3 < gpu.efficiency < 0.9
+        assert 0.3 < gpu.efficiency < 1.1
 
 
-LARGEST_MEDIAN = {
-    "llm-foundry MPT A100-40": 0.05,
-    "llm-foundry MPT A100-80": 0.06,
-    "llm-foundry MPT H100-80": 0.10,
-    "fms-acceleration full": 0.12,
-    "fms-acceleration lora": 0.10,
-    "fms-acceleration qlora": 0.16,
-    "fms-fsdp": 0.12,
-    "NeMo AutoModel LoRA": 0.15,
-    "Answer.AI fsdp_qlora RTX 4090": 0.06,
-    "torchtitan": 0.20,
-}
-"""The largest median error of each group; the RTX 3090 isn't among them, whose machine's links are ten times slower."""
+SMALL_GROUPS = {"accelerate#4022 Qwen3-30B-A3B": 0.14}
+"""Three rows of one model whose experts are small; all rows of experts together are held to the general limit."""
 
 
-def errors(group: str) -> list[float]:
-    return [abs(case.error) for case in PUBLISHED if case.group == group]
+def errors(members: Iterable[Case]) -> list[float]:
+    return [abs(case.error) for case in members]
 
 
-@pytest.mark.parametrize("group", LARGEST_MEDIAN)
+@pytest.mark.parametrize("group", sorted({case.group for case in PUBLISHED}))
 def test_published_throughput_is_met(group: str) -> None:
-    assert median(errors(group)) < LARGEST_MEDIAN[group]
+    assert median(errors(case for case in PUBLISHED if case.group == group)) < SMALL_GROUPS.get(group, 0.12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_that_need_physics_of_their_own_are_met(kind: str) -> None:
+    members = [case for case in PUBLISHED if KINDS[kind](case)]
+    assert len(members) >= 8
+    assert median(errors(members)) < 0.12
+
+
+def test_no_published_step_is_far_off_without_an_explanation() -> None:
+    assert not [case.id for case in PUBLISHED if abs(case.error) > 0.3 and not case.note]
+    assert all(name in "\n".join(outside(PUBLISHED)) for name in ("N-mpt-121", "N-mpt-179"))
 
 
 def test_most_published_steps_lie_in_the_predicted_range() -> None:
@@ -239,11 +308,11 @@ def test_most_published_steps_lie_in_the_predicted_range() -> None:
         shortest, longest = case.step().range_seconds
         return shortest < tokens / case.tokens_per_s_per_gpu < longest
 
-    assert median(abs(case.error) for case in PUBLISHED) < 0.08
+    assert median(abs(case.error) for case in PUBLISHED) < 0.05
     assert sum(map(inside, PUBLISHED)) > 0.9 * len(PUBLISHED)
 
 
 def test_the_benchmark_prints_all_groups() -> None:
     lines = list(table(PUBLISHED))
-    assert len(lines) == 3 + len({case.group for case in PUBLISHED})
+    assert len(lines) == 3 + len({case.group for case in PUBLISHED}) + len(KINDS)
     assert lines[-1].startswith("| all |")

@@ -256,12 +256,12 @@ class Fsdp2(Fsdp):
         if not born:
             return
         whole, shard = self._reduced(unit)
-        ready = self._accumulated(unit, born, whole)
+        ready, name = self._accumulated(unit, born, whole)
         if not self.syncs:
             self.waiting[unit] = ready
             return
         self.meter.add(GRADIENTS, whole, "input")
-        self.meter.add(GRADIENTS, -ready, ("born", unit))
+        self.meter.add(GRADIENTS, -ready, name)
         self.reducing = whole
         self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
         self._keep(unit, shard)
@@ -270,16 +270,17 @@ class Fsdp2(Fsdp):
         self.meter.add(GRADIENTS, -self.reducing, "input")
         self.reducing = 0
 
-    def _accumulated(self, unit: int, born: int, whole: int) -> int:
-        """The bytes of the unit's whole gradients; unless autograd adds them, they are cast and added here."""
-        adds, older = self.adds(unit), self.waiting.pop(unit, 0)
+    def _accumulated(self, unit: int, born: int, whole: int) -> tuple[int, object]:
+        """The bytes of the unit's whole gradients, and their name; unless autograd adds them, that happens here."""
+        adds, older, waiting = self.adds(unit), self.waiting.pop(unit, 0), ("waiting", unit)
         if older and not adds:
             self.meter.add(GRADIENTS, -born, ("born", unit))
-        elif not older and not self.syncs and whole > born:
-            self.meter.add(GRADIENTS, whole, ("born", unit), of=self.units[unit])
+            return older, waiting
+        if not older and not self.syncs and whole > born:
+            self.meter.add(GRADIENTS, whole, waiting, of=self.units[unit])
             self.meter.add(GRADIENTS, -born, ("born", unit))
-            return whole
-        return older or born
+            return whole, waiting
+        return older or born, ("born", unit)
 
     def end_backward(self) -> None:
         """The last reduction's input goes."""

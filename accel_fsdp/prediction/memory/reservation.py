@@ -238,17 +238,14 @@ class AllocatingMeter(Meter):
                     self.allocator.free(block)
 
     def _taken(self, name: object, size: int) -> list[Block]:
-        """The oldest group of that size, or the oldest ones that have it together."""
+        """The oldest group of that size, or all that have it together."""
         groups = self.named.get(name, [])
         for place, group in enumerate(groups):
             if group.size == size:
                 return groups.pop(place).blocks
-        taken = 0
-        while groups and sum(group.size for group in groups[:taken]) < size:
-            taken += 1
-        assert sum(group.size for group in groups[:taken]) == size, (name, size, [group.size for group in groups])
-        self.named[name] = groups[taken:]
-        return [block for group in groups[:taken] for block in group.blocks]
+        assert sum(group.size for group in groups) == size, (name, size, [group.size for group in groups])
+        del self.named[name]
+        return [block for group in groups for block in group.blocks]
 
     def _sizes(self, kind: str, size: int, of: Unit | None) -> Sequence[int]:
         if kind == BUFFERS and size > BUCKET_BYTES:

@@ -1,0 +1,330 @@
+"""What one GPU computes, moves through its memory and launches, counted kernel by kernel. Pure.
+
+The kernels are those that transformers and PEFT run eagerly. Fused ones (Liger, torch.compile) move less.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from accel_fsdp.prediction import communication
+from accel_fsdp.prediction.amounts import Amounts
+from accel_fsdp.prediction.communication import GatheredUnit
+from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, Recipe, compute_bytes
+
+TILE = 128
+"""Rows of a matrix product that a thread block computes at once: the last tile of an expert's is half full."""
+WIDTH = 2
+"""Bytes per element that the counts below are made for; of float32 everything is twice as long."""
+RMS_NORM_BYTES = (36, 76)
+"""Of one element, forward and backward. To float32 (2 + 4), square (4 + 4), mean (4), times its root (4 + 4), back
+(4 + 2), times the weight (2 + 2). Backward: the weight's gradient and what passes on (12), to float32 (6), through the
+root (20), mean and square (24), their sum (12), back (2). (transformers' LlamaRMSNorm.)"""
+LAYER_NORM_BYTES = (4, 10)
+"""torch.nn.LayerNorm is one kernel (2 + 2), and two backward: of the input (4 + 2) and of the weights (4)."""
+AUTOCAST_BYTES = (16, 16)
+"""What autocast adds to it: it computes in float32 (2 + 4), and the product behind it casts back (4 + 2)."""
+ROTARY_BYTES = (20, 32)
+"""Of one element of queries and keys: times cosine (2 + 2), half of it negated (2), joined (2 + 2), times sine (2 + 2),
+added (4 + 2). Backward: both products (8), the halves taken apart and put together (12), added (12).
+(apply_rotary_pos_emb.)"""
+GATE_BYTES = (10, 18)
+"""Of one inner element: SiLU (2 + 2) and the product with the other half (4 + 2). Backward: 12 and 6."""
+ACTIVATION_BYTES = (4, 6)
+"""Of one inner element without a gate (2 + 2); backward it reads input and gradient."""
+RESIDUAL_BYTES = (6, 6)
+"""Of one element of a sum (4 + 2); backward two gradients are added."""
+FUSED_NORM_BYTES, FUSED_ROTARY_BYTES, FUSED_GATE_BYTES = (4, 10), (4, 4), (6, 10)
+"""The same as single kernels: everything is read once and written once."""
+ROUTED_BYTES = (16, 26)
+"""Of one element on its way to an expert and back: gathered (2 + 2), weighted (2 + 2), added to the others (4 + 4).
+Backward: spread (2), put in order (8), both factors (10), added where gathered (6)."""
+LOOPED_BYTES = 8
+"""Of one element of all hidden states, backward, for each expert of a loop: a gradient of zeros (2), filled where the
+expert's tokens are, and added to those of the other experts (4 + 2)."""
+LOSS_BYTES = 30
+"""Of one logit: float32 copy (2 + 4), log-softmax (4 + 4), its gradient (4 + 4), back to half (4 + 2), and the copy
+that shifts by one token."""
+FUSED_LOSS_BYTES = 6
+"""One kernel reads a logit and writes its gradient in its place."""
+LORA_BYTES = ((20, 28), (29, 22))
+"""Of one element into and out of an adapted layer, forward and backward, with float32 adapters. In: cast (2 + 4),
+dropout (4 + 4 + 1), read (4). Out: written (4), scaled (4 + 4), added (2 + 4 + 4), back (4 + 2). Backward out: cast
+(6), scaled (8), read twice (8). In: read (4), written (4), dropout (9), back (6), added (6). (PEFT's
+Linear.forward.)"""
+NARROW_LORA_BYTES = ((7, 12), (15, 8))
+"""The same with adapters in half precision: nothing is cast."""
+FUSED_LORA_BYTES = ((2, 6), (6, 4))
+"""The same in kernels of their own: the input is read once, the output is added to."""
+UNPACKING_FLOPS = 125
+"""Instructions that unpack one weight of 4 bits, in FLOPs of the GPU's float32 peak: a search through NF4's sixteen
+values (bitsandbytes' dDequantizeNF4), so memory isn't what bounds it. Calibrated: Mixtral's QLoRA runs
+differ from its LoRA runs by little else."""
+WIDE_IN_BYTES = 6
+"""Of one element into a 4-bit layer behind a float32 norm: cast to half (4 + 2), and back alike. (bitsandbytes'
+Linear4bit.)"""
+WIDE_OUT_BYTES = 6
+"""Of one element out of it: its output is cast back to the dtype of its input (2 + 4)."""
+KERNELS = {"norm": 7, "rotary": 10, "attention": 4, "inner": 2, "residual": 2, "lora": 7, "packed": 3}
+"""How many kernels an eager block launches for each of them."""
+EXPERT_KERNELS = 8
+"""For each expert of a loop: finds its tokens, gathers, weights and adds them."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What runs instead of the kernels that transformers and PEFT run on their own.
+
+    `compiled`: torch.compile fuses the kernels between products. `fused_lora`: adapters have kernels of their own.
+    `older_attention`: the first version of flash attention. `checkpoints_outside`: transformers before 4.53 recomputed
+    FSDP's units from outside: each is gathered a third time, and nothing is gathered ahead of time.
+    `narrow_norms`: layer norms stay in half precision under autocast (llm-foundry's low_precision_layernorm).
+    `many_threads`: no launcher left each rank one thread of the host.
+    """
+
+    compiled: bool = False
+    fused_lora: bool = False
+    older_attention: bool = False
+    checkpoints_outside: bool = False
+    narrow_norms: bool = False
+    many_threads: bool = False
+
+
+EAGER = Software()
+
+
+@dataclass(frozen=True)
+class Work(Amounts):
+    """FLOPs of products, of those in float32, of attention; bytes through the GPU's memory; kernels launched;
+    weights unpacked from 4 bits."""
+
+    matmul_flops: float = 0
+    float32_flops: float = 0
+    attention_flops: float = 0
+    moved_bytes: float = 0
+    kernels: float = 0
+    unpacked: float = 0
+
+    @property
+    def flops(self) -> float:
+        """All products."""
+        return self.matmul_flops + self.float32_flops + self.attention_flops
+
+
+def block_work(block: Block, shape: ModelShape, recipe: Recipe, software: Software = EAGER) -> tuple[Work, Work]:
+    """Forward and backward of one block for one micro-batch.
+
+    A product of `n` weights is 2n FLOPs per token forward and 4n backward: gradients of its input and of its weight,
+    of which frozen weights need the first alone.
+    """
+    tokens = recipe.rows * recipe.length
+    whole = sum((_product(one, shape, recipe) for one in products(block)), Work())
+    flops = 4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens
+    attention = Work(attention_flops=flops)
+    between, between_back = _between(block, shape, recipe, software)
+    thin, thin_back = _adapters(block, shape, recipe, software)
+    unpacking = _unpacking(block, recipe)
+    backward = whole.times(2 if recipe.method == "full" else 1) + attention.times(2) + between_back + thin_back
+    return whole + attention + between + thin + unpacking, backward + unpacking
+
+
+def head_work(shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
+    """The product with the vocabulary and the loss; a tied head computes as one of its own."""
+    tokens = recipe.rows * recipe.length
+    product = _product(Parameter("head", (shape.vocab, shape.hidden), "head"), shape, recipe)
+    each = FUSED_LOSS_BYTES if _is_fused(recipe, software) else LOSS_BYTES
+    loss = Work(moved_bytes=each / 2 * shape.vocab * tokens, kernels=4)
+    return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
+
+
+def recomputed(
+    forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe, software: Software = EAGER
+) -> Work:
+    """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
+
+    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
+    checkpointing computes every second product again, no attention, and all that lies between.
+    """
+    found = products(unit.block) if unit.block else ()
+    if recipe.checkpointing == "none" or not found or not unit.block:
+        return Work()
+    if recipe.checkpointing == "selective":
+        saved = sum((_product(one, shape, recipe) for one in found[::2]), Work())
+        return forward + saved.times(-1) + Work(attention_flops=-forward.attention_flops)
+    last = _product(found[-1], shape, recipe)
+    return forward + last.times(-1 if recipe.checkpointing == "full" else 0)
+
+
+def products(block: Block) -> tuple[Parameter, ...]:
+    """The weights that tokens are multiplied with."""
+    return tuple(one for one in block.parameters if one.kind in ("linear", "experts"))
+
+
+def share(one: Parameter, shape: ModelShape) -> float:
+    """Which share of a parameter one token goes through."""
+    return shape.experts_used / shape.experts if one.kind == "experts" and shape.experts else 1
+
+
+def _product(one: Parameter, shape: ModelShape, recipe: Recipe) -> Work:
+    """A product forward: reads its input and its weights, writes its output. Half of each expert's last tile is empty.
+
+    The bytes are added to the time of computing, as a product starts by loading and ends by storing: so short and
+    thin ones are less efficient than large ones.
+    """
+    tokens = recipe.rows * recipe.length
+    used = share(one, shape)
+    filled = 1 + TILE / 2 / (tokens * used) if used < 1 else 1
+    ends = sum(one.shape[-2:]) * math.prod(one.shape[:-2]) * used * tokens
+    count = math.prod(one.shape[:-2])
+    return Work(
+        matmul_flops=2 * one.numel * used * tokens * filled,
+        moved_bytes=(ends + one.numel) * compute_bytes(recipe),
+        kernels=1 if count > 1 or one.kind != "experts" else 1 + EXPERT_KERNELS / 3,
+    )
+
+
+Piece = tuple[tuple[float, float], float, float]
+"""Bytes per element forward and backward, elements per token, kernels."""
+
+
+def _between(block: Block, shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
+    """What lies between the products of one block, forward and backward."""
+    tokens = recipe.rows * recipe.length
+    pieces = tuple(_pieces(block, shape, recipe, software))
+    kernels = 2 if software.compiled else sum(count for _, _, count in pieces)
+    scale = tokens * compute_bytes(recipe) / WIDTH
+    forward, backward = (sum(each[way] * elements for each, elements, _ in pieces) * scale for way in (0, 1))
+    return Work(moved_bytes=forward, kernels=kernels), Work(moved_bytes=backward, kernels=2 * kernels)
+
+
+def _pieces(block: Block, shape: ModelShape, recipe: Recipe, software: Software) -> Iterator[Piece]:
+    fused = _is_fused(recipe, software)
+    attention = sum(_other(one, shape) for one in products(block) if _is_attention(one))
+    queries = shape.heads * shape.head_dim
+    keys = max(0, attention - 2 * queries) / 2
+    norms = tuple(_norms(block, shape, queries, keys, recipe, software))
+    wide = 2 if recipe.wide != "none" or (recipe.method == "qlora" and _casts_norms(block, recipe, software)) else 1
+    yield from norms
+    if attention and not _has_learned_positions(shape):
+        each = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, wide)
+        yield each, queries + keys, 1 if fused else KERNELS["rotary"]
+    yield (0, 0), 0, KERNELS["attention"] * bool(attention)
+    yield _times(RESIDUAL_BYTES, wide), 2 * shape.hidden, KERNELS["residual"]
+    inner = [_other(one, shape) * _routes(one, shape) for one in products(block) if not _is_attention(one)]
+    if inner:
+        gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
+        packed = software.compiled or recipe.kernels == "liger"
+        each = (FUSED_GATE_BYTES if packed else GATE_BYTES) if gated else ACTIVATION_BYTES
+        yield _times(each, wide), sum(inner) / (3 if gated else 2), KERNELS["inner"]
+    experts = [one for one in block.parameters if one.kind == "experts"]
+    if experts:
+        yield ROUTED_BYTES, shape.experts_used * shape.hidden, 6
+        looped = shape.experts if len(experts[0].shape) == 2 else 0
+        yield (0, LOOPED_BYTES), looped * shape.hidden, 0
+    if wide > 1:
+        into = shape.hidden * (len(products(block)) - 1 - bool(inner)) + sum(inner) / 3
+        yield (WIDE_IN_BYTES, WIDE_IN_BYTES), into, len(products(block))
+        yield (WIDE_OUT_BYTES, WIDE_OUT_BYTES), attention - queries + sum(inner) * 2 / 3 + shape.hidden, 0
+
+
+def _norms(
+    block: Block, shape: ModelShape, queries: float, keys: float, recipe: Recipe, software: Software
+) -> Iterator[Piece]:
+    """The norms of a block: those with a bias are torch's own, the others are written in Python."""
+    fused = _is_fused(recipe, software)
+    for one in block.parameters:
+        if one.kind != "norm" or one.name.endswith("bias"):
+            continue
+        whole = one.numel if one.numel != shape.head_dim else keys if "k_" in one.name else queries
+        if _has_bias(one, block):
+            casts = _casts_norms(block, recipe, software)
+            yield (_plus(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), whole, 1
+        else:
+            yield FUSED_NORM_BYTES if fused else RMS_NORM_BYTES, whole, 1 if fused else KERNELS["norm"]
+
+
+def _has_bias(norm: Parameter, block: Block) -> bool:
+    return any(one.name == norm.name.replace("weight", "bias") != norm.name for one in block.parameters)
+
+
+def _casts_norms(block: Block, recipe: Recipe, software: Software) -> bool:
+    """Whether autocast lets the block's layer norms return float32."""
+    plain = recipe.precision != "no" and not software.compiled and not software.narrow_norms
+    return plain and any(one.kind == "norm" and _has_bias(one, block) for one in block.parameters)
+
+
+def _adapters(block: Block, shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
+    """LoRA's thin products and what PEFT does around them: they cost more time in memory than in computing."""
+    forward = backward = Work()
+    if recipe.method == "full":
+        return forward, backward
+    tokens = recipe.rows * recipe.length
+    fused = software.fused_lora
+    narrow = recipe.lora_dtype == "base"
+    each = FUSED_LORA_BYTES if fused else NARROW_LORA_BYTES if narrow else LORA_BYTES
+    alone = recipe.precision == "no" and not narrow and not fused  # without autocast float32 adapters compute in it
+    for one in block.parameters:
+        if not one.is_adapted(recipe.lora_targets):
+            continue
+        flops = 2 * recipe.lora_rank * sum(one.shape) * tokens
+        thin = Work(matmul_flops=flops * (not alone), float32_flops=flops * alone)
+        moved = [Work(moved_bytes=(into * one.shape[1] + out * one.shape[0]) * tokens) for into, out in each]
+        launched = Work(kernels=2 if fused else KERNELS["lora"])
+        forward += thin + moved[0] + launched
+        backward += thin.times(2) + moved[1] + launched.times(2)
+    return forward, backward
+
+
+def _unpacking(block: Block, recipe: Recipe) -> Work:
+    """Unpacking 4-bit weights for one use: instructions, and what it writes."""
+    if recipe.method != "qlora":
+        return Work()
+    unit = GatheredUnit(block.parameters, False, block)
+    packed = [one.numel for one in block.parameters if communication.is_quantized(one, unit)]
+    return Work(unpacked=sum(packed), kernels=KERNELS["packed"] * len(packed))
+
+
+def _times(bytes_: tuple[float, float], factor: float) -> tuple[float, float]:
+    return bytes_[0] * factor, bytes_[1] * factor
+
+
+def _plus(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
+    """How many keys a token attends to on average: half of all, fewer in a window; eager attention computes all.
+
+    Where sliding and full layers alternate the first layer slides, as in Gemma 2 and 3 and gpt-oss.
+    """
+    if recipe.attention == "eager" or shape.eager_only:
+        return recipe.length
+    slides = shape.window and 0 in block.layers
+    window = min(shape.window, recipe.length) if slides else recipe.length
+    return window - window**2 / (2 * recipe.length)
+
+
+def _other(one: Parameter, shape: ModelShape) -> int:
+    """The side of a weight that isn't the hidden one, whichever comes first (transformers' Conv1D is transposed)."""
+    first, second = one.shape[-2:]
+    return first if second == shape.hidden else second
+
+
+def _routes(one: Parameter, shape: ModelShape) -> float:
+    """How many of a parameter's matrices one token goes through."""
+    return math.prod(one.shape[:-2]) * share(one, shape)
+
+
+def _is_attention(one: Parameter) -> bool:
+    return "attn" in one.name or "attention" in one.name
+
+
+def _has_learned_positions(shape: ModelShape) -> bool:
+    """Whether positions are embedded, and queries and keys not rotated."""
+    tables = [one for one in shape.outer if one.kind in ("embedding", "other") and len(one.shape) > 1]
+    return len(tables) > 1
+
+
+def _is_fused(recipe: Recipe, software: Software) -> bool:
+    """Whether norms, rotation and loss are single kernels."""
+    return software.compiled or recipe.kernels != "none"
