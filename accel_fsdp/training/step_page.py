@@ -1,0 +1,129 @@
+"""A profiled step as one HTML page: what was measured beside what was predicted. Pure."""
+
+from collections.abc import Callable, Iterator
+from html import escape
+
+from accel_fsdp import __version__, html_page, svg
+from accel_fsdp.html_page import WIDTHS, figure, section, table
+from accel_fsdp.svg import Curve, Words
+from accel_fsdp.training import step_report
+from accel_fsdp.training.step_report import Comparison, Pair
+from accel_fsdp.units import GIB, KIB, MIB, any_size, any_time
+
+TITLES = ("unit", "highest", "predicted", "rises by", "predicted", "time", "predicted")
+NAMES = ("measured", "predicted")
+
+
+def page(found: Comparison) -> str:
+    """The whole page."""
+    title = f"Step {found.step}, measured and predicted"
+    verdict = "".join(f"<p>{escape(line.strip())}</p>" for line in step_report.verdict(found))
+    body = (
+        f"<header><h1>{escape(title)}</h1><p>{escape(found.title)}. {escape(_summary(found))}</p></header>",
+        f'<section class="advice">{verdict}</section>',
+        _memory(found),
+        _rows(found),
+        _traffic(found),
+        _units(found),
+        section(
+            "What the numbers are", "", "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in found.notes) + "</ul>"
+        ),
+        f"<footer><p>accel-fsdp {__version__}. KiB, MiB and GiB are 1,024 bytes and its powers.</p></footer>",
+    )
+    return html_page.page(title, found.title, body)
+
+
+def _summary(found: Comparison) -> str:
+    measured, predicted = found.highest_at
+    said = f"At its highest, in the {measured}, {any_size(found.highest.measured)} were allocated"
+    if found.highest.predicted is not None:
+        said += f"; predicted were {any_size(found.highest.predicted)}, in the {predicted}"
+    said += f". The step took {any_time(found.seconds.measured)}"
+    return said + (
+        f"; predicted were {any_time(found.seconds.predicted)}." if found.seconds.predicted is not None else "."
+    )
+
+
+def _memory(found: Comparison) -> str:
+    top = max(found.highest.measured, found.highest.predicted or 0)
+    size, unit = next(
+        (size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if top >= size or size == KIB
+    )
+    curves = [_curve(found, name, style, size) for name, style in zip(NAMES, ("c1", "c2"), strict=True)]
+    words = Words("Allocated memory over the step", _summary(found))
+    drawn = [one for one in curves if one.points]
+    return section(
+        words.title,
+        "From left to right the units in their order, not seconds: for each what it finds, its highest point, and "
+        "what it leaves.",
+        figure([svg.losses(words, drawn, width, ("unit after unit", unit)) for width in WIDTHS], _caption(found)),
+    )
+
+
+def _curve(found: Comparison, name: str, style: str, size: int) -> Curve:
+    points: list[tuple[int, float]] = []
+    for place, one in enumerate(found.stretches):
+        levels = [getattr(pair, name) for pair in (one.before_bytes, one.peak_bytes, one.after_bytes)]
+        points += [(3 * place + number, level / size) for number, level in enumerate(levels) if level is not None]
+    return Curve(name, style, points)
+
+
+def _caption(found: Comparison) -> str:
+    known = found.highest.predicted is not None
+    return "Both as the allocator counts it, on the first rank." if known else "Measured on the first rank."
+
+
+def _rows(found: Comparison) -> str:
+    rows = [
+        [
+            escape(row.name),
+            *_cells(row.peak_bytes, any_size),
+            *_cells(row.rise_bytes, any_size),
+            *_cells(row.seconds, any_time),
+        ]
+        for row in found.rows
+    ]
+    between = [step_report.BETWEEN, *_cells(found.between, any_size), "", "", "", ""]
+    whole = ["the whole step", *_cells(found.highest, any_size), "", "", *_cells(found.seconds, any_time)]
+    return section(
+        "Unit by unit",
+        "Layers of one class are one row: the highest point of any of them, how far one goes above what it finds, and "
+        "the time of all.",
+        table(TITLES, [between, *rows, whole], "wide"),
+    )
+
+
+def _traffic(found: Comparison) -> str:
+    if not found.sent:
+        return ""
+    rows = [
+        [escape(one.unit), f"{one.calls:,}", *_cells(one.gathers, any_size), *_cells(one.reduces, any_size)]
+        for one in found.sent
+    ]
+    return section(
+        "Traffic",
+        "What the first rank sends: to gather weights, and to reduce gradients.",
+        table(("unit", "calls", "gathers", "predicted", "reduces", "predicted"), rows),
+    )
+
+
+def _units(found: Comparison) -> str:
+    rows = [
+        [
+            escape(f"{one.phase} {one.name or one.unit}" + (f" ({one.micro_batch})" if one.micro_batch > 1 else "")),
+            *_cells(one.before_bytes, any_size),
+            *_cells(one.peak_bytes, any_size),
+            *_cells(one.after_bytes, any_size),
+            *_cells(one.seconds, any_time),
+        ]
+        for one in found.stretches
+    ]
+    titles = ("stretch", *(each for one in ("finds", "highest", "leaves", "time") for each in (one, "predicted")))
+    return (
+        f"<details><summary>All stretches of the step, in their order</summary>{table(titles, rows, 'wide')}</details>"
+    )
+
+
+def _cells(pair: Pair, write: Callable[[float], str]) -> Iterator[str]:
+    for one in (pair.measured, pair.predicted):
+        yield "" if one is None else f'<data value="{one:.9g}">{write(one)}</data>'
