@@ -5,7 +5,7 @@ its parameters to the next unit's, its backward from the gradient of its output 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu
@@ -67,7 +67,10 @@ def unit_steps(
         Stretch(*place, top.total, end.total, _seconds(place, shape, recipe, layout, gpu))
         for place, top, end in zip(places, tops[1:], ends[1:], strict=True)
     )
-    return UnitSteps(ends[0].total, stretches, tuple(_sent(shape, recipe, layout)))
+    between = step.predict(shape, tapes, recipe, layout, workspace_bytes).steady
+    first, *others = stretches
+    first = replace(first, peak_bytes=max(first.peak_bytes, between))  # FSDP1's last gradients go when it begins
+    return UnitSteps(between, (first, *others), tuple(_sent(shape, recipe, layout)))
 
 
 Place = tuple[int, Phase, str, int | None]

@@ -11,7 +11,7 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -108,13 +108,20 @@ class Taken:
 class StepProfiler(TrainerCallback):  # type: ignore[misc]
     """Begins and ends the profile of each step that was asked for, and writes it. Call on all ranks.
 
-    `reporter` gets the last step on the first rank.
+    `wrapped` gives the model as it is trained with. `reporter` gets the last step on the first rank.
     """
 
     def __init__(
-        self, steps: range, layers: Sequence[Layer], args: Any, watch: HangWatch, reporter: "Reporter"
+        self,
+        steps: range,
+        layers: Sequence[Layer],
+        args: Any,
+        wrapped: Callable[[], Any],
+        watch: HangWatch,
+        reporter: "Reporter",
     ) -> None:
-        self.steps, self.layers, self.watch, self.reporter = steps, layers, watch, reporter
+        self.steps, self.layers, self.wrapped, self.watch = steps, layers, wrapped, watch
+        self.reporter = reporter
         self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
         self.on_gpu = args.device.type == "cuda"
         self.step: Step | None = None
@@ -144,7 +151,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self._warming.stop()
             self._warming = None
         if number in self.steps:
-            self._begin(number, kwargs["model"])
+            self._begin(number, self.wrapped())
         elif number == self.steps.start - 1:
             self._warming = _profiler(self.on_gpu)
             self._warming.start()
@@ -171,7 +178,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         for hook in step.hooks:
             hook.remove()
         with self.watch.doing("writing the profile"):
-            self._finish(step, kwargs["model"])
+            self._finish(step, self.wrapped())
         self.reporter.report.tally.skip()
         self._ended = time.perf_counter()
 
@@ -312,7 +319,7 @@ def live_bytes(model: "nn.Module") -> int:
     """What is allocated on the CPU: all storages that Python's tensors have, and the buckets that DDP keeps inside."""
     found: dict[int, int] = {}
     for one in gc.get_objects():
-        if not issubclass(type(one), torch.Tensor):
+        if not issubclass(type(one), torch.Tensor) or _stands_for_others(type(one)):
             continue
         with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage, or a parted one
             if one.device.type == "cpu":
@@ -320,6 +327,11 @@ def live_bytes(model: "nn.Module") -> int:
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return sum(found.values()) + sum(bucket_sizes(model))
+
+
+def _stands_for_others(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class have no storage of their own, as DTensors and those of a trace haven't."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def bucket_sizes(model: "nn.Module") -> list[int]:

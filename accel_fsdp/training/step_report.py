@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, Literal
 
 from accel_fsdp.hardware import Gpu
-from accel_fsdp.launch.ranks import Unit
+from accel_fsdp.launch.ranks import Unit, holding
 from accel_fsdp.prediction import Traffic, by_unit
 from accel_fsdp.training.step_trace import Collective, Measured, StepTrace
 from accel_fsdp.units import any_size, any_time
@@ -106,7 +106,7 @@ class Shown:
 class Known:
     """What is known beside the trace. `predicted` is None with `why_unknown` where there is no plan.
 
-    `units` and `buckets` say what the calls of FSDP and DDP carry: elements of a unit's shard, bytes of a bucket.
+    `units` and `buckets` say what the calls of FSDP and DDP carry: a unit's shard, and so many bytes of gradients.
     """
 
     predicted: by_unit.UnitSteps | None
@@ -246,11 +246,16 @@ def _owners(one: Collective, known: Known) -> list[tuple[str, int]]:
     size = one.elements * one.element_bytes
     if one.kind == "all-reduce" and size in known.buckets:
         return [(GRADIENTS, known.ranks)]
-    found = [(name, unit) for name, unit in known.units if unit.stored == one.elements and unit.ranks > 1]
+    gathers = one.kind == "all-gather"
+    found = [
+        (name, unit)
+        for name, unit in known.units
+        if one.elements == (unit.stored if gathers else unit.trained) and unit.ranks > 1
+    ]
+    paths = {holding.user_name(path) for path in one.modules}
+    found = [(name, unit) for name, unit in found if unit.name in paths] or found
     if one.kind == "all-reduce":  # of hybrid sharding: each shard over the copies of the model
-        return [(name, known.ranks // unit.ranks) for name, unit in found if unit.ranks < known.ranks] or [
-            (OTHER, known.ranks)
-        ]
+        return [(name, known.ranks // unit.ranks) for name, unit in found] or [(OTHER, known.ranks)]
     return [(name, one.ranks or unit.ranks) for name, unit in found] or [(OTHER, one.ranks or known.ranks)]
 
 
@@ -348,11 +353,14 @@ def notes_of(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[
         yield f"Time is predicted for {known.gpu.name}, without the profiler, which makes a step longer."
     if known.predicted is not None and not known.on_gpu:
         yield (
-            "Predicted sizes are those of CUDA's kernels, without cuBLAS's workspaces. On CPU attention runs another "
-            "kernel, which keeps other tensors for backward."
+            "Predicted sizes are those of CUDA's kernels, without cuBLAS's workspaces. On CPU attention and dropout "
+            "run others, which keep other tensors for backward."
         )
     if trace.backend_bytes:
-        yield f"gloo copies what it sends; its copies, {any_size(trace.backend_bytes)} at most, are not in the sizes."
+        yield (
+            f"gloo copies what it sends; its copies, {any_size(trace.backend_bytes)} at most, are not in the sizes. "
+            "Its threads release what was gathered a little late, by chance, so that a size may hold a unit more."
+        )
     if known.predicted is not None and len(set(batches)) > 1:
         yield "The micro-batches differ in length; all are predicted as large as the largest."
     if known.predicted is not None and step == 1:

@@ -19,6 +19,8 @@ MEMORY = "[memory]"
 """How torch's profiler names an allocation or a release."""
 BACKEND = re.compile(r"(?:gloo|nccl):")
 """How it names what a backend does on a thread of its own."""
+FOR_MODULE = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*?)\))?(?: \[pg=\d+\])?$")
+"""How FSDP2 names what it sends for a module; the model itself has no path."""
 CPU, CUDA = 0, 1
 """Its numbers of devices."""
 WIDTHS = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
@@ -67,12 +69,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. `elements` are those of a rank's shard, of an all-reduce all; `ranks` is 0 where the call hides it."""
+    """One call. `elements` are those of a rank's shard, of an all-reduce all; `ranks` is 0 where the call hides it.
+
+    `modules` are the paths of what it is for, where FSDP2 says so.
+    """
 
     kind: Kind
     elements: int
     element_bytes: int
     ranks: int
+    modules: tuple[str, ...] = ()
 
     def sent_bytes(self, ranks: int) -> float:
         """What one rank sends in a ring of so many."""
@@ -218,6 +224,7 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterable[Collective]:
         if BACKEND.match(str(one.get("name", ""))):
             for dims, dtype in zip(one["args"].get("Input Dims", ()), one["args"].get("Input type", ()), strict=False):
                 dtypes[_numel(dims)] = dtype
+    named = [one for one in events if FOR_MODULE.match(str(one.get("name", ""))) and "dur" in one]
     for one in events:
         if one.get("cat") != "cpu_op" or not one["name"].startswith("c10d::"):
             continue
@@ -228,7 +235,18 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterable[Collective]:
             continue
         sizes = [_numel(each) for each in _each(dims[place])]
         dtype = kinds[place] if kinds[place] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
-        yield Collective(kind, sum(sizes), WIDTHS.get(dtype, 1 if dtype else 4), _ranks(kind, dims))
+        width = WIDTHS.get(dtype, 1 if dtype else 4)
+        yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(one, named))
+
+
+def _modules(call: Mapping[str, Any], named: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Those of FSDP2's own range around a call."""
+    when = float(call["ts"])
+    for one in named:
+        if one["tid"] == call["tid"] and float(one["ts"]) <= when <= float(one["ts"]) + float(one["dur"]):
+            found = FOR_MODULE.match(one["name"])
+            return tuple((found[1] or "").split(", ")) if found else ()
+    return ()
 
 
 def _kind(name: str) -> Kind | None:

@@ -95,7 +95,9 @@ class SftTrainer(LossTrainer):
         if self.args.profile_steps:
             steps = flag_values.steps_asked(self.args.profile_steps)
             reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, model)
-            self.profiler = profiling.StepProfiler(steps, layers, self.args, self.watch, reporter)
+            self.profiler = profiling.StepProfiler(
+                steps, layers, self.args, lambda: self.model_wrapped, self.watch, reporter
+            )
             self.add_callback(self.profiler)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
