@@ -390,10 +390,12 @@ class Reporter:
             workspace = workspace_bytes(gpu) if on_gpu else 0
             predicted = by_unit.unit_steps(self.forecast.shape, tapes, recipe, job.layout, gpu, workspace)
         layers = {holding.user_name(layer.path): layer.kind for layer in self.layers}
-        units = step_report.unit_names(holding.measure(model).units, layers, holding.user_name(self.embedding))
+        own_engine = getattr(self.report.accelerator.state, "deepspeed_plugin", None) is not None
+        held = () if own_engine else holding.measure(model).units
+        units = step_report.unit_names(held, layers, holding.user_name(self.embedding))
         why = self.report.why_unknown if on_gpu else "there is no GPU"
         known = step_report.Known(
-            *(predicted, self.why_unknown, gpu, why, on_gpu, ranks, units, bucket_sizes(model)),
+            *(predicted, self.why_unknown, gpu, why, on_gpu, ranks, units, bucket_sizes(model), own_engine),
         )
         notes = (
             *step_report.notes_of(known, trace, taken.number, taken.batches),

@@ -15,7 +15,7 @@ from accel_fsdp.prediction import Traffic, by_unit
 from accel_fsdp.training.step_trace import Collective, Measured, StepTrace
 from accel_fsdp.units import any_size, any_time
 
-BETWEEN, OTHER, GRADIENTS = "between steps", "others", "all gradients"
+BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "the whole model"
 SHOWN = 6
 """Of the differences."""
 LEAST_SHARE = 0.005
@@ -107,6 +107,7 @@ class Known:
     """What is known beside the trace. `predicted` is None with `why_unknown` where there is no plan.
 
     `units` and `buckets` say what the calls of FSDP and DDP carry: a unit's shard, and so many bytes of gradients.
+    `own_engine`: DeepSpeed sends and updates by itself.
     """
 
     predicted: by_unit.UnitSteps | None
@@ -117,6 +118,7 @@ class Known:
     ranks: int
     units: Sequence[tuple[str, Unit]]
     buckets: Sequence[int]
+    own_engine: bool
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ def _owners(one: Collective, known: Known) -> list[tuple[str, int]]:
     size = one.elements * one.element_bytes
     if one.kind == "all-reduce" and size in known.buckets:
         return [(GRADIENTS, known.ranks)]
+    if known.own_engine:
+        return [(WHOLE, one.ranks or known.ranks)]
     gathers = one.kind == "all-gather"
     found = [
         (name, unit)
@@ -262,11 +266,12 @@ def _owners(one: Collective, known: Known) -> list[tuple[str, int]]:
 def _planned(known: Known) -> dict[str, tuple[float, float]]:
     if known.predicted is None:
         return {}
-    if not known.units:  # buckets, and what DeepSpeed sends, belong to no unit
-        whole = Traffic()
-        for one in known.predicted.sent:
-            whole += one.gathers + one.reduces
-        return {GRADIENTS: (0.0, _all(whole))} if _all(whole) else {}
+    if not known.units:  # DDP's buckets, and what DeepSpeed sends, belong to no unit
+        gathers, reduces = (
+            sum(map(_all, parts))
+            for parts in zip(*((one.gathers, one.reduces) for one in known.predicted.sent), strict=True)
+        )
+        return {WHOLE if known.own_engine else GRADIENTS: (gathers, reduces)} if gathers + reduces else {}
     return {one.unit: (_all(one.gathers), _all(one.reduces)) for one in known.predicted.sent}
 
 
@@ -361,6 +366,8 @@ def notes_of(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[
             f"gloo copies what it sends; its copies, {any_size(trace.backend_bytes)} at most, are not in the sizes. "
             "Its threads release what was gathered a little late, by chance, so that a size may hold a unit more."
         )
+    if known.own_engine:
+        yield "DeepSpeed reduces, clips and updates inside of backward: it is part of backward's last unit here."
     if known.predicted is not None and len(set(batches)) > 1:
         yield "The micro-batches differ in length; all are predicted as large as the largest."
     if known.predicted is not None and step == 1:
