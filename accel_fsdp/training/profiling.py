@@ -34,7 +34,6 @@ from accel_fsdp.training import flag_values, progress, run_plan, step_page, step
 from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.progress import ProgressReport
 from accel_fsdp.training.step_trace import Mark, Span, StepTrace
-from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -377,15 +376,12 @@ class Reporter:
 
     def _compared(self, taken: Taken, model: "nn.Module") -> step_report.Comparison:
         trace, ranks = taken.trace, self.report.accelerator.num_processes
-        rows, length = max(taken.batches, key=lambda batch: batch[0] * batch[1])
-        parts = len(taken.batches)
-        title = f"{rows} x {length:,} tokens on each of {counted(ranks, 'rank')}"
-        title += f", {parts} micro-batches" if parts > 1 else ""
+        rows, length = step_report.largest(taken.batches)
         gpu, on_gpu = self.report.gpu, torch.cuda.is_available()
         predicted = None
         if self.forecast is not None:
             job = self.forecast.job
-            recipe = replace(job.recipe, rows=rows, length=length, accumulation=parts)
+            recipe = replace(job.recipe, rows=rows, length=length, accumulation=len(taken.batches))
             tapes = self.forecast.tapes[variant_of(recipe, job.layout.engine)]
             workspace = workspace_bytes(gpu) if on_gpu else 0
             predicted = by_unit.unit_steps(self.forecast.shape, tapes, recipe, job.layout, gpu, workspace)
@@ -402,4 +398,4 @@ class Reporter:
             *step_report.cost_of_profiling(trace.seconds, taken.quick_seconds, taken.waited),
             *step_report.unaccounted(taken.unaccounted_bytes, trace.highest_bytes),
         )
-        return step_report.compare(taken.number, title, trace, known, notes)
+        return step_report.compare(taken.number, taken.batches, trace, known, notes)

@@ -4,6 +4,7 @@ Layers of one class are one row. Nothing is predicted that the planner doesn't k
 for a model or an engine without a plan. Pure.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -13,7 +14,7 @@ from accel_fsdp.hardware import Gpu
 from accel_fsdp.launch.ranks import Unit, holding
 from accel_fsdp.prediction import Traffic, by_unit
 from accel_fsdp.training.step_trace import Collective, Measured, StepTrace
-from accel_fsdp.units import any_size, any_time
+from accel_fsdp.units import any_size, any_time, counted
 
 BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "the whole model"
 SHOWN = 6
@@ -123,10 +124,14 @@ class Known:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole of it. `notes` are sentences about what the numbers are and are not."""
+    """The whole of it. `notes` are sentences about what the numbers are and are not.
+
+    `batches` are the rows and the length of each micro-batch on the first rank.
+    """
 
     step: int
     title: str
+    batches: tuple[tuple[int, int], ...]
     seconds: Pair
     highest: Pair
     highest_at: tuple[str, str]
@@ -142,10 +147,15 @@ class Comparison:
         return asdict(self)
 
 
-def compare(step: int, title: str, trace: StepTrace, known: Known, notes: Iterable[str]) -> Comparison:
+def compare(
+    step: int, batches: tuple[tuple[int, int], ...], trace: StepTrace, known: Known, notes: Iterable[str]
+) -> Comparison:
     """Lays one beside the other."""
+    rows, length = largest(batches)
+    title = f"{rows} x {length:,} tokens on each of {counted(known.ranks, 'rank')}"
+    title += f", {len(batches)} micro-batches" if batches[1:] else ""
     stretches = tuple(_shown(trace.stretches, known.predicted))
-    rows = tuple(_rows(trace.stretches, stretches))
+    folded = tuple(_rows(trace.stretches, stretches))
     sent = tuple(_sent(trace.collectives, known))
     between = Pair(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
     top = max(stretches, key=lambda one: one.peak_bytes.measured)
@@ -155,9 +165,14 @@ def compare(step: int, title: str, trace: StepTrace, known: Known, notes: Iterab
     times = [one.seconds.predicted for one in expected if one.seconds.predicted is not None]
     seconds = Pair(trace.seconds, sum(times) if times else None)
     return Comparison(
-        *(step, title, seconds, highest, (_at(top), _at(planned) if planned else ""), between),
-        *(rows, sent, stretches, tuple(_differences(rows, sent, between, highest, seconds)), tuple(notes)),
+        *(step, title, batches, seconds, highest, (_at(top), _at(planned) if planned else ""), between),
+        *(folded, sent, stretches, tuple(_differences(folded, sent, between, highest, seconds)), tuple(notes)),
     )
+
+
+def largest(batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Rows and length of the micro-batch with the most tokens."""
+    return max(batches, key=lambda batch: batch[0] * batch[1])
 
 
 def _at(one: Shown) -> str:
@@ -230,10 +245,11 @@ def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
     gathers, reduces, calls = dict[str, float](), dict[str, float](), dict[str, float]()
     for one in collectives:
         owners = _owners(one, known)
-        for name, ranks in owners:
-            into = gathers if one.kind == "all-gather" else reduces
-            into[name] = into.get(name, 0) + one.sent_bytes(ranks) / len(owners)
-            calls[name] = calls.get(name, 0) + 1 / len(owners)
+        into = gathers if one.kind == "all-gather" else reduces
+        for (name, ranks), units in Counter(owners).items():
+            share = units / len(owners)
+            into[name] = into.get(name, 0) + one.sent_bytes(ranks) * share
+            calls[name] = calls.get(name, 0) + share
     planned = _planned(known)
     for name in dict.fromkeys((*planned, *calls)):
         expected = planned.get(name, (None, None) if not planned or name == OTHER else (0.0, 0.0))
