@@ -123,7 +123,7 @@ def _check_profile(training: TrainingArguments) -> None:
         return
     steps = steps_asked(training.profile_steps)
     if training.max_steps > 0:
-        check_reached(steps, 0, training.max_steps)
+        check_reached(steps, training.max_steps)
     if training.torch_compile:
         raise UsageError(
             "--profile_steps with --torch_compile",
@@ -152,21 +152,18 @@ def steps_asked(text: str) -> range:
     return range(first, last + 1)
 
 
-def check_reached(steps: range, done: int, last: int) -> None:
-    """Whether a run that has done so many steps, and will do so many in all, trains these.
+def check_reached(steps: range, last: int) -> None:
+    """Whether a run of so many steps trains these.
 
     Raises:
-        UsageError: some of them are done already, or never come.
+        UsageError: some of them never come.
     """
-    asked = f"--profile_steps {steps.start}:{steps[-1]}"
-    if steps.start <= done:
-        raise UsageError(
-            asked,
-            why=f"the checkpoint is of step {done:,}, and its steps are done",
-            fix=f"a first step from {done + 1:,}",
-        )
     if steps[-1] > last:
-        raise UsageError(asked, why=f"the run has {last:,} steps", fix=f"a last step up to {last:,}")
+        raise UsageError(
+            f"--profile_steps {steps.start}:{steps[-1]}",
+            why=f"the run has {last:,} steps",
+            fix=f"a last step up to {last:,}",
+        )
 
 
 def engine() -> Engine:

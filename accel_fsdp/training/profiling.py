@@ -135,9 +135,15 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuses steps that this run doesn't train."""
-        flag_values.check_reached(self.steps, state.global_step, state.max_steps)
-        if self.rank == 0:
+        """Refuses steps that never come. Those that a resumed run has done are left out: a restart must not fail."""
+        flag_values.check_reached(self.steps, state.max_steps)
+        left = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
+        if left != self.steps and self.rank == 0:
+            rest = f"step {left.start} is the first profiled one" if left else "none is profiled"
+            done = f"--profile_steps begins at {self.steps.start}, and {state.global_step:,} steps are done"
+            console.say(f"{done}: {rest}", style="yellow")
+        self.steps = left
+        if self.rank == 0 and left:
             self.reporter.prepare()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each start and stop
 
@@ -151,7 +157,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self._warming = None
         if number in self.steps:
             self._begin(number, self.wrapped())
-        elif number == self.steps.start - 1:
+        elif self.steps and number == self.steps.start - 1:
             self._warming = _profiler(self.on_gpu)
             self._warming.start()
         self._began = time.perf_counter()
@@ -168,7 +174,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         """Ends the profile of the step and writes it."""
         self._ended = time.perf_counter()
         if self.step is None:
-            if state.global_step < self.steps.start - 1:  # neither profiled nor the one that warms up
+            if self.steps and state.global_step < self.steps.start - 1:  # neither profiled nor the one that warms up
                 self.quick_seconds.append(self._ended - self._began)
             return
         self.mark("end", "")
