@@ -204,13 +204,8 @@ def areas(
     return _figure(words, width, height, shapes)
 
 
-def losses(
-    words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, str] = ("step", "loss"), mark: int | None = None
-) -> str:
-    """Losses over steps, or what else `axes` name, on two even scales; each curve is named at its end.
-
-    `mark` is an x of which a thin line tells.
-    """
+def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, str] = ("step", "loss")) -> str:
+    """Losses over steps, or what else `axes` name, on two even scales; each curve is named at its end."""
     height, right, top = 320, width - 88, 24
     last = max(1, *(x for curve in curves for x, _ in curve.points))
     finite = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
@@ -226,7 +221,6 @@ def losses(
 
     shapes = [_rung(at(0, y)[1], right, f"{y:.6g}") for y in rungs]
     shapes += _ticks([(at(x, bottom)[0], f"{x:,.0f}") for x in _round_steps(last) if x == int(x)], height - BOTTOM)
-    shapes += [_line(at(mark, 0)[0], top, at(mark, 0)[0], height - BOTTOM, "here")] if mark is not None else []
     ends = []
     for curve in curves:
         places = [at(*point) for point in curve.points if math.isfinite(point[1])]

@@ -108,6 +108,9 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     """Begins and ends the profile of each step that was asked for, and writes it. Call on all ranks.
 
     `wrapped` gives the model as it is trained with. `reporter` gets the last step on the first rank.
+
+    Raises:
+        UserError: this is neither a GPU nor a CPU.
     """
 
     def __init__(
@@ -123,6 +126,12 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.reporter = reporter
         self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
         self.on_gpu = args.device.type == "cuda"
+        if args.device.type not in ("cuda", "cpu"):
+            raise UserError(
+                f"--profile_steps on {args.device.type}",
+                why="the memory of its units can't be told from a trace",
+                fix="leave it out, or profile on a GPU or a CPU",
+            )
         self.step: Step | None = None
         self._warming: Any = None
         self._ended = time.perf_counter()
@@ -137,6 +146,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Refuses steps that never come. Those that a resumed run has done are left out: a restart must not fail."""
         flag_values.check_reached(self.steps, state.max_steps)
+        self._drop()
         left = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
         if left != self.steps and self.rank == 0:
             rest = f"step {left.start} is the first profiled one" if left else "none is profiled"
@@ -245,6 +255,16 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.step = step
         self.mark("start", "")
 
+    def _drop(self) -> None:
+        """Ends what an earlier try at training has begun: Trainer may begin again with smaller batches."""
+        if self._warming is not None:
+            self._warming.stop()
+        if self.step is not None:
+            self.step.profiler.stop()
+            for hook in self.step.hooks:
+                hook.remove()
+        self._warming = self.step = None
+
     def _hooks(self, model: "nn.Module") -> Iterator[Any]:
         """Around each block, outside of what wraps it: its gathering is part of it."""
         outermost: dict[str, Any] = {}
@@ -291,6 +311,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         device = torch.cuda.current_device() if self.on_gpu else -1
         seconds = None
         if self.on_gpu:
+            torch.cuda.synchronize()
             seconds = [begin.elapsed_time(end) / 1e3 for begin, end in zip(step.clocks, step.clocks[1:], strict=False)]
         target = self.folder / f"trace-step{step.number}-rank{self.rank}.json.gz"
         with atomic_files.new_file(target) as place:

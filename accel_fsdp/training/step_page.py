@@ -1,6 +1,6 @@
 """A profiled step as one HTML page: what was measured beside what was predicted. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html import escape
 
 from accel_fsdp import __version__, html_page, svg
@@ -10,7 +10,6 @@ from accel_fsdp.training import step_report
 from accel_fsdp.training.step_report import Comparison, Pair
 from accel_fsdp.units import GIB, KIB, MIB, any_size, any_time
 
-TITLES = ("unit", "highest", "predicted", "rises by", "predicted", "time", "predicted")
 NAMES = ("measured", "predicted")
 
 
@@ -23,10 +22,13 @@ def page(found: Comparison) -> str:
         f'<section class="advice">{verdict}</section>',
         _memory(found),
         _rows(found),
+        _time(found),
         _traffic(found),
         _units(found),
         section(
-            "What the numbers are", "", "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in found.notes) + "</ul>"
+            "What the numbers are",
+            "Measured by torch's profiler, predicted by the planner.",
+            "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in found.notes) + "</ul>",
         ),
         f"<footer><p>accel-fsdp {__version__}. KiB, MiB and GiB are 1,024 bytes and its powers.</p></footer>",
     )
@@ -74,32 +76,50 @@ def _caption(found: Comparison) -> str:
 
 
 def _rows(found: Comparison) -> str:
+    timed = found.seconds.predicted is not None
+    columns = 1 + timed
     rows = [
-        [
-            escape(row.name),
-            *_cells(row.peak_bytes, any_size),
-            *_cells(row.rise_bytes, any_size),
-            *_cells(row.seconds, any_time),
-        ]
+        [escape(row.name), *_sizes(row.peak_bytes), *_sizes(row.rise_bytes), *_times(row.seconds)[:columns]]
         for row in found.rows
     ]
-    between = [step_report.BETWEEN, *_cells(found.between, any_size), "", "", "", ""]
-    whole = ["the whole step", *_cells(found.highest, any_size), "", "", *_cells(found.seconds, any_time)]
+    between = [step_report.BETWEEN, *_sizes(found.between), *[""] * (2 + columns)]
+    whole = ["the whole step", *_sizes(found.highest), "", "", *_times(found.seconds)[:columns]]
+    titles = ("unit", *("highest", "predicted"), *("rises by", "predicted"), *("time", "predicted")[:columns])
     return section(
         "Unit by unit",
         "Layers of one class are one row: the highest point of any of them, how far one goes above what it finds, and "
         "the time of all.",
-        table(TITLES, [between, *rows, whole], "wide"),
+        table(titles, [between, *rows, whole]),
     )
+
+
+def _time(found: Comparison) -> str:
+    known = [(row.name, row.seconds) for row in found.rows if row.seconds.predicted is not None]
+    if not known:
+        return ""
+    said = "; ".join(
+        f"{name}: {any_time(one.measured)}, predicted {any_time(one.predicted or 0)}" for name, one in known
+    )
+    words = Words("Time by unit", said)
+    bars = [("P", name, one.measured, one.predicted or 0.0) for name, one in known]
+    return section(
+        words.title,
+        _summary_of_time(found),
+        figure(
+            [svg.pairs(words, bars, NAMES, width, any_time) for width in WIDTHS], "Of all layers of a class together."
+        ),
+    )
+
+
+def _summary_of_time(found: Comparison) -> str:
+    rest = sum(row.seconds.measured for row in found.rows if row.seconds.predicted is None)
+    return f"What nothing is predicted for, such as the norm of the gradients, took {any_time(rest)}."
 
 
 def _traffic(found: Comparison) -> str:
     if not found.sent:
         return ""
-    rows = [
-        [escape(one.unit), f"{one.calls:,}", *_cells(one.gathers, any_size), *_cells(one.reduces, any_size)]
-        for one in found.sent
-    ]
+    rows = [[escape(one.unit), f"{one.calls:,}", *_sizes(one.gathers), *_sizes(one.reduces)] for one in found.sent]
     return section(
         "Traffic",
         "What the first rank sends: to gather weights, and to reduce gradients.",
@@ -111,10 +131,10 @@ def _units(found: Comparison) -> str:
     rows = [
         [
             escape(f"{one.phase} {one.name or one.unit}" + (f" ({one.micro_batch})" if one.micro_batch > 1 else "")),
-            *_cells(one.before_bytes, any_size),
-            *_cells(one.peak_bytes, any_size),
-            *_cells(one.after_bytes, any_size),
-            *_cells(one.seconds, any_time),
+            *_sizes(one.before_bytes),
+            *_sizes(one.peak_bytes),
+            *_sizes(one.after_bytes),
+            *_times(one.seconds),
         ]
         for one in found.stretches
     ]
@@ -124,6 +144,16 @@ def _units(found: Comparison) -> str:
     )
 
 
-def _cells(pair: Pair, write: Callable[[float], str]) -> Iterator[str]:
-    for one in (pair.measured, pair.predicted):
-        yield "" if one is None else f'<data value="{one:.9g}">{write(one)}</data>'
+def _sizes(pair: Pair) -> list[str]:
+    return _cells(pair, any_size)
+
+
+def _times(pair: Pair) -> list[str]:
+    return _cells(pair, any_time)
+
+
+def _cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
+    """The measured number and the predicted one."""
+    return [
+        "" if one is None else f'<data value="{one:.9g}">{write(one)}</data>' for one in (pair.measured, pair.predicted)
+    ]

@@ -17,9 +17,11 @@ from test_training import PER_RANK, RANKS, STEPS, make_config, sft_args
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.prediction import by_unit
-from accel_fsdp.training import arguments, run_record, step_trace
-from accel_fsdp.training.step_trace import Mark
+from accel_fsdp.hardware import gpus
+from accel_fsdp.prediction import by_unit, trace_store
+from accel_fsdp.prediction.memory import Layout, Recipe, variant_of
+from accel_fsdp.training import arguments, run_record, step_page, step_report, step_trace
+from accel_fsdp.training.step_trace import Mark, Measured, StepTrace
 
 LAYERS, HIDDEN, VOCAB = 3, 128, 509
 FLOAT = 4
@@ -348,6 +350,34 @@ def test_other_steps_are_refused_before_anything_is_loaded(
     assert message in str(refused.value)
 
 
+def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
+    """A step as predicted for eight H100, but for the blocks' backward, which takes half as long again."""
+    found = trace_store.find("meta-llama/Llama-3.1-8B")
+    assert found
+    recipe, layout, gpu = Recipe(rows=1, length=2048), Layout("fsdp2", 1, 8, 8), gpus.find("H100")
+    plan = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, gpu, 0)
+    before, stretches = plan.between_bytes, []
+    for number, one in enumerate(plan.stretches):
+        place = Mark(number, one.micro_batch, one.phase, one.unit, "", one.layer)
+        slower = 1.5 if one.phase == "backward" and one.layer is not None else 1.0
+        seconds = (one.seconds or 0) * slower
+        stretches.append(Measured(place, 0.0, seconds, before, one.peak_bytes, one.after_bytes))
+        before = one.after_bytes
+    known = step_report.Known(plan, "", gpu, "", on_gpu=True, ranks=8, units=[], buckets=[], own_engine=False)
+    trace = StepTrace(tuple(stretches), (), ())
+    compared = step_report.compare(7, ((1, 2048),), trace, known, step_report.notes_of(known, trace, 7, [(1, 2048)]))
+    first, *others = [one for one in compared.differences if one.what == "time"]
+    assert (first.unit, others) == ("LlamaDecoderLayer", [])
+    assert first.measured == pytest.approx(1.5 * first.predicted)
+    assert first.text.startswith("backward of 32 x LlamaDecoderLayer takes ")
+    assert not [one for one in compared.differences if one.what == "memory"]
+    assert compared.highest.measured == compared.highest.predicted
+    text = step_page.page(compared)
+    Page(text)
+    assert "Time by unit" in text
+    assert f"Time is predicted for {gpu.name}" in text
+
+
 def memory(when: float, size: int, place: int, tid: int = 1, total: int = 0, device: tuple[int, int] = (0, -1)) -> Any:
     args = {"Bytes": size, "Addr": place, "Total Allocated": total, "Device Type": device[0], "Device Id": device[1]}
     return {"name": "[memory]", "ts": when, "tid": tid, "args": args}
@@ -372,7 +402,7 @@ def test_a_gpu_is_measured_by_its_allocator_and_its_clock() -> None:
     assert sizes == [(1024, 1536, 1536), (1536, 5632, 1536)]
     assert [one.seconds for one in found.stretches] == [0.5, 2.0]
     drawn = step_trace.annotated(trace, found)["traceEvents"]
-    assert [one["args"]["bytes"] for one in drawn if one["ph" if "ph" in one else "name"] == "C"] == [1536, 5632, 1536]
+    assert [one["args"]["bytes"] for one in drawn if one.get("ph") == "C"] == [1536, 5632, 1536]
     assert not [one for one in drawn if str(one["name"]).startswith(step_trace.MARK)]
 
 
