@@ -5,6 +5,7 @@ import pytest
 from accel_fsdp.hardware import gpus
 from accel_fsdp.prediction import by_unit, step_time, step_traffic, trace_store
 from accel_fsdp.prediction.memory import Layout, Recipe, predict, variant_of
+from accel_fsdp.units import any_size
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 RECIPES = {
@@ -50,3 +51,10 @@ def test_without_a_known_gpu_there_is_no_time() -> None:
     steps = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, None, 0)
     assert {one.seconds for one in steps.stretches} == {None}
     assert steps.sent
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "0 B"), (-765.5 * 1024, "-765.5 KiB"), (5 << 20, "5.00 MiB"), (40 << 30, "40.0 GiB")]
+)
+def test_sizes_of_any_unit_have_three_digits(count: float, said: str) -> None:
+    assert any_size(count) == said
