@@ -57,6 +57,24 @@ def write_text(path: Path, text: str) -> None:
                 os.unlink(temporary)
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A place beside `path` for a library to write to, with the same name; it becomes `path` when the block is done.
+
+    Raises:
+        UserError: the folder can't be written to, or the disk is full. `path` is then as it was before.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
+            yield Path(folder) / path.name
+            (Path(folder) / path.name).chmod(file_mode())
+            os.replace(Path(folder) / path.name, path)
+        sync_names(path.parent)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
 def _mode(path: Path) -> int:
     """What kind of thing is there, and its permissions, links followed; 0 where nothing is."""
     try:

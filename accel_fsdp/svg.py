@@ -5,7 +5,7 @@ Ito's, which colour-blind people tell apart). The page gives --ink, --back, --ru
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby, pairwise
@@ -138,8 +138,14 @@ def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
     return _figure(words, width, 44 * len(rows), shapes)
 
 
-def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tuple[str, str], width: int) -> str:
-    """Of each kind (letter, name) two bars, one per way of training."""
+def pairs(
+    words: Words,
+    rows: Sequence[tuple[str, str, float, float]],
+    names: tuple[str, str],
+    width: int,
+    write: Callable[[float], str] = gib_in_figure,
+) -> str:
+    """Of each kind (letter, name) two bars, one per way of training; `write` puts a size into words."""
     scale = (width - 152) / max(1e-9, *(size for row in rows for size in row[2:]))
     shapes: list[str] = []
     for place, (letter, kind, *sizes) in enumerate(rows):
@@ -147,7 +153,7 @@ def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tu
         shapes.append(_text(0, y + 13, kind, style="name"))
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))
-            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib_in_figure(size)}"))
+            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {write(size)}"))
     return _figure(words, width, 66 * len(rows) - 6, shapes)
 
 
@@ -223,8 +229,8 @@ def areas(
     return _figure(words, width, height, shapes)
 
 
-def losses(words: Words, curves: Sequence[Curve], width: int) -> str:
-    """Losses over steps on two even scales, each curve named at its end."""
+def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, str] = ("step", "loss")) -> str:
+    """Losses over steps, or what else `axes` name, on two even scales; each curve is named at its end."""
     height, right, top = 320, width - 88, 24
     last = max(1, *(x for curve in curves for x, _ in curve.points))
     finite = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
@@ -247,8 +253,8 @@ def losses(words: Words, curves: Sequence[Curve], width: int) -> str:
         shapes += [f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places[-1:]]
         ends += [(curve.style, curve.name, y) for _, y in places[-1:]]
     shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _apart(ends)]
-    shapes.append(_text(0, 12, "loss"))
-    shapes.append(_text((LEFT + right) / 2, height - 4, "step", "middle"))
+    shapes.append(_text(0, 12, axes[1]))
+    shapes.append(_text((LEFT + right) / 2, height - 4, axes[0], "middle"))
     return _figure(words, width, height, shapes)
 
 

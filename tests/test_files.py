@@ -241,3 +241,18 @@ def test_stdin_is_rewritten_nowhere_but_where_it_is_told(tmp_path: Path) -> None
         assert done.code == code, done.output
         assert "Traceback" not in done.output
     assert "fsdp_version: 1" in out.read_text()
+
+
+def test_a_file_of_a_library_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "profile" / "trace.json"
+    with atomic_files.new_file(target) as place:
+        assert place.name == target.name
+        place.write_text("whole")
+        assert not target.exists()
+    assert target.read_text() == "whole"
+    with pytest.raises(UserError), atomic_files.new_file(target) as place:
+        (place.with_name("missing") / "half").write_text("half")
+    assert target.read_text() == "whole"
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    with pytest.raises(UserError), atomic_files.new_file(target / "below" / "file"):
+        pass

@@ -96,6 +96,8 @@ REPORT = "export.json"
 """This project's exports: what was proven. Nobody means an export by the name of the run that it lies in."""
 RUN, CURVE = "run.json", "loss.svg"
 """This project's runs: the account of the run, and its figure."""
+PROFILE, STEP_PAGE, STEP_NUMBERS = "profile", "step.html", "step.json"
+"""This project's runs: the folder of a profiled step, its page, and the same in numbers."""
 DESCRIBED, FINAL = "model", "final"
 """Folders of this project's runs: the model that is trained, described before the first step and never what was
 trained; and the result."""

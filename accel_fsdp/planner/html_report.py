@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal
 
-from accel_fsdp import __version__, svg
+from accel_fsdp import __version__, html_page, svg
+from accel_fsdp.html_page import WIDTHS
+from accel_fsdp.html_page import figure as _figure
+from accel_fsdp.html_page import section as _section
+from accel_fsdp.html_page import table as _table
 from accel_fsdp.prediction import (
     Candidate,
     Plan,
@@ -34,8 +38,6 @@ from accel_fsdp.prediction.memory import (
 from accel_fsdp.svg import Bar, Capacity, Curve, Part, Range, Words
 from accel_fsdp.units import GIB, gib_in_figure, number_in_figure, two_digits
 
-WIDTHS = (720, 360)
-"""Each figure is drawn twice, for a window and for a phone; the style sheet shows one."""
 MOST_GPUS, LEAST_TOKENS, MOST_TOKENS = 1024, 256, 32_768
 CURVES: dict[str, tuple[Literal["ddp", "fsdp2"], int]] = {
     "DDP": ("ddp", 1),
@@ -50,31 +52,6 @@ TOO_THIN = 0.01
 LOGARITHMIC = "Each mark is twice the one before, on both axes."
 CASTS = " DDP's are larger here: it keeps tensors in two dtypes where FSDP computes in one."
 SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of two micro-batches, optimizer step (step)."
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
-:root{color-scheme:light dark;--back:#fff;--ink:#1b1f24;--dim:#57606a;--rule:#d0d7de;--limit:#a40e26;
---c1:#b34700;--c2:#0072b2;--c3:#007a5a}
-@media(prefers-color-scheme:dark){:root{--back:#14171c;--ink:#e6e9ee;--dim:#9aa4b0;--rule:#3a424c;--limit:#ff8f8f;
---c1:#ff9a4d;--c2:#63b9ee;--c3:#3fcf9f}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:24px 16px 48px;max-width:832px;background:var(--back);color:var(--ink);
-font:16px/1.5 system-ui,sans-serif}
-h1{font-size:1.6rem;line-height:1.25;margin:0 0 8px;overflow-wrap:anywhere}
-h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{margin:4px 0 12px}
-.dim,figcaption,footer{color:var(--dim)}.advice{border-left:4px solid var(--c2);padding-left:12px}
-figure{margin:12px 0}figcaption{font-size:.875rem;margin-top:6px}svg{display:block;width:100%;overflow:visible}
-.w360{display:none;max-width:480px}
-.key{display:flex;flex-wrap:wrap;gap:4px 14px;list-style:none;padding:0;margin:8px 0;font-size:.875rem}
-.key svg{display:inline-block;width:20px;height:18px;vertical-align:-4px;margin-right:5px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
-td{white-space:nowrap}th,td{padding:4px 6px;text-align:right;border-bottom:1px solid var(--rule)}
-thead th{vertical-align:bottom}
-th:first-child{text-align:left;padding-left:0;min-width:9em;position:sticky;left:0;background:var(--back)}
-summary{cursor:pointer;margin:12px 0}
-@media(min-width:1100px){.wide{margin:0 calc((800px - min(1240px,100vw - 56px))/2)}
-.wide table{font-size:.75rem}.wide th:first-child{min-width:15em}}
-@media(max-width:719px){.w720{display:none}.w360{display:block}}
-"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +79,7 @@ def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
         "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>",
     )
-    return _whole(f"{title}: predicted memory", body)
+    return html_page.page(title, "predicted memory", body)
 
 
 def make_comparison(
@@ -125,7 +102,7 @@ def make_comparison(
         ),
         f"<footer><p>accel-fsdp {__version__}.</p></footer>",
     )
-    return _whole(f"{title}: predicted cost", body)
+    return html_page.page(title, "predicted cost", body)
 
 
 def _ranges(name: str, rows: Sequence[Range]) -> str:
@@ -138,15 +115,6 @@ def _ranges(name: str, rows: Sequence[Range]) -> str:
             [svg.ranges(words, rows, width) for width in WIDTHS],
             "Predicted. A bar is what is expected; the line goes from the least to the most.",
         ),
-    )
-
-
-def _whole(title: str, body: Sequence[str]) -> str:
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}{svg.STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 
@@ -319,25 +287,6 @@ def _series_table(axis: str, series: Series) -> str:
 
 def _cell(size: int) -> str:
     return f'<data value="{size}">{number_in_figure(size / GIB)}</data>'
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
-    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
-    body = "".join(
-        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
-    )
-    return (
-        f'<div class="scroll {style}" tabindex="0" role="region" aria-label="table">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _section(title: str, lead: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2><p>{escape(lead)}</p>{content}</section>"
-
-
-def _figure(drawings: Sequence[str], caption: str) -> str:
-    return f"<figure>{''.join(drawings)}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _key(kinds: Iterable[str]) -> str:

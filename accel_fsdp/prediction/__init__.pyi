@@ -1,4 +1,5 @@
 from . import advice as advice
+from . import by_unit as by_unit
 from . import capacity as capacity
 from . import cost as cost
 from . import from_arguments as from_arguments

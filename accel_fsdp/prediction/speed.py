@@ -121,6 +121,34 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, softw
     )
 
 
+@dataclass(frozen=True)
+class UnitSeconds:
+    """Forward and backward of one unit in one micro-batch, each as long as the longer of computing and sending."""
+
+    forward: float
+    backward: float
+
+
+def unit_seconds(
+    shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, reduces: bool
+) -> tuple[tuple[UnitSeconds, ...], UnitSeconds]:
+    """Each unit of `communication.units`, then the head's product and the loss; with the reduction of gradients or not.
+
+    A unit that stands for several layers is counted once.
+    """
+    spent = []
+    for piece in _pieces(shape, recipe, layout, EAGER):
+        phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu, EAGER)]
+        half = len(phases) // 2
+        spent.append(UnitSeconds(sum(phases[:half]), sum(phases[half:])))
+    return tuple(spent[:-1]), spent[-1]
+
+
+def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
+    """The optimizer's part of a step."""
+    return sum(seconds for _, seconds in _update(shape, recipe, layout, gpu, EAGER))
+
+
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
     """What MFU counts of one micro-batch: all products of forward and backward, none of what is computed again."""
     works = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]

@@ -132,6 +132,14 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
             "times the slowest of the last 20 steps, at least 600)"
         },
     )
+    profile_steps: str | None = field(
+        default=None,
+        metadata={
+            "help": "Profile these steps: 3:5 are 3, 4 and 5, as the log counts them. The folder profile of "
+            "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
+            "lays the last of them beside the prediction, unit by unit. The step before the first one warms up."
+        },
+    )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},

@@ -153,7 +153,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if ends and args.logging_strategy != "no":
             control.should_log = True
         if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
-            _say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
+            say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluating is not training."""
@@ -181,7 +181,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         """Prints the line."""
         text = line(logs or {}, state.global_step, state.max_steps, self.seconds_per_step)
         if state.is_world_process_zero and text:
-            _say(text)
+            say(text)
 
     def _read(self) -> Forecast | None:
         """The forecast, or None with the reason said: whatever keeps it from being made must not stop a run."""
@@ -232,8 +232,8 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         return UserError(f"out of memory: {what}", why=why, fix=fix)
 
 
-def _say(text: str, style: str = "") -> None:
-    """Talk above the progress bar where there is one."""
+def say(text: str, style: str = "") -> None:
+    """Talks above the progress bar where there is one."""
     with tqdm.external_write_mode(file=sys.stderr):
         console.say(text, style=style)
 

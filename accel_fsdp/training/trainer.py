@@ -26,11 +26,13 @@ from accel_fsdp.models import counting, inspect_model
 from accel_fsdp.training import (
     beats,
     checkpointing_trainer,
+    flag_values,
     gather,
     load_model,
     losses,
     preemption,
     preflight,
+    profiling,
     progress,
     resuming_trainer,
     run_plan,
@@ -55,7 +57,7 @@ def check_libraries() -> None:
     Raises:
         UserError: transformers, torch or accelerate have changed inside.
     """
-    modules = (checkpointing_trainer, resuming_trainer, losses, preemption, beats, gather, holdings)
+    modules = (checkpointing_trainer, resuming_trainer, losses, preemption, beats, gather, holdings, profiling)
     used = (*RELIES_ON, *(one for module in modules for one in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
@@ -72,6 +74,7 @@ class SftTrainer(LossTrainer):
         trained = sum(count for one, count in counts.items() if one.requires_grad)
         self.parameters = trained, sum(counts.values())
         preflight.before_trainer(model, kwargs["args"])
+        layers = profiling.layers_of(model) if kwargs["args"].profile_steps else []
         if kwargs["args"].process_index == 0:
             self.lock = atomic_files.only_run(Path(kwargs["args"].output_dir))
             companion_files.describe(
@@ -88,6 +91,14 @@ class SftTrainer(LossTrainer):
         job = run_plan.job_of(model, self.args, self.accelerator)
         self.report = progress.ProgressReport(job, self.accelerator)
         self.report.replace_printers(self)
+        self.profiler: profiling.StepProfiler | None = None
+        if self.args.profile_steps:
+            steps = flag_values.steps_asked(self.args.profile_steps)
+            reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, model)
+            self.profiler = profiling.StepProfiler(
+                steps, layers, self.args, lambda: self.model_wrapped, self.watch, reporter
+            )
+            self.add_callback(self.profiler)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
         self.add_callback(preflight.HostMemory())
@@ -137,8 +148,19 @@ class SftTrainer(LossTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Trains on one micro-batch, and counts it."""
         self.report.tally.count(inputs)
+        if self.profiler is not None:
+            self.profiler.micro_batch(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self.profiler is not None and self.accelerator.sync_gradients:
+            self.profiler.backward_ended()
         return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of `LossTrainer`."""
+        found = super().compute_loss(*args, **kwargs)
+        if self.profiler is not None:
+            self.profiler.forward_ended()
+        return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as `Trainer` does, with rate and memory beside the loss."""

@@ -136,6 +136,11 @@ def test_what_is_not_given_is_taken_from_the_yamls_comment() -> None:
     assert small_run.with_defaults(("--lora_r", "16"), comment) == (*comment[:3], "--lora_r", "16")
 
 
+def test_a_rehearsal_profiles_no_step_of_the_real_job() -> None:
+    """Such a step would come long after its own few."""
+    assert small_run.replaced(("--profile_steps", "300:302", "--lora_r", "16")) == ["--profile_steps"]
+
+
 def test_the_check_comes_before_what_cannot_be_rehearsed(tmp_path: Path) -> None:
     text = (CONFIGS / "fsdp2.yaml").read_text()
     (tmp_path / "job.yaml").write_text(text.replace("distributed_type: FSDP", "distributed_type: FSPD"))

@@ -33,7 +33,8 @@ class Unit:
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
     `reshards`: its weights are parted again between forward and backward. `states_alone`: the optimizer's states are
-    parted, and the weights whole on each rank.
+    parted, and the weights whole on each rank. `stored` counts the elements of this rank's part as tensors have them (a
+    packed one holds several weights), `trained` those of them that get gradients.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Unit:
     ranks: int
     reshards: bool = True
     states_alone: bool = False
+    stored: int = 0
+    trained: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
     reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
     ranks = 1 if alone else several
     held, share = flat.numel() * weights // elements, _part(elements, ranks) * weights // elements
-    unit = Unit(name, class_name(module), weights, held, share, ranks, reshards)
+    stored, trained = flat.numel(), flat.numel() * flat.requires_grad
+    unit = Unit(name, class_name(module), weights, held, share, ranks, reshards, stored=stored, trained=trained)
     views = {id(one) for one in module.parameters(recurse=True)} if module._use_orig_params else set()
     return unit, {id(flat), *views}
 
@@ -205,6 +209,8 @@ def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, se
             share=sum(_part(len(p), ranks) * p.shape[1:].numel() * count for p, count in pairs),
             ranks=ranks,
             reshards=group.post_forward_mesh_info is not None,
+            stored=sum(p.to_local().numel() for p in parameters),
+            trained=sum(p.to_local().numel() for p in parameters if p.requires_grad),
         )
         yield unit, set(owned)
 

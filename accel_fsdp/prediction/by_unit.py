@@ -1,0 +1,134 @@
+"""One predicted step, unit by unit: memory of each stretch, its time on a known GPU, and what each unit sends. Pure.
+
+A stretch is what lies between two moments that a running job can see as well: a unit's forward from the gathering of
+its parameters to the next unit's, its backward from the gradient of its output to that of its input.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.prediction import communication, speed
+from accel_fsdp.prediction.communication import GatheredUnit, Traffic
+from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, step
+
+Phase = Literal["forward", "backward", "update"]
+EMBEDDING, HEAD, UPDATE = "embedding", "head and loss", "optimizer"
+OUTSIDE = "embedding and head"
+"""The unit of all that no block holds, where there is one for both ends of the model."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A unit in one phase of one micro-batch: bytes at its highest point and after it, and how long it takes.
+
+    `layer` is the place of a block among those that text goes through, None for the ends of the model. Seconds are None
+    where the GPU isn't known.
+    """
+
+    micro_batch: int
+    phase: Phase
+    unit: str
+    layer: int | None
+    peak_bytes: int
+    after_bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class SentUnit:
+    """What one rank sends in a step for all units of a name."""
+
+    unit: str
+    count: int
+    gathers: Traffic
+    reduces: Traffic
+
+
+@dataclass(frozen=True)
+class UnitSteps:
+    """One step of one rank. `between_bytes` live between steps. Of many micro-batches the first, second and last."""
+
+    between_bytes: int
+    stretches: tuple[Stretch, ...]
+    sent: tuple[SentUnit, ...]
+
+
+def unit_steps(
+    shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, gpu: Gpu | None, workspace_bytes: int
+) -> UnitSteps:
+    """Predicts a step; `tapes` are those of the recipe's variant."""
+    samples = step.timeline(shape, tapes, recipe, layout, workspace_bytes).samples
+    tops, ends = samples[::2], samples[1::2]
+    places = list(_places(shape, recipe))
+    assert len(places) == len(tops) - 1, "the walk through a step marks other units than these"
+    stretches = tuple(
+        Stretch(*place, top.total, end.total, _seconds(place, shape, recipe, layout, gpu))
+        for place, top, end in zip(places, tops[1:], ends[1:], strict=True)
+    )
+    between = step.predict(shape, tapes, recipe, layout, workspace_bytes).steady
+    first, *others = stretches
+    first = replace(first, peak_bytes=max(first.peak_bytes, between))  # FSDP1's last gradients go when it begins
+    return UnitSteps(between, (first, *others), tuple(_sent(shape, recipe, layout)))
+
+
+Place = tuple[int, Phase, str, int | None]
+
+
+def _places(shape: ModelShape, recipe: Recipe) -> Iterator[Place]:
+    """The stretches in the order in which `step.timeline` marks them."""
+    layers = [(shape.blocks[block].name, place) for place, block in enumerate(step.block_order(shape))]
+    for number in sorted({1, min(2, recipe.accumulation), recipe.accumulation}):
+        yield number, "forward", EMBEDDING, None
+        yield from ((number, "forward", name, place) for name, place in layers)
+        yield number, "forward", HEAD, None
+        yield number, "backward", HEAD, None
+        yield from ((number, "backward", name, place) for name, place in reversed(layers))
+        yield number, "backward", EMBEDDING, None
+    yield recipe.accumulation, "update", UPDATE, None
+
+
+def _seconds(place: Place, shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu | None) -> float | None:
+    number, phase, unit, layer = place
+    if gpu is None:
+        return None
+    if phase == "update":
+        return speed.update_seconds(shape, recipe, layout, gpu)
+    reduces = number > recipe.accumulation - communication.reduces_per_step(recipe, layout)
+    (first, *others), head = speed.unit_seconds(shape, recipe, layout, gpu, reduces)
+    run = [index for index in range(len(shape.blocks)) if index not in shape.untraced]
+    blocks, last = others[: len(run)], others[len(run) :]
+    if layer is not None:
+        parts = [blocks[run.index(step.block_order(shape)[layer])]]
+    else:
+        parts = [first] if unit == EMBEDDING else [head, *last]
+    return sum(one.forward if phase == "forward" else one.backward for one in parts)
+
+
+def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUnit]:
+    """By name; blocks of one class are added up."""
+    found: dict[str, SentUnit] = {}
+    units = communication.units(shape, layout)
+    for place, unit in enumerate(units):
+        name = unit_name(unit, place, units)
+        gathers = communication.gather(unit, recipe, layout).times(
+            communication.gathers_per_step(unit, recipe, layout) * unit.count
+        )
+        reduces = communication.reduce(unit, recipe, layout).times(
+            communication.reduces_per_step(recipe, layout) * unit.count
+        )
+        if before := found.get(name):
+            gathers, reduces = before.gathers + gathers, before.reduces + reduces
+        found[name] = SentUnit(name, unit.count + (before.count if before else 0), gathers, reduces)
+    yield from found.values()
+    if (update := communication.update(shape, recipe, layout)) != Traffic():
+        yield SentUnit(UPDATE, 1, update, Traffic())
+
+
+def unit_name(unit: GatheredUnit, place: int, units: tuple[GatheredUnit, ...]) -> str:
+    """The class of a block; else which end of the model it is, or both."""
+    if unit.block is not None:
+        return unit.block.name
+    alone = sum(one.block is None for one in units) == 1
+    return OUTSIDE if alone else EMBEDDING if place == 0 else HEAD

@@ -1,0 +1,458 @@
+"""Lays a measured step beside the predicted one, unit by unit: memory, time and traffic, and where they differ most.
+
+Layers of one class are one row. Nothing is predicted that the planner doesn't know: time without a known GPU, all of it
+for a model or an engine without a plan. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any, Literal
+
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.launch.ranks import Unit, holding
+from accel_fsdp.prediction import Traffic, by_unit
+from accel_fsdp.training.step_trace import Collective, Measured, StepTrace
+from accel_fsdp.units import any_size, any_time, counted
+
+BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "the whole model"
+SHOWN = 6
+"""Of the differences."""
+LEAST_SHARE = 0.005
+"""Of the step's highest point, time or traffic: smaller differences aren't named."""
+NOTED_SHARE = 0.01
+What = Literal["memory", "time", "traffic"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A measured number and the predicted one, None where there is none."""
+
+    measured: float
+    predicted: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """How much more was measured than predicted; 0 where nothing was."""
+        return 0.0 if self.predicted is None else self.measured - self.predicted
+
+
+@dataclass(frozen=True)
+class Row:
+    """A unit in a phase, or all layers of a class in all micro-batches: `count` stretches.
+
+    `peak_bytes` is the highest point of any of them, `rise_bytes` how far one goes above what it finds, the most of
+    them, `left_bytes` what those of the last micro-batch leave behind, together.
+    """
+
+    phase: str
+    unit: str
+    count: int
+    seconds: Pair
+    peak_bytes: Pair
+    rise_bytes: Pair
+    left_bytes: Pair
+
+    @property
+    def name(self) -> str:
+        """Such as `forward of 32 x LlamaDecoderLayer`."""
+        several = f"{self.count} x " if self.count > 1 else ""
+        return f"{self.phase} of {several}{self.unit}" if self.phase in ("forward", "backward") else self.unit
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends of a unit, or of all of a class, as a ring: to gather weights, to reduce gradients."""
+
+    unit: str
+    calls: int
+    gathers: Pair
+    reduces: Pair
+
+    @property
+    def total(self) -> Pair:
+        """Both."""
+        known = None if self.gathers.predicted is None else self.gathers.predicted + (self.reduces.predicted or 0)
+        return Pair(self.gathers.measured + self.reduces.measured, known)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One of the differences in words; `share` is that of the step's highest point, time or traffic."""
+
+    what: What
+    unit: str
+    text: str
+    measured: float
+    predicted: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One stretch, and what was predicted for it."""
+
+    micro_batch: int
+    phase: str
+    unit: str
+    name: str
+    seconds: Pair
+    before_bytes: Pair
+    peak_bytes: Pair
+    after_bytes: Pair
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known beside the trace. `predicted` is None with `why_unknown` where there is no plan.
+
+    `units` and `buckets` say what the calls of FSDP and DDP carry: a unit's shard, and so many bytes of gradients.
+    `own_engine`: DeepSpeed sends and updates by itself.
+    """
+
+    predicted: by_unit.UnitSteps | None
+    why_unknown: str
+    gpu: Gpu | None
+    why_no_gpu: str
+    on_gpu: bool
+    ranks: int
+    units: Sequence[tuple[str, Unit]]
+    buckets: Sequence[int]
+    own_engine: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The whole of it. `notes` are sentences about what the numbers are and are not.
+
+    `batches` are the rows and the length of each micro-batch on the first rank.
+    """
+
+    step: int
+    title: str
+    batches: tuple[tuple[int, int], ...]
+    seconds: Pair
+    highest: Pair
+    highest_at: tuple[str, str]
+    between: Pair
+    rows: tuple[Row, ...]
+    sent: tuple[Sent, ...]
+    stretches: tuple[Shown, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def numbers(self) -> dict[str, Any]:
+        """As `step.json` has them."""
+        return asdict(self)
+
+
+def compare(
+    step: int, batches: tuple[tuple[int, int], ...], trace: StepTrace, known: Known, notes: Iterable[str]
+) -> Comparison:
+    """Lays one beside the other."""
+    rows, length = largest(batches)
+    title = f"{rows} x {length:,} tokens on each of {counted(known.ranks, 'rank')}"
+    title += f", {len(batches)} micro-batches" if batches[1:] else ""
+    stretches = tuple(_shown(trace.stretches, known.predicted))
+    folded = tuple(_rows(trace.stretches, stretches))
+    sent = tuple(_sent(trace.collectives, known))
+    between = Pair(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
+    top = max(stretches, key=lambda one: one.peak_bytes.measured)
+    expected = [one for one in stretches if one.peak_bytes.predicted is not None]
+    planned = max(expected, key=lambda one: one.peak_bytes.predicted or 0, default=None)
+    highest = Pair(top.peak_bytes.measured, planned.peak_bytes.predicted if planned else None)
+    times = [one.seconds.predicted for one in expected if one.seconds.predicted is not None]
+    seconds = Pair(trace.seconds, sum(times) if times else None)
+    return Comparison(
+        *(step, title, batches, seconds, highest, (_at(top), _at(planned) if planned else ""), between),
+        *(folded, sent, stretches, tuple(_differences(folded, sent, between, highest, seconds)), tuple(notes)),
+    )
+
+
+def largest(batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Rows and length of the micro-batch with the most tokens."""
+    return max(batches, key=lambda batch: batch[0] * batch[1])
+
+
+def _at(one: Shown) -> str:
+    return f"{one.phase} of {one.name or one.unit}"
+
+
+def _shown(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -> Iterator[Shown]:
+    plan = {_key(one): one for one in predicted.stretches} if predicted else {}
+    ends = [predicted.between_bytes, *(one.after_bytes for one in plan.values())] if predicted else []
+    befores = dict(zip(plan, ends, strict=False))
+    last = max((one.mark.micro_batch for one in stretches), default=0)
+    for one in stretches:
+        mark = one.mark
+        number = mark.micro_batch if mark.micro_batch in (1, last) else 2
+        key = (number, mark.phase, mark.unit, mark.layer)
+        found = plan.get(key)
+        yield Shown(
+            *(mark.micro_batch, mark.phase, mark.unit, mark.name),
+            Pair(one.seconds, found.seconds if found else None),
+            Pair(one.before_bytes, befores.get(key)),
+            Pair(one.peak_bytes, found.peak_bytes if found else None),
+            Pair(one.after_bytes, found.after_bytes if found else None),
+        )
+
+
+def _key(one: by_unit.Stretch) -> tuple[int, str, str, int | None]:
+    return one.micro_batch, one.phase, one.unit, one.layer
+
+
+def _rows(measured: Sequence[Measured], stretches: Sequence[Shown]) -> Iterator[Row]:
+    folded: dict[tuple[str, str], list[Shown]] = {}
+    for one in stretches:
+        folded.setdefault((one.phase, one.unit), []).append(one)
+    last = max((one.micro_batch for one in stretches), default=0)
+    for (phase, unit), those in folded.items():
+        if phase == "start":
+            continue
+        ending = [one for one in those if one.micro_batch == last]
+        yield Row(
+            *(phase, unit, len(those)),
+            _sum(one.seconds for one in those),
+            _most(one.peak_bytes for one in those),
+            _most(_minus(one.peak_bytes, one.before_bytes) for one in those),
+            _sum(_minus(one.after_bytes, one.before_bytes) for one in ending),
+        )
+
+
+def _minus(one: Pair, other: Pair) -> Pair:
+    known = None if one.predicted is None or other.predicted is None else one.predicted - other.predicted
+    return Pair(one.measured - other.measured, known)
+
+
+def _sum(pairs: Iterable[Pair]) -> Pair:
+    listed = list(pairs)
+    known = [one.predicted for one in listed if one.predicted is not None]
+    return Pair(sum(one.measured for one in listed), sum(known) if len(known) == len(listed) else None)
+
+
+def _most(pairs: Iterable[Pair]) -> Pair:
+    listed = list(pairs)
+    known = [one.predicted for one in listed if one.predicted is not None]
+    return Pair(max(one.measured for one in listed), max(known) if len(known) == len(listed) else None)
+
+
+# Traffic
+
+
+def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
+    """Each call is its unit's whose shard has its size; units of one size share the calls of that size."""
+    gathers, reduces, calls = dict[str, float](), dict[str, float](), dict[str, float]()
+    for one in collectives:
+        owners = _owners(one, known)
+        into = gathers if one.kind == "all-gather" else reduces
+        for (name, ranks), units in Counter(owners).items():
+            share = units / len(owners)
+            into[name] = into.get(name, 0) + one.sent_bytes(ranks) * share
+            calls[name] = calls.get(name, 0) + share
+    planned = _planned(known)
+    for name in dict.fromkeys((*planned, *calls)):
+        expected = planned.get(name, (None, None) if not planned or name == OTHER else (0.0, 0.0))
+        yield Sent(
+            *(name, round(calls.get(name, 0))),
+            Pair(gathers.get(name, 0), expected[0]),
+            Pair(reduces.get(name, 0), expected[1]),
+        )
+
+
+def _owners(one: Collective, known: Known) -> list[tuple[str, int]]:
+    size = one.elements * one.element_bytes
+    if one.kind == "all-reduce" and size in known.buckets:
+        return [(GRADIENTS, known.ranks)]
+    if known.own_engine:
+        return [(WHOLE, one.ranks or known.ranks)]
+    gathers = one.kind == "all-gather"
+    found = [
+        (name, unit)
+        for name, unit in known.units
+        if one.elements == (unit.stored if gathers else unit.trained) and unit.ranks > 1
+    ]
+    paths = {holding.user_name(path) for path in one.modules}
+    found = [(name, unit) for name, unit in found if unit.name in paths] or found
+    if one.kind == "all-reduce":  # of hybrid sharding: each shard over the copies of the model
+        return [(name, known.ranks // unit.ranks) for name, unit in found] or [(OTHER, known.ranks)]
+    return [(name, one.ranks or unit.ranks) for name, unit in found] or [(OTHER, one.ranks or known.ranks)]
+
+
+def _planned(known: Known) -> dict[str, tuple[float, float]]:
+    if known.predicted is None:
+        return {}
+    if not known.units:  # DDP's buckets, and what DeepSpeed sends, belong to no unit
+        gathers, reduces = (
+            sum(map(_all, parts))
+            for parts in zip(*((one.gathers, one.reduces) for one in known.predicted.sent), strict=True)
+        )
+        return {WHOLE if known.own_engine else GRADIENTS: (gathers, reduces)} if gathers + reduces else {}
+    return {one.unit: (_all(one.gathers), _all(one.reduces)) for one in known.predicted.sent}
+
+
+def _all(sent: Traffic) -> float:
+    return sent.intra_bytes + sent.inter_bytes
+
+
+def unit_names(units: Sequence[Unit], layers: Mapping[str, str], embedding: str) -> list[tuple[str, Unit]]:
+    """The prediction's name of each of FSDP's units. `layers` are classes by path; an adapter's unit is its layer's."""
+    found: list[tuple[str, Unit]] = []
+    outside = [one for one in units if not _layer(one.name, layers) and one.weights]
+    for one in units:
+        layer = _layer(one.name, layers)
+        end = by_unit.EMBEDDING if one.name == embedding else by_unit.HEAD
+        found.append((layer or (end if len(outside) > 1 else by_unit.OUTSIDE), one))
+    return found
+
+
+def _layer(name: str, layers: Mapping[str, str]) -> str:
+    return next((kind for path, kind in layers.items() if name == path or name.startswith(f"{path}.")), "")
+
+
+# What differs
+
+
+def _differences(
+    rows: Sequence[Row], sent: Sequence[Sent], between: Pair, highest: Pair, seconds: Pair
+) -> Iterator[Difference]:
+    """All that are worth a word, the largest first."""
+    found = [*_of_memory(rows, between, highest), *_of_time(rows, seconds), *_of_traffic(sent)]
+    yield from sorted((one for one in found if one.share >= LEAST_SHARE), key=lambda one: -one.share)
+
+
+def _of_memory(rows: Sequence[Row], between: Pair, highest: Pair) -> Iterator[Difference]:
+    def differs(unit: str, pair: Pair, text: str) -> Iterator[Difference]:
+        if pair.predicted is not None:
+            said = f"{text} {any_size(pair.measured)}, {_than(pair, any_size)}"
+            share = abs(pair.difference) / highest.measured
+            yield Difference("memory", unit, said, pair.measured, pair.predicted, share)
+
+    yield from differs(BETWEEN, between, "between steps there are")
+    for row in rows:
+        if row.phase == "forward":  # what it leaves goes in backward, and would be told twice
+            yield from differs(row.unit, row.left_bytes, f"{row.name} leaves")
+        one = replace(row, count=1).name
+        yield from differs(row.unit, row.rise_bytes, f"{one} rises above what it finds by")
+
+
+def _of_time(rows: Sequence[Row], seconds: Pair) -> Iterator[Difference]:
+    for row in rows:
+        pair = row.seconds
+        if pair.predicted is not None:
+            said = f"{row.name} takes {any_time(pair.measured)}, {_than(pair, any_time)}"
+            yield Difference(
+                "time", row.unit, said, pair.measured, pair.predicted, abs(pair.difference) / seconds.measured
+            )
+
+
+def _of_traffic(sent: Sequence[Sent]) -> Iterator[Difference]:
+    whole = sum(max(one.total.measured, one.total.predicted or 0) for one in sent)
+    for one in sent:
+        for pair, what in ((one.gathers, "to gather weights"), (one.reduces, "to reduce gradients")):
+            if pair.predicted is not None and whole:
+                said = f"{one.unit} sends {any_size(pair.measured)} {what}, {_than(pair, any_size)}"
+                share = abs(pair.difference) / whole
+                yield Difference("traffic", one.unit, said, pair.measured, pair.predicted, share)
+
+
+def _than(pair: Pair, write: Any) -> str:
+    more = "more" if pair.difference > 0 else "less"
+    return f"{write(abs(pair.difference))} {more} than predicted"
+
+
+# What is to be said of the numbers
+
+
+def notes_of(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """What the prediction assumes, and what the measured numbers leave out."""
+    if known.predicted is None:
+        yield f"Nothing is predicted: {known.why_unknown}."
+    elif known.gpu is None:
+        yield f"No time is predicted: {known.why_no_gpu}."
+    else:
+        yield f"Time is predicted for {known.gpu.name}, without the profiler, which makes a step longer."
+    if known.predicted is not None and not known.on_gpu:
+        yield (
+            "Predicted sizes are those of CUDA's kernels, without cuBLAS's workspaces. On CPU attention and dropout "
+            "run others, which keep other tensors for backward."
+        )
+    if trace.backend_bytes:
+        yield (
+            f"gloo copies what it sends; its copies, {any_size(trace.backend_bytes)} at most, are not in the sizes. "
+            "Its threads release what was gathered a little late, by chance, so that a size may hold a unit more."
+        )
+    if known.own_engine:
+        yield "DeepSpeed reduces, clips and updates inside of backward: it is part of backward's last unit here."
+    if known.predicted is not None and len(set(batches)) > 1:
+        yield "The micro-batches differ in length; all are predicted as large as the largest."
+    if known.predicted is not None and step == 1:
+        yield "Step 1 is measured while the optimizer's states are made; a later one is predicted."
+    if trace.collectives:
+        yield "What is sent is counted from the sizes of the calls, as a ring of all their ranks sends it."
+
+
+def cost_of_profiling(seconds: float, quick: Sequence[float], waited: float) -> Iterator[str]:
+    """What the profiler costs, and how long nothing was trained before the step."""
+    if quick:
+        yield (
+            f"With the profiler the step took {any_time(seconds)}; the steps before it took {any_time(median(quick))} "
+            "in the median."
+        )
+    yield (
+        f"{any_time(waited)} lie between this step and the one before: data, logging, saves, evaluation, and what the "
+        "profiler does."
+    )
+
+
+def unaccounted(size: int, highest: float) -> Iterator[str]:
+    """A doubt about the measured sizes, where there is one."""
+    if abs(size) > NOTED_SHARE * highest:
+        yield f"After the step {any_size(abs(size))} {'more' if size > 0 else 'less'} are alive than the trace tells."
+
+
+# In a terminal
+
+
+def lines(found: Comparison, place: str) -> Iterator[str]:
+    """A table of units, and the largest differences."""
+    yield f"profile of step {found.step}: {found.title}"
+    cells = [("", "highest", "predicted", "time", "predicted")]
+    cells.append((BETWEEN, *_cells(found.between, any_size), "", ""))
+    for row in found.rows:
+        cells.append((row.name, *_cells(row.peak_bytes, any_size), *_cells(row.seconds, any_time)))
+    cells.append(("the whole step", *_cells(found.highest, any_size), *_cells(found.seconds, any_time)))
+    yield from _aligned(cells)
+    if found.sent:
+        yield from _aligned(
+            [
+                ("sent by one rank", "measured", "predicted"),
+                *((one.unit, *_cells(one.total, any_size)) for one in found.sent),
+            ]
+        )
+    yield from verdict(found)
+    yield f"{place}; the traces are beside it"
+
+
+def verdict(found: Comparison) -> list[str]:
+    """The largest differences in plain words; or that there is none, or nothing to compare with."""
+    if found.highest.predicted is None:
+        return ["nothing to compare with"]
+    said = [f"{one.what}: {one.text}" for one in found.differences[:SHOWN]]
+    return (
+        ["the largest differences:", *(f"  {one}" for one in said)]
+        if said
+        else [f"no difference above {LEAST_SHARE:.1%} of the step's memory, time or traffic"]
+    )
+
+
+def _cells(pair: Pair, write: Any) -> tuple[str, str]:
+    return write(pair.measured), "" if pair.predicted is None else write(pair.predicted)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    for first, *others in rows:
+        yield "  ".join(
+            [first.ljust(widths[0]), *(one.rjust(w) for one, w in zip(others, widths[1:], strict=True))]
+        ).rstrip()
