@@ -44,8 +44,17 @@ def test_a_published_row_is_met(row: str, limit: float) -> None:
 
 
 def test_every_row_outside_of_the_limits_has_an_explanation() -> None:
-    for one in map(memory_accuracy.result, (row for row in ROWS.values() if row["model"] == "Llama-2-7B")):
-        assert one.within or abs(one.peak) < 0.01 or (one.row["note"] and abs(one.peak) < 0.05), one.row["id"]
+    rows = (row for row in ROWS.values() if row["model"] == "Llama-2-7B" and row["kind"] != "reserved")
+    for one in map(memory_accuracy.result, rows):
+        assert abs(one.peak) < 0.01 or (one.row["note"] and abs(one.peak) < 0.05), one.row["id"]
+
+
+@pytest.mark.parametrize("row", ["E-7b-q-4", "E-7b-q-ddp8", "C-165-fsdp2-sac"])
+def test_what_a_published_run_reserved_is_met(row: str) -> None:
+    found = memory_accuracy.verdict(ROWS[row])
+    predicted, measured = found.against("reserved") or pytest.fail("no figure")
+    assert found.predicted
+    assert abs(predicted / measured - 1) < 0.05
 
 
 def test_ligers_kernels_save_inputs_and_factors() -> None:
