@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware.machines import MachineFacts, has_bf16
@@ -215,6 +216,7 @@ def is_known(name: str) -> bool:
     return _plain(name) in {_plain(gpu.name) for gpu in GPUS}
 
 
+@cache
 def _plain(name: str) -> str:
     """`NVIDIA GeForce RTX 4090` and `rtx4090` are `4090`, `NVIDIA H100 80GB HBM3` is `h100`."""
     words = [word for word in re.split(r"[\s_-]+", name) if word and not _NOISE.fullmatch(word)]

@@ -1,6 +1,6 @@
 """A plan as one HTML page: what to take, what each GPU holds, and why. Nothing is loaded from elsewhere. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal
@@ -11,8 +11,8 @@ from accel_fsdp.prediction import (
     Plan,
     PlanJob,
     checkpointing_in,
-    evaluate,
     name_of,
+    predicted,
     rows_in,
     workspace_bytes,
 )
@@ -51,10 +51,10 @@ LOGARITHMIC = "Each mark is twice the one before, on both axes."
 CASTS = " DDP's are larger here: it keeps tensors in two dtypes where FSDP computes in one."
 SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of two micro-batches, optimizer step (step)."
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
-:root{color-scheme:light dark;--back:#fff;--ink:#1b1f24;--dim:#57606a;--rule:#d0d7de;--limit:#a40e26;
+OWN_STYLE = """
+:root{color-scheme:light dark;--back:#fff;--ink:#1b1f24;--dim:#57606a;--rule:#d0d7de;--soft:#f3f5f7;--limit:#a40e26;
 --c1:#b34700;--c2:#0072b2;--c3:#007a5a}
-@media(prefers-color-scheme:dark){:root{--back:#14171c;--ink:#e6e9ee;--dim:#9aa4b0;--rule:#3a424c;--limit:#ff8f8f;
+@media(prefers-color-scheme:dark){:root{--back:#14171c;--ink:#e6e9ee;--dim:#9aa4b0;--rule:#3a424c;--soft:#1e232a;--limit:#ff8f8f;
 --c1:#ff9a4d;--c2:#63b9ee;--c3:#3fcf9f}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:24px 16px 48px;max-width:832px;background:var(--back);color:var(--ink);
@@ -62,6 +62,8 @@ font:16px/1.5 system-ui,sans-serif}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 8px;overflow-wrap:anywhere}
 h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{margin:4px 0 12px}
 .dim,figcaption,footer{color:var(--dim)}.advice{border-left:4px solid var(--c2);padding-left:12px}
+pre{margin:4px 0 12px;padding:8px 10px;border-radius:6px;background:var(--soft);font-size:.8125rem;
+white-space:pre-wrap;overflow-wrap:anywhere}
 figure{margin:12px 0}figcaption{font-size:.875rem;margin-top:6px}svg{display:block;width:100%;overflow:visible}
 .w360{display:none;max-width:480px}
 .key{display:flex;flex-wrap:wrap;gap:4px 14px;list-style:none;padding:0;margin:8px 0;font-size:.875rem}
@@ -75,6 +77,8 @@ summary{cursor:pointer;margin:12px 0}
 .wide table{font-size:.75rem}.wide th:first-child{min-width:15em}}
 @media(max-width:719px){.w720{display:none}.w360{display:block}}
 """
+STYLE = f"{OWN_STYLE}{svg.STYLE}"
+"""The style sheet of the whole page, figures included."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +91,47 @@ class Series:
 
 def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> str:
     """The whole page; `headline` and `advice` are the sentences of the terminal."""
-    title = f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
-    shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
-    by_gpus, by_tokens = _over_gpus(job, shown.recipe), _over_tokens(job, shown.recipe)
-    body = (
-        f"<header><h1>{escape(title)}</h1><p>{escape(headline)}</p></header>",
-        f'<section class="advice">{"".join(f"<p>{escape(line.strip())}</p>" for line in advice)}</section>',
-        _against(job) if job.ranks > 1 else "",
-        _strategies(job, found),
-        _step(job, shown, chosen=found.choice is not None),
-        _growth(job, shown, by_gpus, by_tokens),
-        _numbers(job, found),
-        _more_numbers(shown, by_gpus, by_tokens),
-        f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
-        "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>",
-    )
+    title = title_of(job)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}: predicted memory</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}{svg.STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(sections(job, found, headline, advice))
+        + "\n</main></body></html>\n"
     )
+
+
+def title_of(job: PlanJob) -> str:
+    """The model and the GPUs."""
+    return f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
+
+
+def sections(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> Iterator[str]:
+    """What the page consists of, in its order: the answer and the figures first, what takes longest last."""
+    shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
+    yield f"<header><h1>{escape(title_of(job))}</h1><p>{escape(headline)}</p></header>"
+    yield f'<section class="advice">{"".join(map(_advised, advice))}</section>'
+    if job.ranks > 1:
+        yield _against(job)
+    yield _strategies(job, found)
+    yield _step(job, shown, chosen=found.choice is not None)
+    yield _numbers(job, found)
+    by_gpus = _over_gpus(job, shown.recipe)
+    yield _more_gpus(job, shown, by_gpus)
+    by_tokens = _over_tokens(job, shown.recipe)
+    yield _longer(job, shown, by_tokens)
+    yield _more_numbers(shown, by_gpus, by_tokens)
+    yield (
+        f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
+        "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>"
+    )
+
+
+def _advised(line: str) -> str:
+    """A sentence; what is indented is to be copied."""
+    kind = "pre" if line.startswith("  ") else "p"
+    return f"<{kind}>{escape(line.strip())}</{kind}>"
 
 
 def _against(job: PlanJob) -> str:
@@ -180,19 +204,34 @@ def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     )
 
 
-def _growth(job: PlanJob, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
-    how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
-    tokens = shown.recipe.length
-    gpus = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
-    first = _lines(job, by_gpus, "GPUs", (job.ranks, gpus))
-    second = _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens"))
+def _more_gpus(job: PlanJob, shown: Candidate, by_gpus: Series) -> str:
+    here = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
     return _section(
-        "More GPUs, longer sequences",
-        f"With {how}; sharded by FSDP2, without offload. More GPUs make the sharded state smaller, not the "
-        "activations; longer sequences make the activations larger.",
-        f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per sequence. {LOGARITHMIC}')}"
-        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {gpus}. {LOGARITHMIC}')}",
+        "More GPUs",
+        f"With {_kept(shown)}. More GPUs make the sharded state smaller, not the activations.",
+        _figure(
+            _lines(job, by_gpus, "GPUs", (job.ranks, here)),
+            f"Predicted, {shown.recipe.length:,} tokens per sequence. {LOGARITHMIC}",
+        ),
     )
+
+
+def _longer(job: PlanJob, shown: Candidate, by_tokens: Series) -> str:
+    gpus, tokens = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs", shown.recipe.length
+    return _section(
+        "Longer sequences",
+        f"With {_kept(shown)}. Longer sequences make the activations larger.",
+        _figure(
+            _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens")),
+            f"Predicted, on {gpus}. {LOGARITHMIC}",
+        ),
+    )
+
+
+def _kept(shown: Candidate) -> str:
+    """What stays as it is while a number grows."""
+    how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
+    return f"{how}; sharded by FSDP2, without offload"
 
 
 def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
@@ -230,7 +269,7 @@ def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
     layout = Layout("single", 1, 1, 1)
     if ranks > 1:
         layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
-    return evaluate(job, recipe, layout).prediction.peak.total
+    return predicted(job.shape, job.tapes, recipe, layout, job.gpu).peak.total
 
 
 def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:
