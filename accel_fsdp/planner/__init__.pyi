@@ -1,3 +1,4 @@
+from . import browser as browser
 from . import command as command
 from . import html_report as html_report
 from . import proposal as proposal
