@@ -1,7 +1,7 @@
 """How long the planner's page makes one wait: `python benchmarks/page.py --write`. Needs npm and Chromium.
 
 Real Chromium, offline, at two widths: the first answer of a page that is opened by a link, which takes loading Python,
-and answers to later changes of the form. Medians of 5; the picture of docs/site.md is taken on the way.
+and answers to later changes of the form. Medians of 3; the picture of docs/site.md is taken on the way.
 """
 
 import argparse
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import chromium  # noqa: E402
 from selenium.webdriver import Chrome  # noqa: E402
 
-REPEATS = 5
+REPEATS = 3
 WIDTHS = (1280, 400)
 PICTURE = ROOT / "docs" / "site.png"
 LINK = "#" + urlencode({"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB", "seq-len": 8192})
@@ -39,7 +39,7 @@ def first_and_later(address: str, width: int) -> tuple[float, list[float]]:
 
 
 def changed(browser: Chrome, length: int) -> float:
-    """The seconds from a change of the form to its whole answer, a key's quarter of a second included."""
+    """The seconds from a change of the form to its whole answer, the pause after a key included."""
     before = browser.execute_script(f"return {ANSWERED}")
     browser.execute_script(
         "const field = document.getElementById('seq-len'); field.value = arguments[0];"

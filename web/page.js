@@ -4,7 +4,7 @@ const form = one("form"), main = one("main"), status = one("#state p"), bar = on
 const areas = ["#head", "#advice", "#figures"].map(one); // the title, what to take, all else: a section each, or many
 const error = one("#error"), take = one("#take"), texts = one("#texts");
 const example = JSON.parse(one("#example").textContent);
-const WAIT_MS = 250; // after a key; a choice is answered at once
+const WAIT_MS = 150; // after a key; a choice is answered at once
 
 let ready = false, asked = 0, since = 0, place = 0, timer, plan, strange = {};
 

@@ -12,7 +12,6 @@ from accel_fsdp.prediction import (
     PlanJob,
     checkpointing_in,
     name_of,
-    predicted,
     rows_in,
     workspace_bytes,
 )
@@ -269,7 +268,7 @@ def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
     layout = Layout("single", 1, 1, 1)
     if ranks > 1:
         layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
-    return predicted(job.shape, job.tapes, recipe, layout, job.gpu).peak.total
+    return job.predicted(recipe, layout).peak.total
 
 
 def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:

@@ -1,7 +1,7 @@
 """Searches the ways to train a model on given GPUs: keeps what fits, ranks it by predicted time, says why. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from accel_fsdp.config import PLANNED, STRATEGIES, Engine, zero_name
 from accel_fsdp.hardware import Gpu
@@ -50,6 +50,13 @@ class PlanJob:
     global_rows: int = 0
     host_gib: float = 0
     refuses: Callable[[Recipe, Layout], str] = _allowed
+    _known: dict[tuple[Recipe, Layout], Prediction] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def predicted(self, recipe: Recipe, layout: Layout) -> Prediction:
+        """The memory of one way; a search asks for the same one several times."""
+        if (recipe, layout) not in self._known:
+            self._known[recipe, layout] = capacity.predicted(self.shape, self.tapes, recipe, layout, self.gpu)
+        return self._known[recipe, layout]
 
     @property
     def capacity_bytes(self) -> int:
@@ -111,7 +118,7 @@ def evaluate(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate:
 
 
 def _memory(job: PlanJob, recipe: Recipe, layout: Layout) -> tuple[Prediction, Device]:
-    prediction = capacity.predicted(job.shape, job.tapes, recipe, layout, job.gpu)
+    prediction = job.predicted(recipe, layout)
     return prediction, capacity.device(prediction, layout, job.capacity_bytes)
 
 
