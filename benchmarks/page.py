@@ -70,7 +70,7 @@ def main() -> None:
                 "## The planner's page",
                 "",
                 f"Chromium, offline, two cores: medians of {REPEATS} loads. Later answers are those to a change of the "
-                "form, the quarter of a second included that the page waits after a key.",
+                "form, the 0.15 s included that the page waits after a key.",
                 "",
                 "| width | first answer, Python loaded for it | later answers | longest of them |",
                 "|---|---|---|---|",
