@@ -11,7 +11,7 @@ PIP_OLDEST := $(OLDEST)/bin/pip install --quiet --disable-pip-version-check --co
 # The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
 ENGINES ?= .venv-engines
 
-.PHONY: demo test test-oldest test-engines lint check docs clean
+.PHONY: demo site test test-oldest test-engines lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -25,6 +25,10 @@ demo: $(VENV)/.demo
 		--max_length 256 --max_steps 24 --per_device_train_batch_size 2 --learning_rate 1e-4 --logging_steps 4 \
 		--eval_strategy steps --eval_steps 24 --eval_on_start true --save_steps 12 --save_total_limit 1
 	python train/demo.py ask demo/run/final "What does FULL_SHARD shard?"
+
+# The planner as a page for any static host. npm brings the Python that runs in browsers.
+site: $(VENV)/.base
+	python web/build.py site
 
 test: $(VENV)/.test
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -47,7 +51,7 @@ docs: $(VENV)/.base
 	python -m accel_fsdp.reference_docs
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(ENGINES) demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(ENGINES) demo runs site web/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -116,6 +116,9 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """A spinner while something slow runs; silent when stderr is not a terminal."""
+    if not talk.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
+        yield
+        return
     with talk.status(Text(printable(text))):
         yield
 

@@ -11,10 +11,11 @@ from accel_fsdp import svg
 WIDTHS = (720, 360)
 """Each figure is drawn twice, for a window and for a phone; the style sheet shows one."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
-:root{color-scheme:light dark;--back:#fff;--ink:#1b1f24;--dim:#57606a;--rule:#d0d7de;--limit:#a40e26;
+OWN_STYLE = """
+:root{color-scheme:light dark;--back:#fff;--ink:#1b1f24;--dim:#57606a;--rule:#d0d7de;--soft:#f3f5f7;--limit:#a40e26;
 --c1:#b34700;--c2:#0072b2;--c3:#007a5a}
-@media(prefers-color-scheme:dark){:root{--back:#14171c;--ink:#e6e9ee;--dim:#9aa4b0;--rule:#3a424c;--limit:#ff8f8f;
+@media(prefers-color-scheme:dark){:root{--back:#14171c;--ink:#e6e9ee;--dim:#9aa4b0;--rule:#3a424c;--soft:#1e232a;
+--limit:#ff8f8f;
 --c1:#ff9a4d;--c2:#63b9ee;--c3:#3fcf9f}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:24px 16px 48px;max-width:832px;background:var(--back);color:var(--ink);
@@ -22,6 +23,8 @@ font:16px/1.5 system-ui,sans-serif}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 8px;overflow-wrap:anywhere}
 h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{margin:4px 0 12px}
 .dim,figcaption,footer{color:var(--dim)}.advice{border-left:4px solid var(--c2);padding-left:12px}
+pre{margin:4px 0 12px;padding:8px 10px;border-radius:6px;background:var(--soft);font-size:.8125rem;
+white-space:pre-wrap;overflow-wrap:anywhere}
 figure{margin:12px 0}figcaption{font-size:.875rem;margin-top:6px}svg{display:block;width:100%;overflow:visible}
 .w360{display:none;max-width:480px}
 .key{display:flex;flex-wrap:wrap;gap:4px 14px;list-style:none;padding:0;margin:8px 0;font-size:.875rem}
@@ -35,6 +38,8 @@ summary{cursor:pointer;margin:12px 0}
 .wide table{font-size:.75rem}.wide th:first-child{min-width:15em}}
 @media(max-width:719px){.w720{display:none}.w360{display:block}}
 """
+STYLE = f"{OWN_STYLE}{svg.STYLE}"
+"""The style sheet of a whole page, figures included."""
 
 
 def page(title: str, subject: str, body: Iterable[str]) -> str:
@@ -44,7 +49,7 @@ def page(title: str, subject: str, body: Iterable[str]) -> str:
         f"<title>{escape(title)}: {escape(subject)}</title>"
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}{svg.STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 

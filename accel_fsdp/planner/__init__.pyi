@@ -1,3 +1,4 @@
+from . import browser as browser
 from . import command as command
 from . import comparison as comparison
 from . import cost_report as cost_report

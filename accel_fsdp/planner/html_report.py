@@ -1,6 +1,6 @@
 """A plan as one HTML page: what to take, what each GPU holds, and why. Nothing is loaded from elsewhere. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal
@@ -15,7 +15,6 @@ from accel_fsdp.prediction import (
     Plan,
     PlanJob,
     checkpointing_in,
-    evaluate,
     name_of,
     rows_in,
     workspace_bytes,
@@ -64,22 +63,7 @@ class Series:
 
 def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> str:
     """The whole page; `headline` and `advice` are the sentences of the terminal."""
-    title = f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
-    shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
-    by_gpus, by_tokens = _over_gpus(job, shown.recipe), _over_tokens(job, shown.recipe)
-    body = (
-        f"<header><h1>{escape(title)}</h1><p>{escape(headline)}</p></header>",
-        f'<section class="advice">{"".join(f"<p>{escape(line.strip())}</p>" for line in advice)}</section>',
-        _against(job) if job.ranks > 1 else "",
-        _strategies(job, found),
-        _step(job, shown, chosen=found.choice is not None),
-        _growth(job, shown, by_gpus, by_tokens),
-        _numbers(job, found),
-        _more_numbers(shown, by_gpus, by_tokens),
-        f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
-        "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>",
-    )
-    return html_page.page(title, "predicted memory", body)
+    return html_page.page(title_of(job), "predicted memory", sections(job, found, headline, advice))
 
 
 def make_comparison(
@@ -116,6 +100,38 @@ def _ranges(name: str, rows: Sequence[Range]) -> str:
             "Predicted. A bar is what is expected; the line goes from the least to the most.",
         ),
     )
+
+
+def title_of(job: PlanJob) -> str:
+    """The model and the GPUs."""
+    return f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
+
+
+def sections(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> Iterator[str]:
+    """What the page consists of, in its order: the answer and the figures first, what takes longest last."""
+    shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
+    yield f"<header><h1>{escape(title_of(job))}</h1><p>{escape(headline)}</p></header>"
+    yield f'<section class="advice">{"".join(map(_advised, advice))}</section>'
+    if job.ranks > 1:
+        yield _against(job)
+    yield _strategies(job, found)
+    yield _step(job, shown, chosen=found.choice is not None)
+    yield _numbers(job, found)
+    by_gpus = _over_gpus(job, shown.recipe)
+    yield _more_gpus(job, shown, by_gpus)
+    by_tokens = _over_tokens(job, shown.recipe)
+    yield _longer(job, shown, by_tokens)
+    yield _more_numbers(shown, by_gpus, by_tokens)
+    yield (
+        f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
+        "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>"
+    )
+
+
+def _advised(line: str) -> str:
+    """A sentence; what is indented is to be copied."""
+    kind = "pre" if line.startswith("  ") else "p"
+    return f"<{kind}>{escape(line.strip())}</{kind}>"
 
 
 def _against(job: PlanJob) -> str:
@@ -188,19 +204,34 @@ def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     )
 
 
-def _growth(job: PlanJob, shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
-    how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
-    tokens = shown.recipe.length
-    gpus = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
-    first = _lines(job, by_gpus, "GPUs", (job.ranks, gpus))
-    second = _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens"))
+def _more_gpus(job: PlanJob, shown: Candidate, by_gpus: Series) -> str:
+    here = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
     return _section(
-        "More GPUs, longer sequences",
-        f"With {how}; sharded by FSDP2, without offload. More GPUs make the sharded state smaller, not the "
-        "activations; longer sequences make the activations larger.",
-        f"<h3>Number of GPUs</h3>{_figure(first, f'Predicted, {tokens:,} tokens per sequence. {LOGARITHMIC}')}"
-        f"<h3>Sequence length</h3>{_figure(second, f'Predicted, on {gpus}. {LOGARITHMIC}')}",
+        "More GPUs",
+        f"With {_kept(shown)}. More GPUs make the sharded state smaller, not the activations.",
+        _figure(
+            _lines(job, by_gpus, "GPUs", (job.ranks, here)),
+            f"Predicted, {shown.recipe.length:,} tokens per sequence. {LOGARITHMIC}",
+        ),
     )
+
+
+def _longer(job: PlanJob, shown: Candidate, by_tokens: Series) -> str:
+    gpus, tokens = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs", shown.recipe.length
+    return _section(
+        "Longer sequences",
+        f"With {_kept(shown)}. Longer sequences make the activations larger.",
+        _figure(
+            _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens")),
+            f"Predicted, on {gpus}. {LOGARITHMIC}",
+        ),
+    )
+
+
+def _kept(shown: Candidate) -> str:
+    """What stays as it is while a number grows."""
+    how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
+    return f"{how}; sharded by FSDP2, without offload"
 
 
 def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
@@ -238,7 +269,7 @@ def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
     layout = Layout("single", 1, 1, 1)
     if ranks > 1:
         layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
-    return evaluate(job, recipe, layout).prediction.peak.total
+    return job.predicted(recipe, layout).peak.total
 
 
 def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:

@@ -1,7 +1,7 @@
 """Searches the ways to train a model on given GPUs: keeps what fits, ranks it by predicted time, says why. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from accel_fsdp.config import PLANNED, STRATEGIES, Engine, zero_name
 from accel_fsdp.hardware import Gpu
@@ -50,7 +50,14 @@ class PlanJob:
     global_rows: int = 0
     host_gib: float = 0
     refuses: Callable[[Recipe, Layout], str] = _allowed
-    remembered: dict[tuple[Recipe, Layout, int], Prediction] | None = None
+    remembered: dict[tuple[Recipe, Layout, int], Prediction] = field(default_factory=dict, repr=False, compare=False)
+
+    def predicted(self, recipe: Recipe, layout: Layout) -> Prediction:
+        """The memory of one way; a search asks for the same one several times."""
+        key = (recipe, layout, capacity.workspace_bytes(self.gpu))
+        if key not in self.remembered:
+            self.remembered[key] = capacity.predicted(self.shape, self.tapes, recipe, layout, self.gpu)
+        return self.remembered[key]
 
     @property
     def capacity_bytes(self) -> int:
@@ -112,14 +119,8 @@ def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) 
 
 
 def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[Prediction, Device]:
-    key, known = (recipe, layout, capacity.workspace_bytes(job.gpu)), job.remembered
-    given = (job.shape, job.tapes, recipe, layout, job.gpu)
-    prediction = known.get(key) if known is not None else None
-    if prediction is None:
-        prediction = capacity.predicted(*given)
-        if known is not None:
-            known[key] = prediction
-    replay = None if quick else capacity.replay_of(*given)
+    prediction = job.predicted(recipe, layout)
+    replay = None if quick else capacity.replay_of(job.shape, job.tapes, recipe, layout, job.gpu)
     return prediction, capacity.device(prediction, layout, job.capacity_bytes, job.gpu, replay)
 
 
@@ -203,23 +204,24 @@ class Plan:
 
 def make_plan(job: PlanJob) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; of the fastest that fit the simplest wins."""
-    job = replace(job, remembered={} if job.remembered is None else job.remembered)
     rows = tuple(table(job))
-    found = list(_search(job))
+    found = _found(job)
     choice = _sure(job, found)
     if choice is None:
         return Plan(rows, None, None, (), "", Longest())
-    found.sort(key=lambda one: -one.tokens_per_s)
-    equal = _equal(found)
-    others = {one.layout: one for one in reversed(found) if one.layout != choice.layout}  # the best of each
-    ties = tuple(others[one.layout] for one in equal if others.get(one.layout) is one)
-    second = next((one for one in found if others.get(one.layout) is one and one not in ties), None)
+    bests: dict[Layout, Candidate] = {choice.layout: choice}  # of each layout the fastest
+    for one in sorted(found, key=lambda one: -one.tokens_per_s):
+        if one.layout not in bests and (sure := evaluate(job, one.recipe, one.layout)).fits:
+            bests[one.layout] = sure
+    others = [one for one in bests.values() if one is not choice]
+    ties = tuple(one for one in others if one.tokens_per_s >= TIE * max(each.tokens_per_s for each in bests.values()))
+    second = next((one for one in others if one not in ties), None)
     return Plan(rows, choice, second, ties, _reason(job, choice, alone=not ties), _longest(job, choice))
 
 
 def best(job: PlanJob) -> Candidate | None:
     """What `make_plan` would choose, without what it says of the others; None where nothing fits."""
-    return _sure(job, list(_search(job, all_ways=False)))
+    return _sure(job, _found(job, all_ways=False))
 
 
 def _sure(job: PlanJob, found: list[Candidate]) -> Candidate | None:
@@ -266,6 +268,26 @@ def _longest(job: PlanJob, one: Candidate) -> Longest:
     return Longest(chosen, alone)
 
 
+def _found(job: PlanJob, all_ways: bool = True) -> list[Candidate]:
+    """What a search finds; where nothing fits with what the allocator usually wastes, it is asked for each way."""
+    return list(_search(job, all_ways)) or [one for one in _smallest_ways(job) if one.fits]
+
+
+def _is_possible(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
+    """Whether nothing refuses it, and machines have the memory for what it offloads."""
+    hosted = not layout.offload or host_bytes(job, recipe, layout) <= job.host_bytes
+    return hosted and not job.refuses(recipe, layout)
+
+
+def _smallest_ways(job: PlanJob) -> Iterator[Candidate]:
+    """Every way with its smallest micro-batch and checkpointing."""
+    recipe = replace(_smallest(job, job.recipe), checkpointing="full")
+    for layout in layouts(job.ranks, job.ranks_per_node):
+        for tried in offloads(layout):
+            if _is_possible(job, recipe, tried):
+                yield evaluate(job, recipe, tried)
+
+
 def _search(job: PlanJob, all_ways: bool = True) -> Iterator[Candidate]:
     """The best micro-batch of each strategy and checkpointing that works and fits.
 
@@ -301,18 +323,14 @@ def offloads(layout: Layout) -> tuple[Layout, ...]:
 
 
 def _best(job: PlanJob, recipe: Recipe, layout: Layout, below: int = MOST_TOKENS) -> Candidate | None:
-    """The smallest micro-batch that is about as fast as the fastest, of those `below` a number; None where none fits.
-
-    The allocator is asked only where nothing fits with what it usually wastes.
-    """
-    if job.refuses(recipe, layout) or (layout.offload and host_bytes(job, recipe, layout) > job.host_bytes):
+    """The smallest micro-batch that is about as fast as the fastest; None where none `below` that number fits."""
+    if not _is_possible(job, recipe, layout):
         return None
     found = [(one, _speed(job, one, layout)) for one in _batches(job, recipe, layout) if one.rows < below]
     if found:
         enough = ENOUGH * max(speed for _, speed in found)
         return evaluate(job, next(one for one, speed in found if speed >= enough), layout, quick=True)
-    smallest = evaluate(job, _smallest(job, recipe), layout)
-    return smallest if smallest.fits and smallest.recipe.rows < below else None
+    return None
 
 
 def _smallest(job: PlanJob, recipe: Recipe) -> Recipe:

@@ -134,7 +134,8 @@ def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     recipe, layout = Recipe(length=2048, checkpointing="full"), Layout("fsdp2", 1, 8, 8)
     job = search.PlanJob(*found, recipe, gpus.find("H100", 80), 8, 8)
     rows = search.largest_rows(job, recipe, layout)
-    at, above = (search.evaluate(job, replace(recipe, rows=count), layout).fits for count in (rows, rows + 1))
+    assert search.evaluate(job, replace(recipe, rows=rows), layout).fits
+    at, above = (search.has_room(job, replace(recipe, rows=count), layout) for count in (rows, rows + 1))
     assert (at, above) == (True, False)
 
 

@@ -113,7 +113,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
         found = told(name, MACHINES[(number + place) % len(MACHINES)], method)
         ways = [found.plan.choice, *found.plan.ties, found.plan.runner_up]
         for one in (way for way in ways if way is not None):
-            assert search.has_room(found.job, one.recipe, one.layout), name
+            assert search.evaluate(found.job, one.recipe, one.layout).fits, name
             if one.layout.engine == "single":
                 continue
             assert found.proposer is not None
@@ -272,7 +272,7 @@ def test_the_json_says_which_it_is_and_what_a_gpu_has() -> None:
     ("word", "flags"),
     [
         ("tight with less to spare", ("--gpus", "8xA100-40GB", "--checkpointing", "full", "--batch", "7")),
-        ("2 GiB more for CUDA and NCCL", ("--gpus", "8xH100")),
+        ("2.0 GiB more for CUDA and NCCL", ("--gpus", "8xH100")),
         ("tokens/s per GPU", ("--gpus", "8xH100")),
     ],
 )

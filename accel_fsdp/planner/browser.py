@@ -1,0 +1,181 @@
+"""What the page in a browser asks of the planner: texts in, texts out, which is all that JavaScript and Python share.
+
+The page's inputs are flags of `accel-fsdp plan`, by their names without dashes before them, and so are those of a link.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from accel_fsdp import flag_words
+from accel_fsdp.errors import NotInstalled, UsageError, UserError
+from accel_fsdp.flag_words import Flag
+from accel_fsdp.hardware import gpus
+from accel_fsdp.models import catalogue
+from accel_fsdp.planner import html_report
+from accel_fsdp.planner.command import make_plan, options_of
+from accel_fsdp.planner.flags import PlanCommand
+from accel_fsdp.planner.text_report import PlanReport
+
+COMMAND = "accel-fsdp plan"
+EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB", "seq-len": "4096"}
+"""What the page shows when it opens."""
+LABELS = {
+    "model": "Model",
+    "gpus": "GPUs of one machine",
+    "nodes": "Machines",
+    "seq_len": "Tokens per sequence",
+    "method": "Training",
+    "global_batch": "Sequences per step",
+    "batch": "Sequences per GPU",
+    "accumulation": "Micro-batches",
+    "checkpointing": "Checkpointing",
+    "precision": "Mixed precision",
+    "dtype": "Weights loaded as",
+    "optimizer": "Optimizer",
+    "attention": "Attention",
+    "lora_rank": "LoRA rank",
+    "host_memory": "Host memory, GiB",
+    "tokens": "Tokens to train on",
+    "price": "Price of a GPU-hour",
+    "chunked_loss": "Loss in chunks",
+}
+"""The fields of `PlanCommand` that the page has, in its order, and what it calls them."""
+NOT_HERE = frozenset(
+    {"kernels", "config", "output", "json", "html", "force"}
+    | {"args", "compare", "prices", "dataset_rows", "epochs", "disk_speed", "eval_rows"}
+)
+"""Its other fields: files and prints, which a page doesn't have, kernels, which have to be recorded with torch, and
+what is about a job that has been written or about several machines."""
+RECORDED_LATER = {"attention": ("eager",), "checkpointing": ("selective",)}
+"""Choices that no model of the catalogue has been recorded with; a link that has one is told so."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One field of the form. `choices` are empty where it takes a number or a text, `default` where it says nothing."""
+
+    name: str
+    label: str
+    help: str
+    kind: Literal["choice", "number", "switch", "text"]
+    choices: tuple[str, ...] = ()
+    default: str = ""
+
+
+def form() -> list[Input]:
+    """The fields of the page's form, in their order."""
+    hints = get_type_hints(PlanCommand, include_extras=True)
+    defaults = {one.name: one.default for one in fields(PlanCommand)}
+    return [_input(name, get_args(hints[name])[1], defaults[name]) for name in LABELS]
+
+
+def _input(name: str, note: Any, default: Any) -> Input:
+    flag = _flags()[_word(name)]
+    choices = tuple(one for one in flag.choices if one not in RECORDED_LATER.get(name, ()))
+    kind: Any = "switch" if flag.is_switch else "choice" if choices else "number" if _is_number(flag) else "text"
+    given = "" if default in (None, MISSING, False) else str(default)
+    said = " ".join(text for text in (note.help, note.help_behavior_hint) if text)
+    return Input(_word(name), LABELS[name], said, kind, choices, given)
+
+
+def _is_number(flag: Flag) -> bool:
+    return int in flag.types or float in flag.types
+
+
+def _word(field: str) -> str:
+    return flag_words.flag_of(field).lstrip("-")
+
+
+def _flags() -> dict[str, Flag]:
+    """The flags of the page by their names in a link."""
+    known = flag_words.flags_of(PlanCommand)
+    return {_word(field): known[flag_words.flag_of(field)] for field in LABELS}
+
+
+def models() -> dict[str, list[str]]:
+    """The models of the catalogue by who published them; another one takes torch, which no browser has."""
+    found: dict[str, list[str]] = {}
+    for name in catalogue.entries():
+        found.setdefault(name.partition("/")[0], []).append(name)
+    return found
+
+
+def cards() -> list[str]:
+    """Every known GPU, as `--gpus` takes it behind a number."""
+    return [f"{one.name}-{one.memory_gib:g}GB" for one in gpus.GPUS]
+
+
+def answer(text: str) -> Iterator[str]:
+    """Yields JSON for a JSON object of inputs: first `plan`, then a `section` of the page at a time, or an `error`."""
+    given = json.loads(text)
+    words = _words(given)
+    try:
+        told = make_plan(options_of(_command(given, words)))
+        yield json.dumps({"plan": _plan(told, words)})
+        for section in html_report.sections(told.job, told.plan, told.headline(), list(told.advice())):
+            yield json.dumps({"section": section})
+    except NotInstalled:
+        yield _refusal(_takes_torch("This choice", words))
+    except UserError as error:
+        yield _refusal(error)
+
+
+def _refusal(error: UserError) -> str:
+    return json.dumps({"error": {"what": error.what, "why": error.why, "fix": error.fix}})
+
+
+def _takes_torch(what: str, words: list[str], question: str = "") -> UserError:
+    return UserError(
+        f"{what} isn't on this page.{question}",
+        why="the model has to be recorded with torch first, which a browser doesn't have",
+        fix=f"pip install 'accel-fsdp[train]', then {COMMAND} {shlex.join(words)}",
+    )
+
+
+def _plan(told: PlanReport, words: list[str]) -> dict[str, Any]:
+    """What can be taken away: the YAML, empty where nothing fits, the numbers, and the command that prints the same."""
+    return {
+        "title": html_report.title_of(told.job),
+        "command": f"{COMMAND} {shlex.join(words)}",
+        "yaml": told.yaml(),
+        "json": json.dumps(told.as_json(), indent=2),
+    }
+
+
+def _words(given: Mapping[str, str]) -> list[str]:
+    """The inputs as the command line has them."""
+    flags, words = _flags(), []
+    for name, value in given.items():
+        switch = name in flags and flags[name].is_switch
+        words += [f"--{name}" if value == "true" else f"--{name}={value}"] if switch else [f"--{name}", value]
+    return words
+
+
+def _command(given: Mapping[str, str], words: list[str]) -> PlanCommand:
+    """What `accel-fsdp plan` would parse.
+
+    Raises:
+        UserError: it would refuse it, or the page can't plan it.
+    """
+    flag_words.refuse_wrong(COMMAND, PlanCommand, words)
+    flags = _flags()
+    if others := [name for name in given if name not in flags]:
+        raise UsageError(
+            f"--{others[0]} isn't on this page",
+            why="it writes or reads files, or needs torch, which a browser doesn't have",
+            fix=f"{COMMAND} {shlex.join(words)}",
+        )
+    if lacking := [name for name in ("model", "gpus") if not given.get(name)]:
+        raise UsageError(f"--{lacking[0]} is missing", why="there is nothing to plan", fix="choose one")
+    if catalogue.canonical(given["model"]) is None:
+        raise _takes_torch(given["model"], words, catalogue.did_you_mean(given["model"]))
+    return PlanCommand(**{flag_words.field_name(name): _value(flags[name], value) for name, value in given.items()})
+
+
+def _value(flag: Flag, text: str) -> Any:
+    if flag.is_switch:
+        return True
+    return int(text) if int in flag.types else float(text) if float in flag.types else text

@@ -1,0 +1,121 @@
+"""What the page in a browser asks of the planner, asked without one: `test_site.py` has the page itself."""
+
+import json
+from dataclasses import fields
+from itertools import product
+from typing import Any
+
+import pytest
+from conftest import accel_fsdp
+
+from accel_fsdp import api
+from accel_fsdp.errors import NotInstalled
+from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.planner import PlanCommand, browser
+from accel_fsdp.prediction import trace_store
+
+
+def asked(**given: str) -> list[dict[str, Any]]:
+    inputs = {name.replace("_", "-"): value for name, value in given.items()}
+    return [json.loads(message) for message in browser.answer(json.dumps(inputs))]
+
+
+def first(**given: str) -> dict[str, Any]:
+    """The first message alone, which is there before any figure is drawn."""
+    found: dict[str, Any] = json.loads(next(browser.answer(json.dumps(given))))
+    return found
+
+
+def test_each_flag_is_on_the_page_or_left_out_on_purpose() -> None:
+    """A new flag of the command has to be given a label, or a place among those that a page can't have."""
+    assert {*browser.LABELS, *browser.NOT_HERE} == {one.name for one in fields(PlanCommand)}
+    assert not browser.LABELS.keys() & browser.NOT_HERE
+
+
+@pytest.mark.parametrize("card", browser.cards())
+def test_each_card_of_the_form_is_one_of_the_table(card: str) -> None:
+    machine, _ = machines.parse(f"8x{card}")
+    assert machine.accelerator is not None
+    assert gpus.find(machine.accelerator, machine.memory_gib) in gpus.GPUS
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a browser: nothing can be recorded."""
+    monkeypatch.setattr(trace_store, "remembered", refuse)
+
+
+def refuse(*_: object) -> None:
+    raise NotInstalled.of("torch")
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_each_choice_of_the_form_needs_no_torch() -> None:
+    for one in browser.form():
+        for choice in (*one.choices, *(["true"] if one.kind == "switch" else [])):
+            assert "plan" in first(model="gpt2", gpus="2xA100", batch="1", **{one.name: choice})
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_choices_that_meet_need_no_torch_but_adapters_in_float32() -> None:
+    choices = [one.choices for one in browser.form() if one.name in ("method", "precision", "dtype")]
+    late = []
+    for method, precision, dtype in product(*choices):
+        found = first(model="gpt2", gpus="2xA100", batch="1", method=method, precision=precision, dtype=dtype)
+        late += [(method, precision)] if "This choice isn't" in str(found.get("error")) else []
+    assert {precision for _, precision in late} == {"no"}
+    assert "full" not in {method for method, _ in late}
+
+
+def test_the_answer_is_the_commands() -> None:
+    plan, *sections = asked(model="gpt2", gpus="2xA100-40GB", seq_len="512", method="lora")
+    told = api.plan("gpt2", "2xA100-40GB", seq_len=512, method="lora")
+    assert json.loads(plan["plan"]["json"]) == json.loads(json.dumps(told.as_json()))
+    assert plan["plan"]["yaml"] == told.yaml()
+    assert plan["plan"]["command"] == "accel-fsdp plan --model gpt2 --gpus 2xA100-40GB --seq-len 512 --method lora"
+    assert all(set(one) == {"section"} for one in sections)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"model": "gpt2", "gpus": "2xA100", "seq_len": "9999"}, "--seq-len 9999 is longer than the 1024 positions"),
+        ({"model": "gpt2", "gpus": "2xA100", "seq_len": "many"}, "--seq-len takes a whole number, not many"),
+        ({"model": "gpt2", "gpus": "2xA100", "seq_length": "9"}, "Did you mean --seq-len?"),
+        ({"model": "gpt2", "gpus": "8xH10"}, "Did you mean H100?"),
+        ({"model": "gpt2", "gpus": "0xH100"}, "--gpus 0xH100 can't be read"),
+        ({"model": "gpt2", "gpus": "2xA100", "chunked_loss": "no"}, "--chunked-loss takes no value, and no is one"),
+        ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method takes one of full, lora, qlora, not dora"),
+        ({"model": "gpt2"}, "--gpus is missing"),
+    ],
+    ids=lambda one: " ".join(one.values()) if isinstance(one, dict) else "",
+)
+def test_what_the_command_refuses_the_page_refuses(given: dict[str, str], what: str) -> None:
+    [message] = asked(**given)
+    error = message["error"]
+    assert what in error["what"]
+    assert error["why"]
+    assert error["fix"]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    refused = accel_fsdp("plan", *words)
+    assert refused.code != 0
+    if "gpus" in given:
+        assert what in " ".join(refused.output.split())
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"model": "Llama-2-7"}, "Did you mean meta-llama/Llama-2-7b-hf?"),
+        ({"model": "."}, ". isn't on this page"),
+        ({"kernels": "liger"}, "--kernels isn't on this page"),
+        ({"config": "/etc/passwd"}, "--config isn't on this page"),
+        ({"attention": "eager"}, "This choice isn't on this page"),
+    ],
+    ids=lambda one: " ".join(one.values()) if isinstance(one, dict) else "",
+)
+def test_what_takes_torch_or_files_is_told_to_the_command(given: dict[str, str], what: str) -> None:
+    [message] = asked(**{"model": "gpt2", "gpus": "2xA100", **given})
+    assert what in message["error"]["what"]
+    assert "accel-fsdp plan --model" in message["error"]["fix"]

@@ -1,0 +1,248 @@
+"""The planner's page in a real Chromium that reaches no other machine: what `make site` builds, as a reader uses it."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import pytest
+from conftest import ROOT, Finished, accel_fsdp
+
+if lacking := [name for name in ("chromium", "chromedriver", "npm", "node") if not shutil.which(name)]:
+    pytest.skip(f"the page needs {', '.join(lacking)}", allow_module_level=True)
+
+import chromium
+from selenium.webdriver import Chrome
+
+FIRST = "#model=openai-community/gpt2&gpus=2xA100-40GB&seq-len=512&method=lora&lora-rank=8"
+LINKS = [
+    FIRST,
+    "#model=meta-llama/Llama-3.1-8B&gpus=8xH100-80GB&seq-len=4096",
+    "#model=meta-llama/Llama-3.1-70B&gpus=8xA100-80GB&nodes=2&method=qlora&chunked-loss=true&optimizer=adafactor",
+    "#model=Qwen/Qwen3-30B-A3B&gpus=8xH200-141GB&seq-len=8192&global-batch=64&attention=flash",
+    "#model=microsoft/phi-4&gpus=1xRTX+4090-24GB&precision=fp16",
+]
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page, open."""
+
+    browser: Chrome
+    folder: Path
+    first_seconds: float
+
+    def go(self, link: str) -> None:
+        """Follows a link inside of the page, and waits for its answer."""
+        if link != self.browser.execute_script("return location.hash"):
+            with self.answered():
+                self.browser.execute_script("location.hash = arguments[0]", link)
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Waits until what is done inside has its answer."""
+        before = self.browser.execute_script("return document.querySelector('main').dataset.answered")
+        yield
+        chromium.until(self.browser, f"document.querySelector('main').dataset.answered !== {json.dumps(before)}")
+
+    def text(self, query: str) -> str:
+        return str(self.browser.execute_script("return document.querySelector(arguments[0]).textContent", query))
+
+    def saved(self, name: str) -> Path:
+        """The file that a button downloads."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        self.browser.find_element("css selector", f'a[download="{name}"]').click()
+        deadline = time.monotonic() + chromium.SECONDS
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return path
+
+    def command(self, *more: str | Path) -> Finished:
+        """The command that the page shows, run."""
+        words = shlex.split(self.text("#command"))
+        assert words[:2] == ["accel-fsdp", "plan"]
+        return accel_fsdp(*words[1:], *more)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, in a folder below that of its host."""
+    host = tmp_path_factory.mktemp("host")
+    words = [sys.executable, str(ROOT / "web" / "build.py"), str(host / "some" / "folder")]
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200)
+    return host
+
+
+@pytest.fixture(scope="module")
+def page(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    folder = tmp_path_factory.mktemp("downloads")
+    with chromium.served(built) as host, chromium.opened(folder) as browser:
+        browser.get(f"{host}/some/folder/index.html{FIRST}")
+        seconds = chromium.seconds_until(browser, "document.querySelector('main').dataset.answered")
+        yield Page(browser, folder, seconds)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_the_numbers_are_those_of_the_command(page: Page, link: str) -> None:
+    page.go(link)
+    shown = json.loads(page.saved("plan.json").read_text())
+    same(shown, json.loads(page.command("--json").output))
+    cells = page.browser.execute_script(
+        "return [...document.querySelectorAll('main .wide tbody tr')].map(row => row.querySelector('data').value)"
+    )
+    rows = [*([shown["choice"]] if shown["choice"] else []), *shown["strategies"]]
+    assert list(map(int, cells)) == [row["peak_bytes"] for row in rows]
+
+
+def same(one: Any, other: Any) -> None:
+    """Equal, but for the last digits of what isn't whole: Python 3.12 and later add up more precisely."""
+    if isinstance(other, dict):
+        assert one.keys() == other.keys()
+        for key in other:
+            same(one[key], other[key])
+    elif isinstance(other, list):
+        for mine, theirs in zip(one, other, strict=True):
+            same(mine, theirs)
+    else:
+        assert one == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other)
+
+
+def test_a_link_fills_the_form_and_the_form_writes_the_link(page: Page) -> None:
+    for link in LINKS:
+        page.go(link)
+        found = dict(parse_qsl(page.browser.execute_script("return location.hash.slice(1)")))
+        assert found == dict(parse_qsl(link[1:]))
+    form = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map(one => [one.name, one.value]))"
+    values = page.browser.execute_script(form)
+    wanted = {"model": "microsoft/phi-4", "count": "1", "gpus": "RTX 4090-24GB", "precision": "fp16", "nodes": ""}
+    assert values.items() >= wanted.items()
+
+
+def test_two_machines_in_one_word_are_taken_apart(page: Page) -> None:
+    page.go("#model=llama-3.1-8b&gpus=2x8xa100-40gb")
+    assert page.text("#head h1") == "meta-llama/Llama-3.1-8B on 16 x A100"
+    link = page.browser.execute_script("return location.hash")
+    assert link == "#model=meta-llama/Llama-3.1-8B&gpus=8xA100-40GB&nodes=2"
+
+
+def test_the_yaml_is_the_commands_and_accelerate_reads_it(page: Page, tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    page.go(LINKS[1])
+    saved = page.saved("fsdp.yaml")
+    assert page.text("#yaml") == saved.read_text()
+    assert page.command("-o", tmp_path / "fsdp.yaml").code == 0
+    assert saved.read_text() == (tmp_path / "fsdp.yaml").read_text()
+    checked = accel_fsdp("check", saved, "--model", "llama-3.1-8b", "--strict")
+    assert checked.code == 0, checked.output
+    assert load_config_from_file(str(saved)).num_processes == 8
+
+
+def test_a_change_of_the_form_is_answered_sooner_than_a_load(page: Page) -> None:
+    page.go(LINKS[0])
+    start = time.perf_counter()
+    with page.answered():
+        page.browser.execute_script(
+            "const field = document.getElementById('seq-len'); field.value = 256;"
+            "field.dispatchEvent(new Event('input', {bubbles: true}))"
+        )
+    assert "1 x 256 tokens" in page.text("main header p")
+    assert time.perf_counter() - start < page.first_seconds
+    assert "seq-len=256" in page.browser.execute_script("return location.hash")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
+    chromium.sized(page.browser, width)
+    for link in (LINKS[2], "#model=gpt2&gpus=8xH10"):
+        page.go(link)
+        page.browser.execute_script("document.querySelectorAll('details').forEach(one => one.open = true)")
+        wide = page.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide == [width, width]
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "#model=gpt2&gpus=2xA100&seq-len=9999",
+        "#model=gpt2&gpus=8xH10",
+        "#model=gpt2&gpus=H",
+        "#model=gpt2&gpus=2xA100&seq-len=many",
+        "#model=gpt2&gpus=2xA100&seq-length=9",
+        "#model=gpt2&gpus=2xA100&method=dora",
+        "#gpus=2xA100&model=<img src=x onerror=alert(1)>",
+    ],
+)
+def test_what_is_wrong_is_said_as_the_command_says_it(page: Page, link: str) -> None:
+    page.go(link)
+    words = [word for name, value in parse_qsl(link[1:]) for word in (f"--{name}", value)]
+    if "<img" not in link:
+        what, why, fix = (page.text(f"#error {query}") for query in ("h1", "dd", "dd:last-of-type"))
+        output = " ".join(accel_fsdp("plan", *words).output.split())
+        assert f"error: {what} why: {why} fix: {fix}" in output
+    else:
+        assert "<img src=x onerror=alert(1)> isn't on this page" in page.text("#error h1")
+    hidden = "return [...document.querySelectorAll('#take, #texts')].every(one => one.hidden)"
+    assert page.browser.execute_script(hidden)
+    page.go(LINKS[0])
+    assert not page.browser.execute_script("return document.querySelector('#error').offsetHeight")
+    assert "gpt2 on 2 x A100" in page.text("#head h1")
+
+
+def test_where_nothing_fits_there_is_no_yaml(page: Page) -> None:
+    page.go("#model=meta-llama/Llama-3.1-70B&gpus=1xT4-16GB")
+    assert "Nothing fits" in page.text(".advice")
+    assert not page.browser.find_element("css selector", 'a[download="fsdp.yaml"]').is_displayed()
+    assert page.browser.find_element("css selector", 'a[download="plan.json"]').is_displayed()
+
+
+def test_labels_and_names(page: Page) -> None:
+    """Every field and button has a name that a screen reader says, and there is one first heading."""
+    page.go(LINKS[0])
+    controls = page.browser.find_elements("css selector", "input, select, button, a[download]")
+    assert len(controls) >= 20
+    assert all(one.accessible_name for one in controls)
+
+
+def test_the_browser_has_nothing_to_complain_about(page: Page) -> None:
+    assert page.browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_path: Path) -> None:
+    """The example opens at once; while Python loads and plans, only the page's own files are asked for."""
+    with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
+        browser.get(f"{host}/some/folder/")
+        assert "Llama-3.1-8B on 8 x H100" in browser.find_element("css selector", "#head h1").text
+        chromium.until(browser, "document.querySelector('#state p').textContent === 'Ready'")
+        Page(browser, tmp_path, 0).go(LINKS[0])
+        refused = browser.execute_async_script(
+            "const done = arguments[0], code = `fetch('http://localhost:1/').catch(() => postMessage('refused'))`;"
+            "new Worker(URL.createObjectURL(new Blob([code]))).onmessage = ({data}) => done(data)"
+        )
+        complaints = browser.get_log("browser")  # type: ignore[no-untyped-call]
+    assert refused == "refused"
+    assert complaints
+    assert all("http://localhost:1/" in one["message"] and "Content" in one["message"] for one in complaints)
+    asked = chromium.asked_for(tmp_path, host)
+    assert len(asked) > len(("index.html", "page.js", "worker.js", "planner.zip"))
+    assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
+
+
+def test_the_folder_is_a_space_of_hugging_face(built: Path) -> None:
+    import yaml
+
+    _, front, _ = (built / "some" / "folder" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front).items() >= {"sdk": "static", "app_file": "index.html"}.items()
+    sizes = {path.name: path.stat().st_size for path in built.rglob("*") if path.is_file()}
+    assert max(sizes.values()) < 10e6, "a Space takes larger files through Git LFS alone"

@@ -1,0 +1,70 @@
+// Runs the planner, which is Python, beside the page, so that the page stays responsive.
+let latest = 0, waiting = null, browser = null, busy = false, loaded = 0, told = 0;
+const TELL_MS = 100;
+
+// Counts what comes, as the page shows it.
+const fetched = self.fetch;
+self.fetch = async (...given) => {
+  const found = await fetched(...given);
+  if (!found.ok || !found.body) return found;
+  const counted = found.body.pipeThrough(
+    new TransformStream({
+      transform(chunk, out) {
+        loaded += chunk.byteLength;
+        if (performance.now() - told > TELL_MS) {
+          told = performance.now();
+          postMessage({ loaded });
+        }
+        out.enqueue(chunk);
+      },
+    }),
+  );
+  return new Response(counted, { headers: found.headers, status: found.status });
+};
+
+async function start(planner) {
+  const archive = fetch(planner).then((found) => {
+    if (!found.ok) throw new Error(`${planner}: ${found.status}`);
+    return found.arrayBuffer();
+  });
+  const { loadPyodide } = await import("./pyodide/pyodide.mjs");
+  const quiet = () => {};
+  const python = await loadPyodide({ stdout: quiet, stderr: quiet });
+  postMessage({ step: "Starting the planner" });
+  python.unpackArchive(await archive, "zip", { extractDir: "/planner" });
+  python.runPython("import sys; sys.path.insert(0, '/planner')");
+  browser = python.pyimport("accel_fsdp.planner").browser;
+  postMessage({ ready: true });
+  await work();
+}
+
+// The newest question is answered; an older one is left as soon as a newer has come.
+async function work() {
+  if (busy || !browser) return;
+  busy = true;
+  while (waiting) {
+    const { id, inputs } = waiting;
+    waiting = null;
+    const answer = browser.answer(inputs);
+    for (const message of answer) {
+      postMessage({ id, message });
+      await new Promise((go) => setTimeout(go));
+      if (latest !== id) break;
+    }
+    answer.destroy();
+    if (latest === id) postMessage({ id, done: true });
+  }
+  busy = false;
+}
+
+const fails = (error) => {
+  busy = false;
+  postMessage({ failed: `The planner stopped: ${String(error.message).trim().split("\n").pop()}` });
+};
+
+self.onmessage = ({ data }) => {
+  if (data.planner) return start(data.planner).catch(fails);
+  latest = data.id;
+  waiting = data;
+  work().catch(fails);
+};
