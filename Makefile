@@ -31,7 +31,7 @@ site: $(VENV)/.base
 	python web/build.py site
 
 test: $(VENV)/.test
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
 test-oldest: $(OLDEST)/.test
