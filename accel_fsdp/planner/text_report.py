@@ -171,7 +171,9 @@ class PlanReport:
             yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
             yield f"  accel-fsdp check {self.config} --model {self.job.shape.name}"
             return
-        yield f"Nothing fits into the {gib_or_mib(self.job.capacity_bytes)} of each GPU. What would:"
+        phase = self.plan.rows[0].device.runs_out if self.config else ""
+        where = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
+        yield f"{where} Each GPU has {gib_or_mib(self.job.capacity_bytes)}. What would fit:"
         given = self.plan.rows[0].layout if self.config else None
         changes = list(remedies.remedies(self.job, given)) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
@@ -307,6 +309,7 @@ class PlanReport:
             "global_batch": one.recipe.rows * one.recipe.accumulation * job.ranks,
             "checkpointing": one.recipe.checkpointing,
             "fits": one.verdict,
+            "runs_out": one.device.runs_out,
             "refused": one.refused,
             "peak_bytes": peak.total,
             "peak_phase": peak.phase,

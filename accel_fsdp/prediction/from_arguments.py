@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "paged_adamw_8bit": "adamw_8bit",
 }
 """Trainer's names of the optimizers that can be predicted."""
-LORA_DROPOUT, SAVE_STEPS, EPOCHS = 0.05, 500, 3
+LORA_DROPOUT, SAVE_STEPS, EPOCHS, EVAL_BATCH = 0.05, 500, 3, 8
 """Other defaults of `train/sft.py`, and of Trainer."""
 Event = Literal["no", "steps", "epoch", "best"]
 
@@ -89,8 +89,15 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
         checkpointing=_checkpointing(arguments),
         attention=attention_of(str(arguments.get("attn_implementation", ""))),
         kernels="liger" if is_on(arguments.get("use_liger_kernel")) else "none",
+        eval_batch=_eval_batch(arguments),
         **adapter,
     )
+
+
+def _eval_batch(arguments: Mapping[str, Any]) -> int:
+    """One rank's rows in an evaluation; 0 where there is none."""
+    evaluates = arguments.get("eval_strategy", "no") not in ("no", None, False)
+    return whole(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH if evaluates else 0
 
 
 def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:

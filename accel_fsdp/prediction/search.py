@@ -121,7 +121,9 @@ def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) 
 def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[Prediction, Device]:
     prediction = job.predicted(recipe, layout)
     replay = None if quick else capacity.replay_of(job.shape, job.tapes, recipe, layout, job.gpu)
-    return prediction, capacity.device(prediction, layout, job.capacity_bytes, job.gpu, replay)
+    return prediction, capacity.device(
+        prediction, layout, job.capacity_bytes, job.gpu, replay, evaluates=recipe.eval_batch > 0
+    )
 
 
 def table(job: PlanJob) -> list[Candidate]:

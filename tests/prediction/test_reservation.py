@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import accel_fsdp
@@ -109,10 +111,10 @@ def test_cached_blocks_go_back_before_it_runs_out() -> None:
 def test_an_evaluation_of_larger_batches() -> None:
     recipe = replace(LORA, checkpointing="full", rows=1)
     trained = reserved(recipe, ONE)
-    evaluated = reserved(replace(recipe, eval_rows=8), ONE)
+    evaluated = reserved(replace(recipe, eval_batch=8), ONE)
     logits = 8 * recipe.length * model(recipe, ONE)[0].vocab
     assert evaluated.allocated - trained.allocated > 5 * logits
-    assert reserved(replace(recipe, eval_rows=8), ONE, trained.reserved + GIB / 2).failed_at == "evaluation"
+    assert reserved(replace(recipe, eval_batch=8), ONE, trained.reserved + GIB / 2).failed_at == "evaluation"
 
 
 def test_an_export_gathers_one_unit_at_a_time() -> None:
@@ -134,3 +136,23 @@ def test_the_plan_says_whether_it_fits_and_how_surely() -> None:
     assert [order.index(one) for one in seen] == sorted(order.index(one) for one in seen)
     assert {seen[0], seen[-1]} == {"yes", "no"}
     assert "expandable" in seen
+
+
+def test_a_job_whose_evaluation_is_larger_than_its_steps(tmp_path: Path) -> None:
+    """Trainer evaluates 8 rows at once unless it is told otherwise, whatever the training batch."""
+    yaml = tmp_path / "fsdp.yaml"
+    machine = ("--model", SMALL, "--gpus", "2xA100-40GB")
+    accel_fsdp("config", "--yes", "-o", yaml, *machine, "--method", "lora", "--activation-checkpointing", "false")
+    job = "--per_device_train_batch_size 1 --max_length 4096 --use_peft true --lora_dropout 0 --max_steps 10"
+
+    def told(more: str) -> dict[str, Any]:
+        line = tmp_path / "arguments"
+        line.write_text(f"accelerate launch train/sft.py --model_name_or_path {SMALL} {job} {more}\n")
+        asked = [*machine, "--config", yaml, "--args", line, "--json"]
+        found: dict[str, Any] = json.loads(accel_fsdp("plan", *asked).output)["strategies"][0]
+        return found
+
+    assert told("")["fits"] == "yes"
+    evaluated = told("--eval_strategy steps")
+    assert (evaluated["fits"], evaluated["runs_out"]) == ("no", "evaluation")
+    assert told("--eval_strategy steps --per_device_eval_batch_size 1")["fits"] == "yes"

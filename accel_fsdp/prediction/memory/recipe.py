@@ -100,7 +100,7 @@ class Recipe:
     `lora_dtype` "base" is PEFT without `autocast_adapter_dtype`. `wide` is what is float32 beside 4-bit weights on one
     GPU: norms with TRL, everything with PEFT's `prepare_model_for_kbit_training` alone. `attention` "flash" is
     flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the "fused ops and kernels"
-    plugin of fms-acceleration, foak. `eval_rows` is one rank's batch of an evaluation, 0 without any.
+    plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0 without any.
     """
 
     method: Method = "full"
@@ -122,7 +122,7 @@ class Recipe:
     wide: Wide = "none"
     attention: Attention = "sdpa"
     kernels: Kernels = "none"
-    eval_rows: int = 0
+    eval_batch: int = 0
 
     @property
     def recomputes(self) -> bool:

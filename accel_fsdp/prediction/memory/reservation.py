@@ -345,8 +345,8 @@ class _AllocatingWalk(Walk):
         self.scripts = _Scripts.of(shape, tapes, recipe, quirks)
         if self.scripts.has_loss:
             self.more_logits = (0, 0)
-        if recipe.eval_rows:
-            self.evaluated = _Scripts.of(shape, tapes, replace(recipe, rows=recipe.eval_rows), quirks)
+        if recipe.eval_batch:
+            self.evaluated = _Scripts.of(shape, tapes, replace(recipe, rows=recipe.eval_batch), quirks)
         kinds = range(len(shape.blocks))
         self.repeated = [repeated_bytes(shape, tapes, recipe, kind, quirks) for kind in kinds]
 
