@@ -21,7 +21,7 @@ OWN_STYLE = """
 body{margin:0 auto;padding:24px 16px 48px;max-width:832px;background:var(--back);color:var(--ink);
 font:16px/1.5 system-ui,sans-serif}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 8px;overflow-wrap:anywhere}
-h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{margin:4px 0 12px}
+h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{margin:4px 0 12px;overflow-wrap:anywhere}
 .dim,figcaption,footer{color:var(--dim)}.advice{border-left:4px solid var(--c2);padding-left:12px}
 pre{margin:4px 0 12px;padding:8px 10px;border-radius:6px;background:var(--soft);font-size:.8125rem;
 white-space:pre-wrap;overflow-wrap:anywhere}

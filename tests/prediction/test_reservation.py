@@ -46,8 +46,7 @@ def reserved(
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch"])
+@pytest.mark.parametrize(("checkpointing", "optimizer"), [("none", "adamw_torch_fused"), ("full", "adamw_torch")])
 @pytest.mark.parametrize("layout", [ONE, DDP, FSDP1, FSDP2, replace(FSDP2, strategy=2), replace(FSDP1, strategy=2)])
 def test_the_steps_allocate_what_is_predicted_of_one(
     method: str, checkpointing: str, optimizer: str, layout: Layout

@@ -61,14 +61,13 @@ class EngineMemory:
     def load(self) -> None:
         """What lives from the beginning on."""
         if not self.layout.offload:
-            for unit in self.held:
-                self.meter.add(PARAMETERS, self._at_rest(unit), of=unit)
+            self.meter.add_each(PARAMETERS, ((self._at_rest(unit), unit) for unit in self.held))
 
     def make_states(self) -> None:
         """What the first step of the optimizer makes, and lives from then on."""
         if not self.layout.offload:
-            for unit in self.held:
-                self.meter.add(OPTIMIZER, shards.optimizer_bytes(unit, self.recipe, self.layout), of=unit)
+            sizes = ((shards.optimizer_bytes(unit, self.recipe, self.layout), unit) for unit in self.held)
+            self.meter.add_each(OPTIMIZER, sizes)
 
     def _at_rest(self, unit: Unit) -> int:
         return shards.shard_bytes(unit, self.layout) + shards.quantization_bytes(unit, self.layout)
@@ -110,10 +109,9 @@ class EngineMemory:
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
-            sizes = [self._master(unit, shard=True) for unit in self.held]
-            for unit, size in zip(self.held, sizes, strict=True):
-                self.meter.add(OPTIMIZER, size, "temporaries", of=unit)
-            self.meter.add(OPTIMIZER, -sum(sizes), "temporaries")
+            sizes = [(self._master(unit, shard=True), unit) for unit in self.held]
+            self.meter.add_each(OPTIMIZER, sizes, "temporaries")
+            self.meter.add(OPTIMIZER, -sum(size for size, _ in sizes), "temporaries")
 
     def _master(self, unit: Unit, shard: bool) -> int:
         per_element = shards.master_bytes(self.recipe, self.layout)

@@ -196,6 +196,11 @@ class AllocatingMeter(Meter):
             for block in self._taken((kind, name), -size):
                 self.release(block, used_on)
 
+    def add_each(self, kind: str, sizes: Iterable[tuple[int, Unit]], name: object = None) -> None:
+        """Unit by unit."""
+        for size, unit in sizes:
+            self.add(kind, size, name, of=unit)
+
     def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
         """The tensors at rest, each made from what is on the GPU only for that.
 

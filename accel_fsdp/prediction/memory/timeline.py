@@ -1,6 +1,6 @@
 """Counts what is alive on one rank, by kind, and remembers the highest point of each phase. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,10 @@ class Meter:
         self.live[kind] += size
         self.total += size
         self._look()
+
+    def add_each(self, kind: str, sizes: "Iterable[tuple[int, Unit]]", name: object = None) -> None:
+        """Allocates what each unit has of a kind."""
+        self.add(kind, sum(size for size, _ in sizes), name)
 
     def change(self, sizes: Mapping[str, int]) -> None:
         """Allocates and frees by kind, with nothing to see in between."""

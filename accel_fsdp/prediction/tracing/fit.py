@@ -138,7 +138,7 @@ def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tap
 def _replays(tape: Tape, raw: Raw, at: At) -> bool:
     """Whether a tape is what was recorded at one batch."""
     sides = [[(e.sign, e.size.exact(at)) for e in side] for side in (tape.forward, tape.backward, tape.first)]
-    return sides == [raw.forward, raw.backward, raw.first] and tape.keeps_input == raw.keeps_input
+    return sides == [raw.forward, raw.backward, [*raw.first]] and tape.keeps_input == raw.keeps_input
 
 
 def _fit(

@@ -44,10 +44,10 @@ class Raw(NamedTuple):
 
     forward: list[tuple[int, int]]
     backward: list[tuple[int, int]]
-    first: list[tuple[int, int]]
     names: list[str]
     output: int
     keeps_input: bool
+    first: tuple[tuple[int, int], ...] = ()
 
 
 class _Reached(BaseException):
@@ -155,7 +155,7 @@ class Recorder:
                 return selectively(layer, given(), *args, **kwargs)
             return layer(given(), *args, **kwargs)
 
-        return self._run(call, hidden, layer, kernels)
+        return self._run(call, hidden, layer, kernels, twice=not self.variant.selective)
 
     def masked(self, block: int, at: At) -> bool:
         """Whether the model hands a mask to a kind of block at this length."""
@@ -245,10 +245,11 @@ class Recorder:
         like: Tensor | None,
         module: nn.Module,
         kernels: bool = True,
+        twice: bool = False,
     ) -> Raw:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, kernels, self._around, at_once=self.variant.selective)
+            return record_run(call, like, module, kernels, self._around, self.variant.selective, twice)
 
 
 def record_run(
@@ -258,10 +259,11 @@ def record_run(
     kernels: bool = True,
     around: Callable[[], Any] = nullcontext,
     at_once: bool = False,
+    twice: bool = False,
 ) -> Raw:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
 
-    `at_once` sorts what is released in a row."""
+    `at_once` sorts what is released in a row; `twice` records a forward that saves nothing too."""
     watch = Watch(kernels)
     caught: list[Tensor] = []
     module.zero_grad()
@@ -291,7 +293,7 @@ def record_run(
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
     sort = in_order_of_birth if at_once else list
-    first = [] if at_once or like is None else _without_saving(call, like, kernels, around)
+    first = _without_saving(call, like, kernels, around) if twice and like is not None else []
     return _settled(
         first,
         sort(watch.events[:split]),
@@ -353,9 +355,10 @@ def _settled(
     if stray:
         raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
     given = [e.key for e in forward if e.sign == 0]
-    plain = [(e.sign, e.size) for e in first if e.key not in held]
-    names += [e.by for e in first if e.key not in held]
-    return Raw(sides[0], sides[1], plain, names, output, keeps_input=not freed.intersection(given) if given else False)
+    plain = [event for event in first if event.key not in held]
+    names += [event.by for event in plain]
+    keeps = not freed.intersection(given) if given else False
+    return Raw(sides[0], sides[1], names, output, keeps, tuple((event.sign, event.size) for event in plain))
 
 
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
