@@ -213,8 +213,7 @@ def make_plan(job: PlanJob) -> Plan:
         return Plan(rows, None, None, (), "", Longest())
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # of each layout the fastest
     for one in sorted(found, key=lambda one: -one.tokens_per_s):
-        if one.layout not in bests and (sure := evaluate(job, one.recipe, one.layout)).fits:
-            bests[one.layout] = sure
+        bests.setdefault(one.layout, one)
     others = [one for one in bests.values() if one is not choice]
     ties = tuple(one for one in others if one.tokens_per_s >= TIE * max(each.tokens_per_s for each in bests.values()))
     second = next((one for one in others if one not in ties), None)
