@@ -7,9 +7,6 @@ from typing import Literal
 
 from accel_fsdp import __version__, html_page, svg
 from accel_fsdp.html_page import WIDTHS
-from accel_fsdp.html_page import figure as _figure
-from accel_fsdp.html_page import section as _section
-from accel_fsdp.html_page import table as _table
 from accel_fsdp.prediction import (
     Candidate,
     Plan,
@@ -79,10 +76,10 @@ def make_comparison(
         f"<header><h1>{escape(title)}</h1><p>{escape(headline)}</p></header>",
         f'<section class="advice">{"".join(f"<p>{escape(line)}</p>" for line in advice)}</section>',
         *(_ranges(name, ranges) for name, ranges in figures.items()),
-        _section(
+        html_page.section(
             "The numbers",
             "All predicted: what is expected, and in brackets the least and the most.",
-            _table(titles, [[escape(cell) for cell in row] for row in rows]),
+            html_page.table(titles, [[escape(cell) for cell in row] for row in rows]),
         ),
         f"<footer><p>accel-fsdp {__version__}.</p></footer>",
     )
@@ -92,10 +89,10 @@ def make_comparison(
 def _ranges(name: str, rows: Sequence[Range]) -> str:
     said = "; ".join(f"{row.name}: {two_digits(row.expected)}" for row in rows)
     words = Words(f"{name} on each machine", said)
-    return _section(
+    return html_page.section(
         name,
         "The best way on each machine where something fits.",
-        _figure(
+        html_page.figure(
             [svg.ranges(words, rows, width) for width in WIDTHS],
             "Predicted. A bar is what is expected; the line goes from the least to the most.",
         ),
@@ -144,12 +141,12 @@ def _against(job: PlanJob) -> str:
         f"{name}: {gib_in_figure(one)} with DDP, {gib_in_figure(other)} with FSDP" for _, name, one, other in rows
     )
     words = Words("Parameters, gradients, optimizer state, activations per GPU: DDP against FSDP", said)
-    return _section(
+    return html_page.section(
         words.title,
         "DDP keeps everything on every GPU. FSDP keeps a share of the model's state on each and gathers one unit at a "
         "time to compute with it. Activations are not sharded."
         + (CASTS if ddp[ACTIVATIONS] > 1.05 * fsdp[ACTIVATIONS] else ""),
-        _figure(
+        html_page.figure(
             [svg.pairs(words, rows, ("DDP", "FULL_SHARD"), width) for width in WIDTHS],
             f"Predicted for FSDP2 on {job.ranks:,} GPUs, {_how(job.recipe)}. Each kind where it is highest; they are "
             "not all at their highest at once.",
@@ -165,11 +162,11 @@ def _strategies(job: PlanJob, found: Plan) -> str:
         how += f" The recommended one: {name_of(found.choice.layout)}, {_how(found.choice.recipe)}."
     said = "; ".join(f"{row.name}: {row.note}" for row in rows)
     words = Words("Memory of one GPU at the highest point of a step, by strategy", said)
-    return _section(
+    return html_page.section(
         "All strategies",
         how,
         _key(KINDS)
-        + _figure(
+        + html_page.figure(
             [svg.bars(words, rows, _capacity(job), width) for width in WIDTHS],
             "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
             "that ends just before it is over. An arrow: the bar goes on beyond the edge.",
@@ -191,11 +188,11 @@ def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     peaks = "; ".join(f"{one.phase}: {gib_in_figure(one.total / GIB)}" for one in shown.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
     seen = [kind for kind in KINDS if any(one.live[kind] for one in samples)]
-    return _section(
+    return html_page.section(
         "One step, unit by unit",
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
         _key(seen)
-        + _figure(
+        + html_page.figure(
             [svg.areas(words, drawn, _capacity(job), width) for width in WIDTHS],
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
             "head) its highest point and what it leaves. The dot is the highest point of all."
@@ -206,10 +203,10 @@ def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
 
 def _more_gpus(job: PlanJob, shown: Candidate, by_gpus: Series) -> str:
     here = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
-    return _section(
+    return html_page.section(
         "More GPUs",
         f"With {_kept(shown)}. More GPUs make the sharded state smaller, not the activations.",
-        _figure(
+        html_page.figure(
             _lines(job, by_gpus, "GPUs", (job.ranks, here)),
             f"Predicted, {shown.recipe.length:,} tokens per sequence. {LOGARITHMIC}",
         ),
@@ -218,10 +215,10 @@ def _more_gpus(job: PlanJob, shown: Candidate, by_gpus: Series) -> str:
 
 def _longer(job: PlanJob, shown: Candidate, by_tokens: Series) -> str:
     gpus, tokens = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs", shown.recipe.length
-    return _section(
+    return html_page.section(
         "Longer sequences",
         f"With {_kept(shown)}. Longer sequences make the activations larger.",
-        _figure(
+        html_page.figure(
             _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens")),
             f"Predicted, on {gpus}. {LOGARITHMIC}",
         ),
@@ -282,11 +279,11 @@ def _numbers(job: PlanJob, found: Plan) -> str:
     rows = [_cells(one, name_of(one.layout)) for one in found.rows]
     if found.choice:
         rows.insert(0, _cells(found.choice, f"{name_of(found.choice.layout)} (recommended)"))
-    return _section(
+    return html_page.section(
         "The numbers",
         f"All predicted, {job.recipe.length:,} tokens per sequence. GiB at the highest point of the step, then what is "
         "alive there.",
-        _table(titles, rows, "wide"),
+        html_page.table(titles, rows, "wide"),
     )
 
 
@@ -301,7 +298,7 @@ def _cells(one: Candidate, name: str) -> list[str]:
 def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
     phases = [[one.phase, _cell(one.total)] for one in shown.prediction.moments]
     folded = (
-        ("One step: the highest point of each phase", _table(("phase", "GiB"), phases)),
+        ("One step: the highest point of each phase", html_page.table(("phase", "GiB"), phases)),
         ("Number of GPUs", _series_table("GPUs", by_gpus)),
         ("Sequence length", _series_table("tokens per sequence", by_tokens)),
     )
@@ -313,7 +310,7 @@ def _series_table(axis: str, series: Series) -> str:
         [f"{size:,}", *(_cell(peaks[place]) for peaks in series.peaks.values())]
         for place, size in enumerate(series.sizes)
     ]
-    return _table((axis, *(f"{name}, GiB" for name in series.peaks)), rows)
+    return html_page.table((axis, *(f"{name}, GiB" for name in series.peaks)), rows)
 
 
 def _cell(size: int) -> str:

@@ -207,7 +207,7 @@ class PlanReport:
         if choice.layout.engine == "zero":
             return
         job = self.job
-        replay = capacity.replay_of(job.shape, job.tapes, choice.recipe, choice.layout, job.gpu)
+        replay = job.replay(choice.recipe, choice.layout)
         room = job.capacity_bytes - choice.device.outside
         plain, expandable = replay(False, room), replay(True, room)
         low, high = (number_in_figure(plain.reserved * factor / GIB) for factor in capacity.REPLAY_RANGE)

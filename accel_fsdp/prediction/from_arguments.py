@@ -96,8 +96,9 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
 
 def _eval_batch(arguments: Mapping[str, Any]) -> int:
     """One rank's rows in an evaluation; 0 where there is none."""
-    evaluates = arguments.get("eval_strategy", "no") not in ("no", None, False)
-    return whole(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH if evaluates else 0
+    if _word(arguments, "eval_strategy", "no") in ("no", "none"):
+        return 0
+    return whole(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH
 
 
 def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,12 +163,17 @@ def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
     )
 
 
-def _event(arguments: Mapping[str, Any], name: str, usual: Event) -> Event:
+def _word(arguments: Mapping[str, Any], name: str, usual: Event) -> str:
+    """A strategy as Trainer spells it: YAML 1.1 reads no as false."""
     asked = arguments.get(name, usual)
-    word = "no" if asked is False else str(asked).lower()  # YAML 1.1 reads no as false
+    return "no" if asked is False else str(asked).lower()
+
+
+def _event(arguments: Mapping[str, Any], name: str, usual: Event) -> Event:
+    word = _word(arguments, name, usual)
     if word not in get_args(Event):
         raise UsageError(
-            f"{name}: {asked} in the arguments",
+            f"{name}: {arguments.get(name, usual)} in the arguments",
             why="Trainer has no such strategy",
             fix=f"one of {', '.join(get_args(Event))}",
         )

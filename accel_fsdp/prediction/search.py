@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from accel_fsdp.config import PLANNED, STRATEGIES, Engine, zero_name
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import Device
-from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Tapes
+from accel_fsdp.prediction.capacity import Device, Replay
+from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Reservation, Tapes
 from accel_fsdp.prediction.speed import RANGE, Step, step_time
 from accel_fsdp.units import GIB, gib_of
 
@@ -35,7 +35,8 @@ class PlanJob:
     `global_rows` are the sequences of one optimizer step on all GPUs, 0 where any number will do; then the recipe's
     accumulation is kept. `host_gib` is one machine's memory, 0 where it isn't known. `refuses` says why a way doesn't
     work although it may fit. `ram_efficient`: one rank of a machine reads the weights. `notes` are assumptions besides
-    those of a step. `remembered`: what was predicted of this model so far, by recipe, layout and the GPU's workspace.
+    those of a step. `remembered`: what was predicted of this model so far, by recipe, layout and the GPU's
+    workspace; `replays` what its allocator did.
     """
 
     shape: ModelShape
@@ -51,6 +52,7 @@ class PlanJob:
     host_gib: float = 0
     refuses: Callable[[Recipe, Layout], str] = _allowed
     remembered: dict[tuple[Recipe, Layout, int], Prediction] = field(default_factory=dict, repr=False, compare=False)
+    replays: dict[tuple[object, ...], Reservation] = field(default_factory=dict, repr=False, compare=False)
 
     def predicted(self, recipe: Recipe, layout: Layout) -> Prediction:
         """The memory of one way; a search asks for the same one several times."""
@@ -58,6 +60,18 @@ class PlanJob:
         if key not in self.remembered:
             self.remembered[key] = capacity.predicted(self.shape, self.tapes, recipe, layout, self.gpu)
         return self.remembered[key]
+
+    def replay(self, recipe: Recipe, layout: Layout) -> Replay:
+        """What replays the allocator for one way, each time of a kind once."""
+        replayed = capacity.replay_of(self.shape, self.tapes, recipe, layout, self.gpu)
+
+        def once(expandable: bool, room_bytes: int | None) -> Reservation:
+            key = (recipe, layout, capacity.workspace_bytes(self.gpu), expandable, room_bytes)
+            if key not in self.replays:
+                self.replays[key] = replayed(expandable, room_bytes)
+            return self.replays[key]
+
+        return once
 
     @property
     def capacity_bytes(self) -> int:
@@ -120,7 +134,7 @@ def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) 
 
 def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[Prediction, Device]:
     prediction = job.predicted(recipe, layout)
-    replay = None if quick else capacity.replay_of(job.shape, job.tapes, recipe, layout, job.gpu)
+    replay = None if quick else job.replay(recipe, layout)
     return prediction, capacity.device(
         prediction, layout, job.capacity_bytes, job.gpu, replay, evaluates=recipe.eval_batch > 0
     )
@@ -247,9 +261,8 @@ def _equal(found: Iterable[Candidate]) -> list[Candidate]:
 def least(job: PlanJob) -> Candidate:
     """The way that needs least of a GPU, of those that work where any does; with offload where machines allow it."""
     smallest = replace(job.recipe, checkpointing="full", rows=job.recipe.rows if job.fixed_rows else 1)
-    ways = [tried for layout in layouts(job.ranks, job.ranks_per_node) for tried in offloads(layout)]
-    hosted = [one for one in ways if not one.offload or host_bytes(job, smallest, one) <= job.host_bytes]
-    return min((evaluate(job, smallest, one) for one in hosted), key=lambda one: (bool(one.refused), one.device.needed))
+    tried = (evaluate(job, smallest, one) for one in _hosted_ways(job, smallest))
+    return min(tried, key=lambda one: (bool(one.refused), one.device.needed))
 
 
 def judge(job: PlanJob, layout: Layout) -> Plan:
@@ -274,19 +287,21 @@ def _found(job: PlanJob, all_ways: bool = True) -> list[Candidate]:
     return list(_search(job, all_ways)) or [one for one in _smallest_ways(job) if one.fits]
 
 
-def _is_possible(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
-    """Whether nothing refuses it, and machines have the memory for what it offloads."""
-    hosted = not layout.offload or host_bytes(job, recipe, layout) <= job.host_bytes
-    return hosted and not job.refuses(recipe, layout)
+def _is_hosted(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
+    """Whether machines have the memory for what it offloads."""
+    return not layout.offload or host_bytes(job, recipe, layout) <= job.host_bytes
+
+
+def _hosted_ways(job: PlanJob, recipe: Recipe) -> Iterator[Layout]:
+    """Every layout, with offload too where machines allow it."""
+    ways = (tried for layout in layouts(job.ranks, job.ranks_per_node) for tried in offloads(layout))
+    return (one for one in ways if _is_hosted(job, recipe, one))
 
 
 def _smallest_ways(job: PlanJob) -> Iterator[Candidate]:
-    """Every way with its smallest micro-batch and checkpointing."""
+    """Every way that works with its smallest micro-batch and checkpointing."""
     recipe = replace(_smallest(job, job.recipe), checkpointing="full")
-    for layout in layouts(job.ranks, job.ranks_per_node):
-        for tried in offloads(layout):
-            if _is_possible(job, recipe, tried):
-                yield evaluate(job, recipe, tried)
+    return (evaluate(job, recipe, one) for one in _hosted_ways(job, recipe) if not job.refuses(recipe, one))
 
 
 def _search(job: PlanJob, all_ways: bool = True) -> Iterator[Candidate]:
@@ -325,7 +340,7 @@ def offloads(layout: Layout) -> tuple[Layout, ...]:
 
 def _best(job: PlanJob, recipe: Recipe, layout: Layout, below: int = MOST_TOKENS) -> Candidate | None:
     """The smallest micro-batch that is about as fast as the fastest; None where none `below` that number fits."""
-    if not _is_possible(job, recipe, layout):
+    if job.refuses(recipe, layout) or not _is_hosted(job, recipe, layout):
         return None
     found = [(one, _speed(job, one, layout)) for one in _batches(job, recipe, layout) if one.rows < below]
     if found:

@@ -146,8 +146,7 @@ class CachingAllocator:
         size = self.rounded(size)
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._cached(pool, stream, size) or self._new(pool, stream, size)
-        split = self._should_split(block, size)
-        if split:
+        if self._should_split(block, size):
             block = self._split(block, size)
         block.allocated = True
         self.allocated += block.size

@@ -5,19 +5,16 @@ tape is one request. Reserved memory is history: loading, the first step, which 
 the first backward has left, and the steps after it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import count
 from typing import Literal, NamedTuple
 
-from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.allocator import AllocatorSettings, Block, CachingAllocator
 from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_of
-from accel_fsdp.prediction.memory.losses import UPCAST_AND_KEPT, Loss
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
-from accel_fsdp.prediction.memory.replay import repeated_bytes, tape_of_block, tape_of_head
+from accel_fsdp.prediction.memory.replay import repeated_bytes
+from accel_fsdp.prediction.memory.scripts import REPEATED, UPSTREAM, ModelScripts, Request
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.step import Walk
 from accel_fsdp.prediction.memory.timeline import (
@@ -33,7 +30,7 @@ from accel_fsdp.prediction.memory.timeline import (
     WORKSPACE,
     Meter,
 )
-from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Tapes
+from accel_fsdp.prediction.memory.traces import Tapes
 from accel_fsdp.units import MIB
 
 STEPS = 2
@@ -42,120 +39,7 @@ BUCKET_BYTES = 25 * MIB
 """DDP's buckets (`bucket_cap_mb`)."""
 IN_FLIGHT = 2
 """All-gathers that FSDP1 lets the CPU issue ahead of the GPU (`_limiter_utils.py`)."""
-
-
 HOW: Mapping[str, Literal["stored", "used"]] = {PARAMETERS: "stored", GATHERED: "used"}
-
-
-class Request(NamedTuple):
-    """One event of a tape: `slot` is allocated with `size` bytes or, where that is 0, freed. `grad`: a parameter's."""
-
-    slot: int
-    size: int
-    grad: bool = False
-
-
-class Script(NamedTuple):
-    """A tape at one batch as requests. `kept` are the slots that forward leaves besides `output`; `left` is what
-    backward leaves: the gradient of the input."""
-
-    first: tuple[Request, ...]
-    forward: tuple[Request, ...]
-    backward: tuple[Request, ...]
-    output: int
-    left: int | None
-
-
-UPSTREAM, REPEATED = -1, -2
-"""The slots of the gradient of a block's output, which its caller made, and of repeated keys and values."""
-
-
-@lru_cache(64)
-def script_of(tape: Tape, at: At) -> Script:
-    """Says of each release on a tape which allocation it is of: the youngest of its size."""
-    live: dict[tuple[float, ...], list[int]] = {}
-    forward = list(_requests(tape.forward, at, live, 0))
-    same = live.get(tape.output, [])
-    output = same[-1] if same else UPSTREAM
-    if tape.output.at(at):
-        live.setdefault(tape.output, []).insert(0, UPSTREAM)
-    events = tape.backward
-    backward = list(_requests(events, at, live, len(forward)))
-    if events and events[-1].sign > 0 and any(one.slot == UPSTREAM for one in backward):
-        slot = backward.pop().slot  # stands for what the caller holds
-        live[events[-1].size].remove(slot)
-    left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
-    first = tuple(_requests(tape.first or tape.forward, at, {}, 0))
-    return Script(first, tuple(forward), tuple(backward), output, left[-1] if left else None)
-
-
-def _last(requests: Sequence[Request]) -> int | None:
-    """The slot that is left of a forward that saves nothing."""
-    alive: dict[int, None] = {}
-    for slot, size, _ in requests:
-        if size:
-            alive[slot] = None
-        else:
-            alive.pop(slot, None)
-    return next(reversed(alive), None)
-
-
-def _requests(
-    events: Sequence[Event], at: At, live: dict[tuple[float, ...], list[int]], first: int
-) -> Iterator[Request]:
-    for slot, event in enumerate(events, start=first):
-        if event.sign < 0:
-            slots = live.get(event.size)
-            if slots:
-                yield Request(slots.pop(), 0)
-        elif event.sign:
-            live.setdefault(event.size, []).append(slot)
-            yield Request(slot, event.size.at(at))
-        else:
-            yield Request(slot, event.size.at(at), grad=True)
-
-
-def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
-    """The script of a head with another loss than the tape's. `logits` is their number; `keeps` names one that the
-    caller holds to the end of backward.
-
-    The tape's own begins with the upcast copy and ends with the gradient in the logits' dtype: what is before, after
-    and smaller stays.
-    """
-    widths = loss.widths
-    wide, low = 4 * logits, widths["d"] * logits
-
-    def has(one: Request, *sizes: int) -> bool:
-        return not one.grad and any(size <= one.size < size + ROUND_BYTES for size in sizes)
-
-    first = next((n for n, one in enumerate(script.forward) if has(one, wide)), None)
-    last = next((n for n, one in reversed(list(enumerate(script.backward))) if has(one, wide)), None)
-    alive = {one.slot: one for one in script.forward[:first]}  # a release has no size
-    made = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
-    ends = [place for place, one in enumerate(script.backward) if last is not None and place > last and has(one, low)]
-    if first is None or made is None or not ends:
-        return script  # float32 logits are their own upcast copy
-    names = {"l": made, "d": script.backward[ends[0]].slot}
-    later = (*script.forward[first:], *script.backward)
-    large = {one.slot for one in later if has(one, low, wide)} | {made}
-    slots = count(max(large) + 1_000)
-
-    def requests(words: str) -> Iterator[Request]:
-        for word in words.split():
-            sign, name = word[0], word[1]
-            slot = names[name] if name in names else names.setdefault(name, next(slots))
-            if sign == "+":
-                yield Request(slot, widths[name] * logits)
-            elif name != keeps:
-                yield Request(slot, 0)
-
-    forward = [*script.forward[:first], *requests(loss.forward)]
-    forward += [one for one in script.forward[first:] if one.slot not in large]
-    backward = list(requests(loss.backward))
-    backward += [one for one in script.backward[ends[0] + 1 :] if one.slot not in large or one.slot == names["d"]]
-    if keeps in names:
-        backward.append(Request(names[keeps], 0))
-    return script._replace(forward=tuple(forward), backward=tuple(backward))
 
 
 class Group(NamedTuple):
@@ -310,48 +194,22 @@ def reserve(
     )
 
 
-class _Scripts(NamedTuple):
-    """A model's scripts at one batch. `head` is None where fused kernels make the loss; `has_loss`: it is as `Quirks`
-    says."""
-
-    embedding: Script
-    blocks: tuple[Script, ...]
-    head: Script | None
-    has_loss: bool
-
-    @staticmethod
-    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, quirks: Quirks) -> "_Scripts":
-        """Those of a recipe."""
-        rows = recipe.rows
-        at = At(rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-        kinds = range(len(shape.blocks))
-        blocks = tuple(script_of(tape_of_block(shape, tapes, recipe, kind).of(rows), at) for kind in kinds)
-        tape = tape_of_head(tapes, recipe)
-        head = script_of(tape.of(rows), at) if tape else None
-        low = shards.compute_bytes(recipe) == state_bytes.LOW
-        has_loss = bool(head and quirks.loss and not recipe.chunked_loss and low)
-        if head and quirks.loss and has_loss:
-            keeps = "" if not recipe.keeps_logits else "l" if quirks.loss is UPCAST_AND_KEPT else "f"
-            head = with_loss(head, quirks.loss, shape.vocab * rows * recipe.length, keeps)
-        return _Scripts(script_of(tapes.embedding.of(rows), at), blocks, head, has_loss)
-
-
 class _AllocatingWalk(Walk):
     """The walk, tensor by tensor."""
 
     meter: AllocatingMeter
-    scripts: _Scripts
-    evaluated: _Scripts | None = None
+    scripts: ModelScripts
+    evaluated: ModelScripts | None = None
     thrashes: str = ""
 
     def prepare(self, shape: ModelShape, tapes: Tapes, quirks: Quirks) -> None:
         """Turns the tapes into scripts."""
         recipe = self.recipe
-        self.scripts = _Scripts.of(shape, tapes, recipe, quirks)
+        self.scripts = ModelScripts.of(shape, tapes, recipe, quirks)
         if self.scripts.has_loss:
             self.more_logits = (0, 0)
         if recipe.eval_batch:
-            self.evaluated = _Scripts.of(shape, tapes, replace(recipe, rows=recipe.eval_batch), quirks)
+            self.evaluated = ModelScripts.of(shape, tapes, replace(recipe, rows=recipe.eval_batch), quirks)
         kinds = range(len(shape.blocks))
         self.repeated = [repeated_bytes(shape, tapes, recipe, kind, quirks) for kind in kinds]
 
@@ -377,12 +235,8 @@ class _AllocatingWalk(Walk):
             self.thrashes = f"step {step}"
 
     def _one_step(self, step: int) -> None:
-        last = self.recipe.accumulation
         self.engine.has_grads = False
-        for number in sorted({1, min(2, last), last}):
-            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
-            name = f" of micro-batch {number}" if last > 1 else ""
-            self.micro_batch(f"{name} of step {step}", 1 if number == 1 and step > 1 and self.recipe.zeroes_late else 0)
+        self.micro_batches(int(step > 1 and self.recipe.zeroes_late), f" of step {step}")
         self.meter.enter(f"optimizer of step {step}")
         if step == 1:
             self.engine.make_states()
@@ -391,7 +245,7 @@ class _AllocatingWalk(Walk):
             self.meter.drop(GRADIENTS)
         self.meter.allocator.complete()
 
-    def _evaluate(self, scripts: "_Scripts") -> None:
+    def _evaluate(self, scripts: ModelScripts) -> None:
         """One batch forward, which saves nothing; the logits of the loss are there at once."""
         slots: dict[int, Block] = {}
         self.engine.before_forward(0)
@@ -416,7 +270,7 @@ class _AllocatingWalk(Walk):
         """
         allocator = self.meter.allocator
         for unit in self.engine.held:
-            sizes = shards.whole_sizes(unit)
+            sizes = [round(size) for size in shards.tensor_weights(unit, "stored", flat=False)]
             for size in (sum(sizes),) if self.meter.flat else sizes:
                 allocator.free(allocator.malloc(max(size, 1), GATHER))
 
@@ -449,7 +303,7 @@ class _AllocatingWalk(Walk):
             slots = self._repeated(block)
             if self.recipe.recomputes:
                 self._play(script.first, slots, unit)
-                self.outputs[unit] = self._only(slots, _last(script.first))
+                self.outputs[unit] = self._only(slots, script.first_output)
             else:
                 self._play(script.forward, slots, unit)
                 self.outputs[unit] = slots.pop(script.output, None)

@@ -242,12 +242,6 @@ def loaded_sizes(unit: Unit) -> tuple[int, ...]:
     return tuple(round(one.numel * (state_bytes.LOW if one.quantized else one.stored)) for one in unit.held)
 
 
-@lru_cache(CACHED)
-def whole_sizes(unit: Unit) -> tuple[int, ...]:
-    """The bytes of each whole parameter as it is stored."""
-    return tuple(round(one.numel * one.stored) for one in unit.held)
-
-
 def _trained(one: Held) -> float:
     return float(one.trained)
 

@@ -135,13 +135,18 @@ class Walk:
         steady = self.meter.total + self.engine.kept_gradients()
         late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
         self.meter.add(GRADIENTS, late)
-        last = self.recipe.accumulation
-        for number in sorted({1, min(2, last), last}):  # those between are like the second
-            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
-            self.micro_batch(f" of micro-batch {number}" if last > 1 else "", late if number == 1 else 0)
+        self.micro_batches(late)
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
+
+    def micro_batches(self, late: int, more: str = "") -> None:
+        """All of a step, whose phases end in `more`; `late` bytes of gradients are cleared in the first."""
+        last = self.recipe.accumulation
+        for number in sorted({1, min(2, last), last}):  # those between are like the second
+            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
+            name = f" of micro-batch {number}" if last > 1 else ""
+            self.micro_batch(name + more, late if number == 1 else 0)
 
     def micro_batch(self, name: str, late: int) -> None:
         """Forward and backward; `late` bytes of gradients are cleared between them."""

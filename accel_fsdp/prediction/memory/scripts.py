@@ -1,0 +1,155 @@
+"""Tapes as requests to an allocator: which allocation each release is of, at one batch. Pure."""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
+from accel_fsdp.models import state_bytes
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.library_versions import Quirks
+from accel_fsdp.prediction.memory.losses import UPCAST_AND_KEPT, Loss
+from accel_fsdp.prediction.memory.recipe import ModelShape, Recipe
+from accel_fsdp.prediction.memory.replay import tape_of_block, tape_of_head
+from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Tapes
+
+
+class Request(NamedTuple):
+    """One event of a tape: `slot` is allocated with `size` bytes or, where that is 0, freed. `grad`: a parameter's."""
+
+    slot: int
+    size: int
+    grad: bool = False
+
+
+class Script(NamedTuple):
+    """A tape at one batch as requests.
+
+    `first` is a forward that saves nothing, and `first_output` what it leaves; `left` is what backward leaves: the
+    gradient of the input.
+    """
+
+    first: tuple[Request, ...]
+    first_output: int | None
+    forward: tuple[Request, ...]
+    backward: tuple[Request, ...]
+    output: int
+    left: int | None
+
+
+UPSTREAM, REPEATED = -1, -2
+"""The slots of the gradient of a block's output, which its caller made, and of repeated keys and values."""
+
+
+@lru_cache(64)
+def script_of(tape: Tape, at: At) -> Script:
+    """Says of each release on a tape which allocation it is of: the youngest of its size."""
+    live: dict[tuple[float, ...], list[int]] = {}
+    forward = list(_requests(tape.forward, at, live, 0))
+    same = live.get(tape.output, [])
+    output = same[-1] if same else UPSTREAM
+    if tape.output.at(at):
+        live.setdefault(tape.output, []).insert(0, UPSTREAM)
+    events = tape.backward
+    backward = list(_requests(events, at, live, len(forward)))
+    if events and events[-1].sign > 0 and any(one.slot == UPSTREAM for one in backward):
+        slot = backward.pop().slot  # stands for what the caller holds
+        live[events[-1].size].remove(slot)
+    left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
+    first = tuple(_requests(tape.first or tape.forward, at, {}, 0))
+    return Script(first, _last(first), tuple(forward), tuple(backward), output, left[-1] if left else None)
+
+
+def _last(requests: Sequence[Request]) -> int | None:
+    """The slot that is left of a forward that saves nothing."""
+    alive: dict[int, None] = {}
+    for slot, size, _ in requests:
+        if size:
+            alive[slot] = None
+        else:
+            alive.pop(slot, None)
+    return next(reversed(alive), None)
+
+
+def _requests(
+    events: Sequence[Event], at: At, live: dict[tuple[float, ...], list[int]], first: int
+) -> Iterator[Request]:
+    for slot, event in enumerate(events, start=first):
+        if event.sign < 0:
+            slots = live.get(event.size)
+            if slots:
+                yield Request(slots.pop(), 0)
+        elif event.sign:
+            live.setdefault(event.size, []).append(slot)
+            yield Request(slot, event.size.at(at))
+        else:
+            yield Request(slot, event.size.at(at), grad=True)
+
+
+def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
+    """The script of a head with another loss than the tape's. `logits` is their number; `keeps` names one that the
+    caller holds to the end of backward.
+
+    The tape's own begins with the upcast copy and ends with the gradient in the logits' dtype: what is before, after
+    and smaller stays.
+    """
+    widths = loss.widths
+    wide, low = 4 * logits, widths["d"] * logits
+
+    def has(one: Request, *sizes: int) -> bool:
+        return not one.grad and any(size <= one.size < size + ROUND_BYTES for size in sizes)
+
+    first = next((n for n, one in enumerate(script.forward) if has(one, wide)), None)
+    last = next((n for n, one in reversed(list(enumerate(script.backward))) if has(one, wide)), None)
+    alive = {one.slot: one for one in script.forward[:first]}  # a release has no size
+    made = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
+    ends = [place for place, one in enumerate(script.backward) if last is not None and place > last and has(one, low)]
+    if first is None or made is None or not ends:
+        return script  # float32 logits are their own upcast copy
+    names = {"l": made, "d": script.backward[ends[0]].slot}
+    later = (*script.forward[first:], *script.backward)
+    large = {one.slot for one in later if has(one, low, wide)} | {made}
+    slots = count(max(large) + 1_000)
+
+    def requests(words: str) -> Iterator[Request]:
+        for word in words.split():
+            sign, name = word[0], word[1]
+            slot = names[name] if name in names else names.setdefault(name, next(slots))
+            if sign == "+":
+                yield Request(slot, widths[name] * logits)
+            elif name != keeps:
+                yield Request(slot, 0)
+
+    forward = [*script.forward[:first], *requests(loss.forward)]
+    forward += [one for one in script.forward[first:] if one.slot not in large]
+    backward = list(requests(loss.backward))
+    backward += [one for one in script.backward[ends[0] + 1 :] if one.slot not in large or one.slot == names["d"]]
+    if keeps in names:
+        backward.append(Request(names[keeps], 0))
+    return script._replace(forward=tuple(forward), backward=tuple(backward))
+
+
+class ModelScripts(NamedTuple):
+    """A model's scripts at one batch. `head` is None where fused kernels make the loss; `has_loss`: it is as `Quirks`
+    says."""
+
+    embedding: Script
+    blocks: tuple[Script, ...]
+    head: Script | None
+    has_loss: bool
+
+    @staticmethod
+    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, quirks: Quirks) -> "ModelScripts":
+        """Those of a recipe."""
+        rows = recipe.rows
+        at = At(rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+        kinds = range(len(shape.blocks))
+        blocks = tuple(script_of(tape_of_block(shape, tapes, recipe, kind).of(rows), at) for kind in kinds)
+        tape = tape_of_head(tapes, recipe)
+        head = script_of(tape.of(rows), at) if tape else None
+        low = shards.compute_bytes(recipe) == state_bytes.LOW
+        has_loss = bool(head and quirks.loss and not recipe.chunked_loss and low)
+        if head and quirks.loss and has_loss:
+            keeps = "" if not recipe.keeps_logits else "l" if quirks.loss is UPCAST_AND_KEPT else "f"
+            head = with_loss(head, quirks.loss, shape.vocab * rows * recipe.length, keeps)
+        return ModelScripts(script_of(tapes.embedding.of(rows), at), blocks, head, has_loss)
