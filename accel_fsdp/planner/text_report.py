@@ -217,7 +217,10 @@ class PlanReport:
         elif plain.thrashes:
             taken = "The allocator fills the GPU and gives its cache back again and again, which takes time"
         needs = "needed" if choice.verdict == "expandable" else "not needed"
-        yield f"{taken}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
+        why = ", as rows of many lengths leave gaps" if choice.recipe.varied else ""
+        yield f"{taken}{why}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
+        if not choice.recipe.varied:
+            yield "Rows of many lengths, without --packing, leave gaps between blocks: set it for them."
 
     def _longest(self, choice: Candidate) -> str:
         found, limit = self.plan.longest, self.job.shape.positions

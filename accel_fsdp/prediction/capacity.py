@@ -128,11 +128,12 @@ def device(
     capacity_bytes: int,
     gpu: Gpu | None,
     replay: Replay | None = None,
-    evaluates: bool = False,
+    unusual: bool = False,
 ) -> Device:
     """Whether a rank fits: what is allocated, context, communicators and 5 % must, and what the allocator wastes.
 
-    `prediction` is about a step: of a job that `evaluates` only the replay tells.
+    `prediction` is about a step with rows of one length: of an `unusual` job, which evaluates or whose rows vary, only
+    the replay tells.
 
     Without `replay` that is the usual. Cached blocks go back before memory runs out, so they count only where
     they can't: the allocator is replayed on a GPU of that size.
@@ -146,7 +147,7 @@ def device(
         return Device(allocated, ranged, "no", outside, runs_out=phase)
     if allocated > spared or (replay is None and usual > spared):
         return Device(allocated, ranged, "tight", outside, runs_out=phase)
-    if replay is None or layout.engine == "zero" or (high <= spared and not evaluates):
+    if replay is None or layout.engine == "zero" or (high <= spared and not unusual):
         return Device(allocated, ranged, "yes", outside)
     return _replayed(allocated, outside, replay, room, spared)
 

@@ -90,6 +90,7 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
         attention=attention_of(str(arguments.get("attn_implementation", ""))),
         kernels="liger" if is_on(arguments.get("use_liger_kernel")) else "none",
         eval_batch=_eval_batch(arguments),
+        varied=not is_on(arguments.get("packing")),
         **adapter,
     )
 

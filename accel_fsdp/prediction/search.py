@@ -136,7 +136,7 @@ def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[
     prediction = job.predicted(recipe, layout)
     replay = None if quick else job.replay(recipe, layout)
     return prediction, capacity.device(
-        prediction, layout, job.capacity_bytes, job.gpu, replay, evaluates=recipe.eval_batch > 0
+        prediction, layout, job.capacity_bytes, job.gpu, replay, unusual=recipe.eval_batch > 0 or recipe.varied
     )
 
 

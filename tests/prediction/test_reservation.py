@@ -1,8 +1,10 @@
 """What the allocator reserves over loading, steps, evaluation and export, and where it runs out."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from accel_fsdp.prediction.memory import (
     Reservation,
     Tapes,
     predict,
+    reservation,
     reserve,
     variant_of,
 )
@@ -85,6 +88,32 @@ def test_expandable_segments_waste_less(layout: Layout) -> None:
     assert expandable.reserved < plain.reserved
 
 
+@pytest.mark.parametrize("layout", [ONE, FSDP1, FSDP2])
+def test_rows_of_many_lengths_leave_gaps_that_expandable_segments_do_not(layout: Layout) -> None:
+    recipe = replace(LORA, checkpointing="full", rows=4)
+    varied = replace(recipe, varied=True)
+    equal, plain, expandable = (
+        reserved(recipe, layout),
+        reserved(varied, layout),
+        reserved(varied, layout, settings=EXPANDABLE),
+    )
+    assert plain.allocated == pytest.approx(equal.allocated, rel=0.01)
+    assert plain.reserved > 1.2 * equal.reserved
+    assert expandable.reserved == pytest.approx(reserved(recipe, layout, settings=EXPANDABLE).reserved, rel=0.03)
+
+
+def test_growing_lengths_stand_for_random_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of lengths that are spread evenly, one after the other, reserve about as much."""
+    recipe = replace(LORA, checkpointing="full", varied=True)
+    found = reserved(recipe, ONE).reserved
+    drawn = []
+    for seed in range(5):
+        shares = random.Random(seed)
+        monkeypatch.setattr(reservation, "GROWING", [shares.random() for _ in range(30)])
+        drawn.append(reserved(recipe, ONE).reserved)
+    assert found == pytest.approx(median(drawn), rel=0.2)
+
+
 def test_where_it_runs_out() -> None:
     """The phase is named; just enough memory is enough."""
     whole = reserved(FULL, ONE)
@@ -135,6 +164,21 @@ def test_the_plan_says_whether_it_fits_and_how_surely() -> None:
     assert [order.index(one) for one in seen] == sorted(order.index(one) for one in seen)
     assert {seen[0], seen[-1]} == {"yes", "no"}
     assert "expandable" in seen
+
+
+def test_a_job_says_whether_its_rows_have_many_lengths(tmp_path: Path) -> None:
+    yaml, line = tmp_path / "fsdp.yaml", tmp_path / "arguments"
+    machine = ("--model", SMALL, "--gpus", "2xA100-80GB")
+    accel_fsdp("config", "--yes", "-o", yaml, *machine, "--method", "lora")
+    job = "--per_device_train_batch_size 4 --max_length 4096 --use_peft true --lora_dropout 0"
+
+    def told(more: str) -> str:
+        line.write_text(f"accelerate launch train/sft.py --model_name_or_path {SMALL} {job} {more}\n")
+        return accel_fsdp("plan", *machine, "--config", yaml, "--args", line).flat
+
+    gaps = "as rows of many lengths leave gaps"
+    assert gaps in told("")
+    assert gaps not in told("--packing true")
 
 
 def test_a_job_whose_evaluation_is_larger_than_its_steps(tmp_path: Path) -> None:

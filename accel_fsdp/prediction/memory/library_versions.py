@@ -69,7 +69,10 @@ def quirks_of(versions: Mapping[str, str], model_type: str, recipe: Recipe) -> Q
 def _loss(transformers: Version, model_type: str, recipe: Recipe) -> losses.Loss | None:
     """The sequence of the loss; None where the tape has it."""
     if model_type in PLAIN_LOSS and transformers < Version("5"):
-        return losses.LOW if recipe.precision == "no" else losses.LOW_AUTOCAST
+        pure, autocast = (losses.LOW, losses.LOW_AUTOCAST)
+        if recipe.kernels == "foak":
+            pure, autocast = losses.FOAK_LOW, losses.FOAK_LOW_AUTOCAST
+        return pure if recipe.precision == "no" else autocast
     early, old = transformers < Version("4.46"), transformers < Version("5")
     if recipe.kernels == "foak":
         return losses.FOAK_UPCAST if early else losses.FOAK_UPCAST_AND_KEPT if old else losses.FOAK

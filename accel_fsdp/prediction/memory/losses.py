@@ -47,5 +47,8 @@ FOAK_UPCAST_AND_KEPT = Loss("+f +s -f -l", "+z -s +d -z", "l2 f4 s4 z4 d2")
 FOAK = Loss("+f -l", "+d -f", "l2 f4 d2")
 LOW = Loss("+s +p -s -l", "+n +g -p -n +d -g", "l2 s2 p2 n2 g2 d2")
 """gpt_bigcode, pure 16 bit: nothing is upcast."""
+FOAK_LOW = Loss("+s -l", "+d -s", "l2 s2 d2")
+"""foak with gpt_bigcode's own loss, by the token slopes of fms-acceleration's runs."""
+FOAK_LOW_AUTOCAST = Loss("+s +f -s -l", "+z -f +d -z", "l2 s2 f4 z2 d2")
 LOW_AUTOCAST = Loss("+s +f +p -s -f -l", "+n +g -p -n +z -g +d -z", "l2 s2 f4 p4 n4 g4 z2 d2")
 """gpt_bigcode under autocast, which makes a float32 copy and a float32 log-softmax."""

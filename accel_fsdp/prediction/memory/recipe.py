@@ -100,7 +100,8 @@ class Recipe:
     `lora_dtype` "base" is PEFT without `autocast_adapter_dtype`. `wide` is what is float32 beside 4-bit weights on one
     GPU: norms with TRL, everything with PEFT's `prepare_model_for_kbit_training` alone. `attention` "flash" is
     flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the "fused ops and kernels"
-    plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0 without any.
+    plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0 without any. Rows that are
+    `varied` have many lengths, at most `length`, and batches are padded to their longest row.
     """
 
     method: Method = "full"
@@ -123,6 +124,7 @@ class Recipe:
     attention: Attention = "sdpa"
     kernels: Kernels = "none"
     eval_batch: int = 0
+    varied: bool = False
 
     @property
     def recomputes(self) -> bool:
