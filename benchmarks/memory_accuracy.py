@@ -2,8 +2,9 @@
 
 The rows are in `data/memory.json`, each with its source. Allocated and active rows are compared byte by byte, reserved
 ones with the allocator's simulation, and so is what nvidia-smi showed, after the context and the communicators. A third
-table counts right verdicts: all these runs fitted on their cards, those of `data/throughput.json` too, and
-`data/verdicts.json` has more. Models and variants that aren't bundled are traced once, which needs the test extra.
+table counts the planner's verdicts: all these runs fitted on their cards, those of `data/throughput.json` too, and
+`data/verdicts.json` has more, most of which ran out of memory. Models and variants that aren't bundled are traced once,
+which needs the test extra.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from typing import Any, TypeVar
 import lightning_demo
 from results import keep
 
-from accel_fsdp.hardware import gpus
+from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import (
     Layout,
@@ -52,14 +54,32 @@ class Run:
     quirks: Quirks
     settings: AllocatorSettings
     card_bytes: int
-    outside_bytes: int
+    gpu: Gpu | None
+
+    @property
+    def outside_bytes(self) -> int:
+        """What the context and the communicators hold."""
+        return capacity.outside_bytes(self.gpu, self.layout.ranks)
+
+    @property
+    def prediction(self) -> step.Prediction:
+        """One step, as PyTorch's allocator gives it out."""
+        return step.predict(self.shape, self.tapes, self.recipe, self.layout, capacity.WORKSPACE_BYTES, self.quirks)
+
+    def device(self) -> capacity.Device:
+        """What the planner says of the card."""
+        replay = None if self.layout.engine == "zero" else self.replay
+        return capacity.device(self.prediction, self.layout, self.card_bytes, self.gpu, replay)
 
     def reserve(self) -> reservation.Reservation:
         """Simulates the allocator on what the context and the communicators leave of the card."""
-        free = self.card_bytes - self.outside_bytes
-        workspace = capacity.WORKSPACE_BYTES
-        given = (self.shape, self.tapes, self.recipe, self.layout, workspace, self.quirks, self.settings, free)
-        return reservation.reserve(*given, exports=False)
+        return self.replay(False, self.card_bytes - self.outside_bytes)
+
+    def replay(self, expandable: bool, room_bytes: int | None) -> reservation.Reservation:
+        """Simulates the allocator on a card of any size; a run that had expandable segments keeps them."""
+        settings = replace(self.settings, expandable_segments=expandable or self.settings.expandable_segments)
+        given = (self.shape, self.tapes, self.recipe, self.layout, capacity.WORKSPACE_BYTES, self.quirks, settings)
+        return reservation.reserve(*given, room_bytes, exports=False)
 
 
 @dataclass(frozen=True)
@@ -74,17 +94,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one run fits: as published, and as predicted; `why` says where it would run out, or what went wrong.
+    """Whether one run fits: as published, and as the planner says of it; `why` is where memory runs out, or may.
 
-    `reserved` and `outside` are the predicted bytes of the allocator, and of the context and the communicators.
+    `reserved` and `outside` are the predicted bytes of the allocator, and of the context and the communicators;
+    `reserved` is 0 where what is allocated leaves no doubt. `share` is what is needed without any cache, of the card.
     """
 
     row: Mapping[str, Any]
     fits: bool
-    predicted: bool | None
+    said: capacity.Verdict
     why: str
     reserved: int
     outside: int
+    share: float
 
     def against(self, kind: str) -> tuple[int, int] | None:
         """Predicted and published bytes of one kind: "reserved", or "smi" with all that the driver counts."""
@@ -111,7 +133,7 @@ def results() -> Iterator[Result]:
 def result(row: dict[str, Any]) -> Result:
     """Predicts one row."""
     run = run_of(row)
-    made = step.predict(run.shape, run.tapes, run.recipe, run.layout, capacity.WORKSPACE_BYTES, run.quirks)
+    made = run.prediction
     steady = made.steady / row["steady_bytes"] - 1 if "steady_bytes" in row else None
     return Result(row, made.peak.total / row["peak_bytes"] - 1, steady, made.peak.phase)
 
@@ -130,10 +152,16 @@ def run_of(row: Mapping[str, Any]) -> Run:
         known["loss"] = _loss(known["loss"])
     quirks = replace(quirks_of(row["versions"], shape.model_type, recipe), **known)
     settings = AllocatorSettings(expandable_segments=row.get("expandable_segments", False))
-    card = round(row["card_gib"] * GIB)
-    return Run(
-        shape, tapes, recipe, layout, quirks, settings, card, capacity.outside_bytes(gpus.find(row["gpu"]), ranks)
-    )
+    card = gpus.REPORTED_GIB.get((row["gpu"], row["card_gib"]), row["card_gib"])
+    return Run(shape, tapes, recipe, layout, quirks, settings, round(card * GIB), _gpu(row["gpu"]))
+
+
+def _gpu(name: str) -> Gpu | None:
+    """A GPU of the planner's table, or None for an older one."""
+    try:
+        return gpus.find(name)
+    except UsageError:
+        return None
 
 
 def _loss(said: str | Mapping[str, str]) -> losses.Loss:
@@ -143,21 +171,24 @@ def _loss(said: str | Mapping[str, str]) -> losses.Loss:
 
 
 def verdicts() -> Iterator[Verdict]:
-    """Simulates the allocator for all published runs."""
-    for row in [*content()["rows"], *_throughput_rows(), *json.loads(VERDICTS.read_text())["rows"]]:
+    """The planner's verdict on all published runs."""
+    for row in [*content()["rows"], *_throughput_rows(), *verdict_rows()]:
         yield verdict(row)
 
 
+def verdict_rows() -> list[dict[str, Any]]:
+    """The rows of `data/verdicts.json`."""
+    rows: list[dict[str, Any]] = json.loads(VERDICTS.read_text())["rows"]
+    return rows
+
+
 def verdict(row: Mapping[str, Any]) -> Verdict:
-    """Simulates one run."""
+    """The planner's verdict on one run, and what the allocator reserves if it says that there is room for that."""
     run, fits = run_of(row), row.get("fits", True)
-    try:
-        made = run.reserve()
-    except MemoryError as error:
-        return Verdict(row, fits, False, str(error) or "loading", run.card_bytes, run.outside_bytes)
-    except (AssertionError, StopIteration) as error:
-        return Verdict(row, fits, None, f"not simulated: {type(error).__name__}", 0, run.outside_bytes)
-    return Verdict(row, fits, not made.failed_at, made.failed_at, made.reserved, run.outside_bytes)
+    device = run.device()
+    reserved = run.reserve().reserved if fits else device.replayed
+    share = device.needed / run.card_bytes
+    return Verdict(row, fits, device.verdict, device.runs_out, reserved, device.outside, share)
 
 
 def _throughput_rows() -> Iterator[dict[str, Any]]:
@@ -172,7 +203,7 @@ def _throughput_rows() -> Iterator[dict[str, Any]]:
                 **{key: layout[key] for key in ("engine", "strategy")},
                 **{"gpus": layout["ranks"], "gpus_per_node": layout["ranks_per_node"]},
                 **{"offload": layout.get("offload", False), "card_gib": row["memory_gib"], "versions": {}},
-                **{"method": "full", **row["recipe"]},
+                **{"method": "full", "rows": Recipe.rows, "length": Recipe.length, **row["recipe"]},
                 **next((more for group, more in decided["throughput"].items() if row["group"].startswith(group)), {}),
             }
 
@@ -244,7 +275,7 @@ def reserved_table(found: list[Verdict]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind in ("reserved", "smi"):
-        mine = [one for one in found if one.predicted is not None and one.against(kind)]
+        mine = [one for one in found if one.against(kind)]
         for group, some in _grouped(mine, lambda one: _group(one.row)):
             lines.append(_reserved_line(", ".join(group), kind, some))
         lines.append(_reserved_line("all", kind, mine))
@@ -260,26 +291,46 @@ def _reserved_line(name: str, kind: str, mine: list[Verdict]) -> str:
     return "| " + " | ".join([*cells, f"{max(errors, key=abs):+.1%}", f"{short:+.2f} GiB"]) + " |"
 
 
+DOUBTS = ("expandable", "tight")
+VERDICT_WORDS = (
+    'Said to fit: the verdict "yes". In doubt: "tight", less than 5 % to spare, or "expandable", which fits with '
+    'expandable segments alone. Said not to: "no".'
+)
+
+
 def verdict_table(found: list[Verdict]) -> list[str]:
-    """How many verdicts of each group are right, then the wrong ones."""
-    lines = ["| rows | fitted | predicted to | ran out | predicted to |", "|---|---|---|---|---|"]
-    groups = [*_grouped(found, lambda one: (one.row["group"],)), (("all",), found)]
-    for group, mine in groups:
-        cells = [group[0]]
-        for fits in (True, False):
-            some = [one for one in mine if one.fits is fits]
-            cells += [str(len(some)), f"{sum(one.predicted is fits for one in some)}"] if some else ["", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    wrong = [one for one in found if one.predicted is not one.fits]
-    return [*lines, "", "Wrong:", "", *(_wrong(one) for one in wrong)] if wrong else lines
+    """What the planner says of each group's runs, then those of which it is wrong, and those in doubt that ran out."""
+    said = ("said to fit", "in doubt", "said not to")
+    lines = [f"| rows | {' | '.join(('fitted', *said, 'ran out', *said))} |", "|---" * 9 + "|"]
+    for group, mine in [*_grouped(found, lambda one: (one.row["group"],)), (("all",), found)]:
+        lines.append("| " + " | ".join([group[0], *_counted(mine, True), *_counted(mine, False)]) + " |")
+    wrong = [one for one in found if one.said == ("no" if one.fits else "yes")]
+    doubted = [one for one in found if not one.fits and one.said in DOUBTS]
+    for title, some in (("Wrong:", wrong), ("In doubt, and ran out:", doubted)):
+        lines += ["", title, "", *(_told(one) for one in some)] if some else []
+    return [*lines, "", VERDICT_WORDS, *_near(found)]
 
 
-def _wrong(one: Verdict) -> str:
+def _near(found: list[Verdict]) -> list[str]:
+    """How many of those that ran out were near to fitting: far ones prove little."""
+    shares = [one.share for one in found if not one.fits]
+    near = [f"{sum(share < limit for share in shares)} needed less than {limit:g} times" for limit in (1.25, 1.5, 2)]
+    return ["", f"Of the {len(shares)} that ran out, {', '.join(near)} their card."] if shares else []
+
+
+def _counted(mine: list[Verdict], fits: bool) -> list[str]:
+    some = [one.said for one in mine if one.fits is fits]
+    counts = [len(some), *(sum(said in kinds for said in some) for kinds in (("yes",), DOUBTS, ("no",)))]
+    return [str(count) for count in counts] if some else [""] * 4
+
+
+def _told(one: Verdict) -> str:
     row, what = one.row, "fitted" if one.fits else "ran out of memory"
     words = [f"{row[key]}" for key in ("id", "model", "method", "engine")]
     size = f"{row['rows']} x {row['length']} on {row['gpus']} x {row['gpu']} of {row['card_gib']} GiB"
-    said = "" if one.predicted else f"; predicted to run out: {one.why}" if one.predicted is False else f"; {one.why}"
-    return f"- {' '.join(words)}, {size}: {what}{said}"
+    where = f" ({one.why})" if one.why else ""
+    note = f"; {row['note']}" if "note" in row else ""
+    return f"- {' '.join(words)}, {size}: {what}, said: {one.said}{where}{note}"
 
 
 def main() -> None:
@@ -308,7 +359,8 @@ def _print_rows(found: list[Result], decided: list[Verdict]) -> None:
             for kind in ("reserved", "smi")
             if (pair := each.against(kind))
         ]
-        print(*(each.row[key] for key in keys), *sizes or [f"reserved {each.reserved / GIB:.2f} GiB"], each.why)
+        print(*(each.row[key] for key in keys), *sizes or [f"reserved {each.reserved / GIB:.2f} GiB"], end=" ")
+        print("fitted" if each.fits else "ran out", each.said, each.why)
 
 
 def _outside(found: list[Result]) -> Iterator[str]:
