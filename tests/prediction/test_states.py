@@ -11,7 +11,7 @@ from held import ODD
 from accel_fsdp.config import EngineKind, Precision
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe, shards, step
+from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe, deepspeed, shards, step
 
 HELD = ROOT / "tests" / "held.py"
 
@@ -99,3 +99,10 @@ def test_adafactor_factors_each_expert_s_matrix(ranks: int) -> None:
     recipe, layout = Recipe("full", "no", "float32", optimizer="adafactor"), Layout("fsdp2", 1, ranks, ranks)
     [unit] = [one for one in step.units_of(shape, recipe, layout) if one.held]
     assert shards.optimizer_bytes(unit, recipe, layout) == 8 // ranks * (48 + 32) * 4
+
+
+def test_a_zero_stage_holds_the_bucket_of_deepspeeds_defaults() -> None:
+    """Accelerate writes no size of it, so a small model holds as much as a large one."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config", exc_type=ImportError).DeepSpeedZeroConfig()
+    assert not zero.overlap_comm
+    assert zero.reduce_bucket_size == deepspeed.REDUCE_BUCKET_SIZE

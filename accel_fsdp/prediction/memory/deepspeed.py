@@ -9,18 +9,21 @@ from accel_fsdp.prediction.memory.recipe import Layout
 from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHER, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 
 MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3
+REDUCE_BUCKET_SIZE = 5 * 10**8
+"""Gradients that DeepSpeed's one bucket holds, however small the model is: its default, which Accelerate leaves where
+the YAML names no JSON file."""
 
 
 class Zero(EngineMemory):
     """DeepSpeed's stages, `strategy` being the stage: an estimate after its own formulas, not an account of each block.
 
-    16-bit weights and gradients stand beside float32 masters (ZeRO paper, section 3). Buckets as accelerate fills in
-    "auto" (`deepspeed.py`, hidden² elements each): two to reduce, one to gather. In stage 3 the gathered weights stay
-    below `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
+    16-bit weights and gradients stand beside float32 masters (ZeRO paper, section 3), and one bucket to
+    reduce (`setup_buckets` of stage_1_and_2.py, `ipg_buckets` of stage3.py). In stage 3 the gathered weights stay below
+    `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
     """
 
     def load(self) -> None:
-        """Weights, masters and buckets."""
+        """Weights, masters and the bucket."""
         stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
         weights = sum(shards.gathered_bytes(unit, self._whole()) for unit in self.held)
         if stage < 3:
@@ -30,8 +33,7 @@ class Zero(EngineMemory):
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
             self.meter.add(PARAMETERS, state_bytes.MASTER * share if compute == state_bytes.LOW else 0)
-        hidden = self.units[0].held[0].shape[-1]  # of the embedding
-        self.meter.add(BUFFERS, 3 * hidden**2 * compute)
+        self.meter.add(BUFFERS, REDUCE_BUCKET_SIZE * compute)
 
     def make_states(self) -> None:
         """The optimizer's state of this rank's partition."""
