@@ -59,8 +59,8 @@ def about_gib(count: float) -> str:
 
 
 def about_gb(count: float) -> str:
-    """Bytes in a sentence that needs no more than `64 GB` or `2.3 GB`."""
-    return f"{_about(count / 1e9)} GB"
+    """Bytes in a sentence that needs no more than `64 GB`, `2.3 GB` or `45 MB`."""
+    return f"{_about(count / 1e9)} GB" if count >= 1e9 else f"{_about(count / 1e6)} MB"
 
 
 def two_digits(amount: float) -> str:

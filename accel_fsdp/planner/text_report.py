@@ -23,7 +23,7 @@ from accel_fsdp.prediction import (
     step_traffic,
 )
 from accel_fsdp.prediction.memory import KINDS, LETTERS, Layout, ModelShape, Recipe, shards, units_of
-from accel_fsdp.units import GIB, about_gb, about_gib, gib_or_mib, millions, number_in_figure
+from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, millions, number_in_figure
 
 SCHEMA_VERSION = 2
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -186,7 +186,7 @@ class PlanReport:
         times = [str(ranks), *([str(recipe.accumulation)] if recipe.accumulation > 1 else []), str(recipe.rows)]
         shortest, longest = choice.step.range_seconds
         return (
-            f"One optimizer step takes {' x '.join(times)} = {rows:,} sequences ({rows * recipe.length:,} tokens) in "
+            f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} ({rows * recipe.length:,} tokens) in "
             f"about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
         )
 
@@ -220,7 +220,7 @@ class PlanReport:
         why = ", as rows of many lengths leave gaps" if choice.recipe.varied else ""
         yield f"{taken}{why}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
         if not choice.recipe.varied:
-            yield "Rows of many lengths, without --packing, leave gaps between blocks: set it for them."
+            yield "Rows of many lengths, without --packing, take more without it: they leave gaps between blocks."
 
     def _longest(self, choice: Candidate) -> str:
         found, limit = self.plan.longest, self.job.shape.positions

@@ -59,11 +59,12 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
         UsageError: what it asks for can't be predicted, or it doesn't say how many processes there are.
     """
     ranks = job.number("num_processes")
-    if job.engine not in KINDS or not ranks:
+    alone = job.engine is Engine.NONE and ranks == 1
+    if not alone and (job.engine not in KINDS or not ranks):
         several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
         raise UsageError(
             f"{job.engine.value} with {several} can't be predicted",
-            why="a plan needs FSDP, DDP or DeepSpeed, and num_processes",
+            why="a plan needs FSDP, DDP, DeepSpeed or one process, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )
     sharding = sharding_of(job, ranks)
@@ -103,7 +104,7 @@ def sharding_of(job: JobConfig, ranks: int) -> Sharding:
         stage = job.section("deepspeed_config").get("zero_stage", 2)  # the launcher's default
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
         return replace(sharding, stage=int(stage))
-    if job.engine is Engine.DDP:
+    if job.engine in (Engine.DDP, Engine.NONE):
         return sharding
     copies, shards = _mesh(job, ranks)
     return replace(sharding, reshards=job.on("fsdp_reshard_after_forward"), copies=copies, shards=shards)

@@ -83,9 +83,14 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_of_one_gpu_a_yaml_without_an_engine_is_written(method: str, tmp_path: Path) -> None:
-    """The linter finds nothing in it, and it starts."""
+    """The linter finds nothing in it, it can be predicted, and it starts."""
     path = tmp_path / "own.yaml"
-    planned("--model", "gpt2", "--gpus", "1xH100", "--method", method, "-o", path)
+    asked = ("--model", "gpt2", "--gpus", "1xH100", "--method", method)
+    chosen = planned(*asked, "-o", path)["choice"]
+    checkpointing = ("--checkpointing", chosen["checkpointing"])
+    batch = ("--batch", str(chosen["batch_per_gpu"]))
+    judged = planned(*asked, "--config", path, *batch, *checkpointing)["strategies"][0]
+    assert (judged["strategy"], judged["peak_bytes"]) == ("one GPU", chosen["peak_bytes"])
     assert "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n" in path.read_text()
     assert (
         "--dataset_name train/data/fsdp_chat --output_dir runs/first --per_device_train_batch_size" in path.read_text()
