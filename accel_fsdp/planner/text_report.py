@@ -186,8 +186,8 @@ class PlanReport:
         times = [str(ranks), *([str(recipe.accumulation)] if recipe.accumulation > 1 else []), str(recipe.rows)]
         shortest, longest = choice.step.range_seconds
         return (
-            f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} ({rows * recipe.length:,} tokens) in "
-            f"about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
+            f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} "
+            f"({rows * recipe.length:,} tokens) in about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
         )
 
     def _others(self, choice: Candidate) -> Iterator[str]:
