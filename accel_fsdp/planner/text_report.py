@@ -187,7 +187,8 @@ class PlanReport:
         shortest, longest = choice.step.range_seconds
         return (
             f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} "
-            f"({rows * recipe.length:,} tokens) in about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
+            f"({rows * recipe.length:,} tokens) in about {_seconds(choice.step.step_seconds)} s "
+            f"({_seconds(shortest)} to {_seconds(longest)})."
         )
 
     def _others(self, choice: Candidate) -> Iterator[str]:
