@@ -26,6 +26,7 @@ from accel_fsdp.prediction import (
     from_arguments,
     from_yaml,
     search,
+    speed,
     trace_store,
 )
 from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
@@ -228,7 +229,9 @@ def spent_on(
     asked = replace(options.work, price=workload.price_for(options.prices, job.gpu))
     twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.recipe.method == "full"
     checkpoint = host.checkpoint + host.gathering * twice  # once for the engine, once for Hugging Face
-    return cost.cost(asked, choice.recipe, choice.layout, choice.step, job.gpu, checkpoint)
+    evaluated = replace(choice.recipe, rows=choice.recipe.eval_batch)
+    forward = speed.forward_seconds(job.shape, evaluated, choice.layout, job.gpu) if evaluated.rows else 0
+    return cost.cost(asked, choice.recipe, choice.layout, choice.step, job.gpu, checkpoint, forward)
 
 
 def _refuse_files(options: PlanOptions) -> None:

@@ -8,7 +8,7 @@ from accel_fsdp.hardware import Gpu
 from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.from_arguments import Event, Schedule
 from accel_fsdp.prediction.memory import Layout, Recipe
-from accel_fsdp.prediction.speed import Step
+from accel_fsdp.prediction.speed import RANGE, Step
 
 HOUR = 3600
 
@@ -110,16 +110,10 @@ class Evaluations:
     each_seconds: Span | None
 
 
-def evaluation_seconds(rows: int, recipe: Recipe, ranks: int, step: Step) -> Span:
-    """How long all ranks take for a forward pass of so many rows.
-
-    Of a training step's products one share is forward's, two are backward's, or one where the weights are frozen, and
-    what checkpointing computes again is one more.
-    """
-    again = {"none": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)
-    forward = 1 / (1 + (2 if recipe.method == "full" else 1) + again)
-    steps = steps_per_epoch(rows, recipe, ranks)
-    return seconds_of(steps, step).times(forward)
+def evaluation_seconds(rows: int, recipe: Recipe, ranks: int, forward_seconds: float) -> Span:
+    """How long all ranks take for so many rows, when one rank's `recipe.eval_batch` of them takes `forward_seconds`."""
+    batches = -(-rows // (recipe.eval_batch * ranks))
+    return Span(1, *RANGE).times(batches * forward_seconds)
 
 
 @dataclass(frozen=True)
@@ -158,8 +152,19 @@ class Cost:
         return None if self.price is None else self.gpu_hours.times(self.price)
 
 
-def cost(job: Job, recipe: Recipe, layout: Layout, step: Step, gpu: Gpu, checkpoint_bytes: int = 0) -> Cost | None:
-    """What a job takes that trains in this way; None where the number of its steps isn't known."""
+def cost(
+    job: Job,
+    recipe: Recipe,
+    layout: Layout,
+    step: Step,
+    gpu: Gpu,
+    checkpoint_bytes: int = 0,
+    forward_seconds: float = 0,
+) -> Cost | None:
+    """What a job takes that trains in this way; None where the number of its steps isn't known.
+
+    `forward_seconds` are those of one batch of an evaluation.
+    """
     ranks = layout.ranks
     steps = job.work.steps_of(recipe, ranks)
     if not steps:
@@ -169,7 +174,9 @@ def cost(job: Job, recipe: Recipe, layout: Layout, step: Step, gpu: Gpu, checkpo
     if job.schedule:
         per_epoch = steps_per_epoch(job.work.rows, recipe, ranks)
         saves = _saves(job, job.schedule, steps, per_epoch, checkpoint_bytes, layout)
-        evaluations = _evaluations(job, job.schedule, steps, per_epoch, recipe, ranks, step)
+        rows = job.evaluation_rows if recipe.eval_batch else 0
+        each = evaluation_seconds(rows, recipe, ranks, forward_seconds) if rows else None
+        evaluations = Evaluations(evaluations_in(job.schedule, steps, per_epoch), each)
         if saves and saves.stall_seconds:
             seconds += saves.stall_seconds.times(saves.count)
         if evaluations.each_seconds and evaluations.count:
@@ -194,14 +201,6 @@ def _saves(job: Job, schedule: Schedule, steps: int, per_epoch: int, each: int, 
     writers = max(layout.ranks // layout.ranks_per_node, 1)
     wait = stall(each, job.disk_bytes_per_s, writers) if job.disk_bytes_per_s else None
     return Saves(count, at_once(count, schedule.kept), each, wait)
-
-
-def _evaluations(
-    job: Job, schedule: Schedule, steps: int, per_epoch: int, recipe: Recipe, ranks: int, step: Step
-) -> Evaluations:
-    rows = job.evaluation_rows
-    each = evaluation_seconds(rows, recipe, ranks, step) if rows else None
-    return Evaluations(evaluations_in(schedule, steps, per_epoch), each)
 
 
 def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:

@@ -136,12 +136,20 @@ def unit_seconds(
 
     A unit that stands for several layers is counted once.
     """
-    spent = []
-    for piece in _pieces(shape, recipe, layout, EAGER):
-        phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu, EAGER)]
-        half = len(phases) // 2
-        spent.append(UnitSeconds(sum(phases[:half]), sum(phases[half:])))
-    return tuple(spent[:-1]), spent[-1]
+    *units, head = (_one(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout, EAGER))
+    return tuple(units), head
+
+
+def forward_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
+    """Forward and loss of one batch alone, as in an evaluation."""
+    pieces = _pieces(shape, recipe, layout, EAGER)
+    return sum(_one(piece, False, recipe, layout, gpu).forward * piece.count for piece in pieces)
+
+
+def _one(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> UnitSeconds:
+    phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu, EAGER)]
+    half = len(phases) // 2
+    return UnitSeconds(sum(phases[:half]), sum(phases[half:]))
 
 
 def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
