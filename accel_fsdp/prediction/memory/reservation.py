@@ -278,7 +278,8 @@ class _AllocatingWalk(Walk):
     def _gather_all(self) -> None:
         """A full state dict: one unit after the other under FSDP1, one parameter after the other under FSDP2.
 
-        (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.)
+        (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.) A full
+        save's optimizer takes no more: one state of a unit at a time (`_allgather_orig_param_states`).
         """
         allocator = self.meter.allocator
         for unit in self.engine.held:
