@@ -79,6 +79,10 @@ class ModelShape:
     untraced: tuple[int, ...] = ()
     eager_only: bool = False
 
+    def __hash__(self) -> int:
+        """Of a part: shapes have hundreds of parameters, and are keys of what is remembered."""
+        return hash((self.name, self.hidden, self.vocab))
+
     @property
     def layers(self) -> int:
         """How many blocks the model is made of."""

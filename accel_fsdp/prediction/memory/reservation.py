@@ -53,6 +53,7 @@ class Group(NamedTuple):
 class AllocatingMeter(Meter):
     """Gives everything that is counted to an allocator, tensor by tensor."""
 
+    sees_each = True
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
     named: dict[object, list[Group]] = field(default_factory=dict)
     per_parameter: int = 1
@@ -269,7 +270,7 @@ class _AllocatingWalk(Walk):
         (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.)
         """
         allocator = self.meter.allocator
-        for unit in self.engine.held:
+        for unit, _ in self.engine.held:
             sizes = [round(size) for size in shards.tensor_weights(unit, "stored", flat=False)]
             for size in (sum(sizes),) if self.meter.flat else sizes:
                 allocator.free(allocator.malloc(max(size, 1), GATHER))

@@ -5,6 +5,7 @@ rank: every size on it is a polynomial in them. So a peak is exact although it i
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Method
@@ -82,6 +83,10 @@ class Tape:
     alone: "Tape | None" = None
     first: tuple[Event, ...] = ()
 
+    def __hash__(self) -> int:
+        """Of a part: tapes have hundreds of events, and are keys of what is remembered."""
+        return hash((len(self.forward), len(self.backward), self.output))
+
     def of(self, rows: int) -> "Tape":
         """The tape for as many rows."""
         return self.alone if rows == 1 and self.alone is not None else self
@@ -149,6 +154,7 @@ class Variant(NamedTuple):
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
     @staticmethod
+    @lru_cache
     def of(name: str) -> "Variant":
         """The variant of a name."""
         return next(variant for variant in VARIANTS if variant.name == name)
@@ -240,6 +246,7 @@ class Replay(NamedTuple):
     adding_peak: int = 0
 
 
+@lru_cache(1024)
 def replay(tape: Tape, at: At) -> Replay:
     """Plays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
