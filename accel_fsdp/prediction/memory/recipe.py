@@ -50,6 +50,10 @@ class Block:
     layers: tuple[int, ...]
     parameters: tuple[Parameter, ...]
 
+    def __hash__(self) -> int:
+        """Of a part, as that of a `ModelShape`."""
+        return hash((self.name, self.layers))
+
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -154,7 +154,7 @@ class Reservation:
     """What an allocator has reserved and used at its highest after some steps.
 
     `failed_at` is the phase in which it ran out, `thrashes` says in which step after the first it gave its cache
-    back to go on: it does so in each step then, which takes time.
+    back to go on: it does so in each step then, which takes time. `met_limit`: without one it would have reserved more.
     """
 
     reserved: int
@@ -162,6 +162,7 @@ class Reservation:
     allocated: int
     failed_at: str = ""
     thrashes: str = ""
+    met_limit: bool = False
 
 
 def reserve(
@@ -191,7 +192,8 @@ def reserve(
     except MemoryError:
         failed_at = meter.phase
     return Reservation(
-        *(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak), failed_at, walk.thrashes
+        *(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak),
+        *(failed_at, walk.thrashes, allocator.met_limit),
     )
 
 
