@@ -78,7 +78,7 @@ class PlanJob:
             if key not in self.replays:
                 self.replays[key] = found = replayed(expandable, room_bytes)
                 if not expandable and not found.met_limit:
-                    self.replays[*way, False, None] = found
+                    self.replays[(*way, False, None)] = found
             return self.replays[key]
 
         return once

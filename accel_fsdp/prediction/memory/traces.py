@@ -6,6 +6,7 @@ rank: every size on it is a polynomial in them. So a peak is exact although it i
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Method
@@ -217,11 +218,8 @@ def variant_of(recipe: Recipe, engine: str) -> str:
 
 def levels(events: tuple[Event, ...], at: At) -> list[int]:
     """The bytes alive after each event, counted from the start of the segment."""
-    alive, seen = 0, []
-    for event in events:
-        alive += event.sign * event.size.at(at)
-        seen.append(alive)
-    return seen
+    sizes = {event.size: event.size.at(at) for event in set(events)}
+    return list(accumulate(sign * sizes[size] for sign, size in events))
 
 
 class Replay(NamedTuple):
@@ -252,16 +250,17 @@ def replay(tape: Tape, at: At) -> Replay:
     forward = levels(tape.forward, at)
     alive = born = adding = 0
     early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
-    for event in tape.backward:
-        size = event.size.at(at)
-        alive += event.sign * size
-        born += 0 if event.sign else size
-        adding = max(adding, alive if event.sign else alive + size)
-        if born:
-            late = max(late, (alive + born, born), key=lambda point: point[0])
-        else:
-            early = max(early, (alive, 0), key=lambda point: point[0])
-    peak, born_at_peak = max(early, late, key=lambda point: point[0])
+    sizes = {event.size: event.size.at(at) for event in set(tape.backward)}
+    for sign, polynomial in tape.backward:
+        size = sizes[polynomial]
+        alive += sign * size
+        born += 0 if sign else size
+        adding = max(adding, alive if sign else alive + size)
+        if not born and alive > early[0]:
+            early = alive, 0
+        if born and alive + born > late[0]:
+            late = alive + born, born
+    peak, born_at_peak = late if late[0] > early[0] else early
     end = forward[-1] if forward else 0
     return Replay(
         *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
