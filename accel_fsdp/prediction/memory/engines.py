@@ -281,7 +281,8 @@ class Fsdp2(Fsdp):
         if older and not adds:
             self.meter.add(GRADIENTS, -born, ("born", unit))
             return older, waiting
-        if not older and not self.syncs and whole > born:
+        wider = shards.reduce_bytes(self.recipe) > shards.compute_bytes(self.recipe)
+        if not older and not self.syncs and wider:
             self.meter.add(GRADIENTS, whole, waiting, of=self.units[unit])
             self.meter.add(GRADIENTS, -born, ("born", unit))
             return whole, waiting
