@@ -49,9 +49,16 @@ class JobConfig:
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""
-        content = self.values if not name else self.values.get(name)
-        named = content if isinstance(content, Mapping) else {}
-        return {full_name(name, str(key)): value for key, value in named.items()}
+        if name not in self._sections:
+            content = self.values if not name else self.values.get(name)
+            named = content if isinstance(content, Mapping) else {}
+            self._sections[name] = {full_name(name, str(key)): value for key, value in named.items()}
+        return self._sections[name]
+
+    @cached_property
+    def _sections(self) -> dict[str, Mapping[str, Any]]:
+        """Those that were asked for: rules do so again and again."""
+        return {}
 
     def written_name(self, section: str, key: str) -> str:
         """A key of a section as the file writes it, with its prefix or without."""

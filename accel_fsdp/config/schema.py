@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, ZERO_TWINS, Engine
@@ -330,6 +331,7 @@ def short_name(section: str, key: str) -> str:
     return key.removeprefix(f"{start.removesuffix('_')}_") if start else key
 
 
-def known_fields(section: str) -> dict[str, Field]:
+@cache
+def known_fields(section: str) -> Mapping[str, Field]:
     """The fields of one section by key."""
     return {key: field for (place, key), field in BY_NAME.items() if place == section}

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel_fsdp import atomic_files, console, flag_words
+from accel_fsdp import atomic_files, console, flag_words, linter
 from accel_fsdp.config import Precision
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
-from accel_fsdp.linter import Sources, read_subject
 from accel_fsdp.linter.rules import Subject
 from accel_fsdp.models import catalogue, config_json
-from accel_fsdp.planner import html_report, proposal, text_report, workload
+from accel_fsdp.planner import proposal, text_report, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
@@ -176,7 +175,7 @@ def search_job(options: PlanOptions, shape: ReadShape = by_name.read_shape) -> t
 
 
 def _judged(options: PlanOptions, path: Path) -> PlanReport:
-    subject, _ = read_subject(path, Sources(model=options.model, args=options.args))
+    subject, _ = linter.read_subject(path, linter.Sources(model=options.model, args=options.args))
     if options.args is None:
         layout, recipe = from_yaml.of_config(subject, options.recipe)
     else:
@@ -252,6 +251,8 @@ def _refuse_files(options: PlanOptions) -> None:
 def _write(options: PlanOptions, told: PlanReport) -> None:
     """The page, and the YAML of what is recommended."""
     if options.html:
+        from accel_fsdp.planner import html_report
+
         atomic_files.write_text(
             options.html, html_report.make_page(told.job, told.plan, told.headline(), list(told.advice()))
         )

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import flag_words, linter
+from accel_fsdp import flag_words
 from accel_fsdp.config import (
     ENGINE_NAMES,
     PLANNED,
@@ -205,4 +205,4 @@ def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
 
 
 def _findings(subject: Subject) -> list[Finding]:
-    return run(subject, {one.code: one for one in linter.all_rules()})
+    return run(subject)

@@ -62,13 +62,23 @@ class PlanJob:
         return self.remembered[key]
 
     def replay(self, recipe: Recipe, layout: Layout) -> Replay:
-        """What replays the allocator for one way, each time of a kind once."""
+        """What replays the allocator for one way, each time of a kind once.
+
+        On a GPU with room for all that is reserved the allocator does what it does without a limit; expandable
+        segments have addresses after the GPU's size, so that is said of the others alone.
+        """
         replayed = capacity.replay_of(self.shape, self.tapes, recipe, layout, self.gpu)
+        way = (recipe, layout, capacity.workspace_bytes(self.gpu))
 
         def once(expandable: bool, room_bytes: int | None) -> Reservation:
-            key = (recipe, layout, capacity.workspace_bytes(self.gpu), expandable, room_bytes)
+            unlimited = None if expandable else self.replays.get((*way, False, None))
+            if unlimited and (room_bytes is None or unlimited.reserved <= room_bytes):
+                return unlimited
+            key = (*way, expandable, room_bytes)
             if key not in self.replays:
-                self.replays[key] = replayed(expandable, room_bytes)
+                self.replays[key] = found = replayed(expandable, room_bytes)
+                if not expandable and not found.met_limit:
+                    self.replays[(*way, False, None)] = found
             return self.replays[key]
 
         return once

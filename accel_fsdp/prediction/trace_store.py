@@ -4,13 +4,11 @@ A file holds each size and each tape once, since variants share most of them. An
 place of its size among `sizes`, plus 0 for a release, 1 for a gradient, 2 for an allocation.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -54,6 +52,9 @@ def file_name(name: str) -> str:
 
 def key_of(config: Mapping[str, Any], variants: tuple[str, ...]) -> str:
     """What a file depends on, as a hash: the model's configuration, the variants, and the libraries' versions."""
+    import hashlib
+    from importlib.metadata import version
+
     require("tracing what a model allocates", *TRACED_WITH)
     libraries = {name: version(name).split("+")[0] for name in TRACED_WITH}
     content = json.dumps([RECORDING, libraries, variants, config], sort_keys=True, default=str)

@@ -6,6 +6,7 @@ The kernels are those that transformers and PEFT run eagerly. Fused ones (Liger,
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.amounts import Amounts
@@ -91,6 +92,7 @@ class Software:
 
 
 EAGER = Software()
+REMEMBERED = 1024  # batches of one search, for which all layouts compute the same
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Work(Amounts):
         return self.matmul_flops + self.float32_flops + self.attention_flops
 
 
+@lru_cache(REMEMBERED)
 def block_work(block: Block, shape: ModelShape, recipe: Recipe, software: Software = EAGER) -> tuple[Work, Work]:
     """Forward and backward of one block for one micro-batch.
 
@@ -128,6 +131,7 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe, software: Softwa
     return whole + attention + between + thin + unpacking, backward + unpacking
 
 
+@lru_cache(REMEMBERED)
 def head_work(shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
     """The product with the vocabulary and the loss; a tied head computes as one of its own."""
     tokens = recipe.rows * recipe.length

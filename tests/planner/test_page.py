@@ -146,10 +146,21 @@ def test_odd_plans_make_a_page(given: search.PlanJob) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "zero"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(rows=4, checkpointing="full", accumulation=2)])
-def test_the_timeline_has_the_peaks_of_the_prediction(engine: str, recipe: Recipe) -> None:
-    layout = Layout(engine, 1, 8, 8)  # type: ignore[arg-type]
-    found = trace_store.find(LLAMA)
+@pytest.mark.parametrize("strategy", [1, 2])
+@pytest.mark.parametrize("model", [LLAMA, "google/gemma-2-9b", "google/gemma-3-4b-it", "openai-community/gpt2"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(length=1024),
+        Recipe(rows=4, length=512, checkpointing="full", accumulation=3),
+        Recipe("lora", dtype="bfloat16", length=1024, optimizer="adamw_torch"),
+    ],
+    ids=["full", "recomputed", "lora"],
+)
+def test_the_timeline_has_the_peaks_of_the_prediction(engine: str, strategy: int, model: str, recipe: Recipe) -> None:
+    """A timeline sees each layer; a prediction goes through those in the middle once, also where kinds alternate."""
+    layout = Layout(engine, strategy, 8, 8, offload=engine == "fsdp1" and strategy == 2)  # type: ignore[arg-type]
+    found = trace_store.find(model)
     assert found is not None
     shape, tapes = found[0], found[1][variant_of(recipe, layout.engine)]
     moments = step.predict(shape, tapes, recipe, layout, 1000).moments

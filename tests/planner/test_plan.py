@@ -225,7 +225,7 @@ def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
     recipe, meter = Recipe(), Meter()
     layout = Layout("zero", stage, 64, 8) if stage else Layout("ddp", 1, 64, 8)  # 16 bytes each without ZeRO
     units = step.units_of(shape, recipe, layout)
-    engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], recipe, layout)
+    engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], [1] * 30, recipe, layout)
     engine.load()
     engine.make_states()
     for number, unit in enumerate(engine.units):

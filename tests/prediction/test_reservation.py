@@ -65,8 +65,9 @@ def test_the_steps_allocate_what_is_predicted_of_one(
 
 @pytest.mark.parametrize("reduce", ["compute", "float32"])
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-@pytest.mark.parametrize("layout", [FSDP1, FSDP2])
+@pytest.mark.parametrize("layout", [FSDP1, FSDP2, replace(FSDP2, ranks=7, ranks_per_node=7)])
 def test_gradient_accumulation(layout: Layout, sync_each_batch: bool, reduce: str) -> None:
+    """On seven GPUs shards are padded, which makes no gradient wider."""
     layout = replace(layout, sync_each_batch=sync_each_batch)
     recipe = replace(FULL, accumulation=3, reduce=reduce)  # type: ignore[arg-type]
     expected = predict(*model(recipe, layout), recipe, layout).peak.total

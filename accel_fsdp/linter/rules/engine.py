@@ -213,7 +213,8 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     seen = dict.fromkeys(rules, subject)
     for code in MISSPELT:
         renamed = _as_meant(subject, [one for found in RULES[code].check(subject) for one in found.edits])
-        seen |= {other: renamed for other in rules if other not in MISSPELT[: MISSPELT.index(code) + 1]}
+        if renamed is not subject:
+            seen |= {other: renamed for other in rules if other not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
     return [
         replace(

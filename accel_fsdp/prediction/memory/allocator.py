@@ -5,6 +5,7 @@ the GPU isn't here: `complete` says that the GPU has come as far as the CPU.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,16 +40,21 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0
 
 
+NO_STREAM: frozenset[int] = frozenset()
+
+
 class Block:
-    """A stretch of a segment: in use, cached, or address space of an expandable segment that isn't mapped."""
+    """A stretch of a segment: in use, cached, or address space of an expandable segment that isn't mapped.
+
+    It `is_free` when nothing uses it, and no other stream of its `uses` may still use it.
+    """
 
     __slots__ = (
         "address",
         "allocated",
         "before",
         "born",
-        "events",
-        "expandable",
+        "is_free",
         "mapped",
         "next",
         "pool",
@@ -57,13 +63,12 @@ class Block:
         "uses",
     )
 
-    def __init__(self, pool: "_Pool", stream: int, address: int, size: int, expandable: bool) -> None:
-        self.pool, self.stream, self.address, self.size, self.expandable = pool, stream, address, size, expandable
-        self.allocated, self.mapped = False, True
+    def __init__(self, pool: "_Pool", stream: int, address: int, size: int) -> None:
+        self.pool, self.stream, self.address, self.size = pool, stream, address, size
+        self.allocated, self.is_free, self.mapped, self.born = False, True, True, 0
         self.before: Block | None = None
         self.next: Block | None = None
-        self.uses: set[int] = set()
-        self.events = self.born = 0
+        self.uses: frozenset[int] = NO_STREAM
 
     @property
     def is_split(self) -> bool:
@@ -75,39 +80,32 @@ class Block:
         """As `torch.cuda.memory_snapshot` calls it."""
         return "active_allocated" if self.allocated else "inactive" if self.is_free else "active_pending_free"
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing uses it, or will have used it."""
-        return not self.allocated and not self.events and not self.uses
-
 
 class _Pool:
     """The cached blocks for small or for large requests, by stream, in order of size and address."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.blocks: dict[int, list[tuple[int, int, Block]]] = {}
-        self.unmapped: dict[int, list[tuple[int, Block]]] = {}
+        self.blocks: defaultdict[int, list[tuple[int, int, Block]]] = defaultdict(list)
+        self.unmapped: defaultdict[int, list[tuple[int, Block]]] = defaultdict(list)
         self.calls = 0
 
     def insert(self, block: Block) -> None:
-        """Caches a block."""
-        block.born = self.calls
-        insort(self.blocks.setdefault(block.stream, []), (block.size, block.address, block))
+        """Caches a block, or remembers address space."""
+        if block.mapped:
+            block.born = self.calls
+            insort(self.blocks[block.stream], (block.size, block.address, block))
+        else:
+            insort(self.unmapped[block.stream], (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Takes a cached block out."""
-        blocks = self.blocks[block.stream]
-        del blocks[bisect_left(blocks, (block.size, block.address))]
-
-    def insert_unmapped(self, block: Block) -> None:
-        """Remembers address space."""
-        insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
-
-    def remove_unmapped(self, block: Block) -> None:
-        """Forgets address space that is mapped now."""
-        blocks = self.unmapped[block.stream]
-        del blocks[bisect_left(blocks, (block.address,))]
+        """Takes it out."""
+        if block.mapped:
+            blocks = self.blocks[block.stream]
+            del blocks[bisect_left(blocks, (block.size, block.address))]
+        else:
+            spaces = self.unmapped[block.stream]
+            del spaces[bisect_left(spaces, (block.address,))]
 
 
 class Segment(NamedTuple):
@@ -126,7 +124,7 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self.allocated = self.active = self.reserved = 0
         self.allocated_peak = self.active_peak = self.reserved_peak = 0
-        self.retries = 0
+        self.retries, self.met_limit = 0, False
         self._small, self._large = _Pool(True), _Pool(False)
         self._heads: dict[int, Block] = {}
         self._waiting: list[Block] = []
@@ -143,16 +141,19 @@ class CachingAllocator:
         """
         if self._completed:
             self._process_events()
-        size = self.rounded(size)
+        if size % ROUND_BYTES or self.settings.roundup_power2_divisions:
+            size = self.rounded(size)
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._cached(pool, stream, size) or self._new(pool, stream, size)
-        if self._should_split(block, size):
+        if block.size > size and self._should_split(block, size):
             block = self._split(block, size)
-        block.allocated = True
+        block.allocated, block.is_free = True, False
         self.allocated += block.size
         self.active += block.size
-        self.allocated_peak = max(self.allocated_peak, self.allocated)
-        self.active_peak = max(self.active_peak, self.active)
+        if self.active > self.active_peak:
+            self.active_peak = self.active
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
         return block
 
     def free(self, block: Block) -> None:
@@ -160,8 +161,7 @@ class CachingAllocator:
         block.allocated = False
         self.allocated -= block.size
         if block.uses:
-            block.events = len(block.uses)
-            block.uses = set()
+            block.uses = NO_STREAM
             self._waiting.append(block)
         else:
             self._free(block)
@@ -169,7 +169,7 @@ class CachingAllocator:
     def record_stream(self, block: Block, stream: int) -> None:
         """Says that another stream uses the block too (`recordStream`)."""
         if stream != block.stream:
-            block.uses.add(stream)
+            block.uses |= {stream}
 
     @property
     def issued(self) -> int:
@@ -211,39 +211,37 @@ class CachingAllocator:
         self._completed = 0
         self._done += len(done)
         for block in done:
-            block.events = 0
             self._free(block)
 
     def _free(self, block: Block) -> None:
         """Merges a block with free neighbours and caches it (`free_block`)."""
         self.active -= block.size
-        self._merge(block, block.before)
-        self._merge(block, block.next)
+        block.is_free = True
+        self._merge(block)
         block.pool.insert(block)
 
-    def _merge(self, block: Block, other: Block | None) -> None:
-        """Takes over a free neighbour (`try_merge_blocks`)."""
-        if other is None or not other.is_free or other.mapped != block.mapped:
-            return
-        (other.pool.remove if other.mapped else other.pool.remove_unmapped)(other)
-        if other is block.before:
-            block.address, block.before = other.address, other.before
-            if other.before is not None:
-                other.before.next = block
+    def _merge(self, block: Block) -> None:
+        """Takes over free neighbours (`try_merge_blocks`)."""
+        before, following = block.before, block.next
+        if before is not None and before.is_free and before.mapped == block.mapped:
+            before.pool.remove(before)
+            block.address, block.before = before.address, before.before
+            if before.before is not None:
+                before.before.next = block
             else:
                 self._heads[block.address] = block
-        else:
-            block.next = other.next
-            if other.next is not None:
-                other.next.before = block
-        block.size += other.size
+            block.size += before.size
+        if following is not None and following.is_free and following.mapped == block.mapped:
+            following.pool.remove(following)
+            block.next = following.next
+            if following.next is not None:
+                following.next.before = block
+            block.size += following.size
 
     def _cached(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """The smallest cached block of the stream that is large enough (`get_free_block`)."""
         pool.calls += 1
-        blocks = pool.blocks.get(stream)
-        if not blocks:
-            return None
+        blocks = pool.blocks[stream]
         place = bisect_left(blocks, (size,))
         if place == len(blocks):
             return None
@@ -261,7 +259,10 @@ class CachingAllocator:
         if self.settings.garbage_collection_threshold and self.capacity_bytes is not None:
             self._collect_garbage(int(self.settings.garbage_collection_threshold * self.capacity_bytes))
         block = self._from_driver(pool, stream, size)
-        if block is None and self._release_oversized(pool, stream, size):
+        if block is not None:
+            return block
+        self.met_limit = True
+        if self._release_oversized(pool, stream, size):
             block = self._from_driver(pool, stream, size)
         if block is None:
             self.retries += 1
@@ -278,7 +279,7 @@ class CachingAllocator:
         whole = _segment_bytes(size)
         if not self._has(whole):
             return None
-        block = Block(pool, stream, self._address(), whole, expandable=False)
+        block = Block(pool, stream, self._address(), whole)
         self._heads[block.address] = block
         self._reserve(whole)
         return block
@@ -303,7 +304,7 @@ class CachingAllocator:
 
     def _split(self, rest: Block, size: int) -> Block:
         """Cuts a block off the beginning; the rest is cached (`alloc_found_block`)."""
-        block = Block(rest.pool, rest.stream, rest.address, size, rest.expandable)
+        block = Block(rest.pool, rest.stream, rest.address, size)
         block.before, block.next = rest.before, rest
         if rest.before is not None:
             rest.before.next = block
@@ -330,14 +331,14 @@ class CachingAllocator:
 
     def _expandable(self, pool: _Pool, stream: int, size: int) -> Block:
         """Where free and unmapped space follow each other, large enough; else a new one (`find_expandable_block`)."""
-        for _, block in pool.unmapped.get(stream, []):
+        for _, block in pool.unmapped[stream]:
             first = block.before if block.before is not None and block.before.is_free else block
             if _room(first) >= size:
                 return first
-        block = Block(pool, stream, self._address(), self._space(pool), expandable=True)
+        block = Block(pool, stream, self._address(), self._space(pool))
         block.mapped = False
         self._heads[block.address] = block
-        pool.insert_unmapped(block)
+        pool.insert(block)
         return block
 
     def _space(self, pool: _Pool) -> int:
@@ -353,40 +354,38 @@ class CachingAllocator:
         mapped = -(-size // page) * page
         if not self._has(mapped):
             return False
-        block.pool.remove_unmapped(block)
+        block.pool.remove(block)
         block.mapped = True
         if mapped < block.size:
-            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, expandable=True)
+            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped)
             rest.mapped = False
             rest.before, rest.next = block, block.next
             if block.next is not None:
                 block.next.before = rest
             block.next = rest
             block.size = mapped
-            block.pool.insert_unmapped(rest)
-        self._merge(block, block.before)
-        self._merge(block, block.next)
+            block.pool.insert(rest)
+        self._merge(block)
         block.pool.insert(block)
         self._reserve(mapped)
         return True
 
     def _release_oversized(self, pool: _Pool, stream: int, size: int) -> bool:
         """Gives back blocks that are never split, as many as are needed (`release_available_cached_blocks`)."""
-        if self.settings.max_split_size_bytes is None:
+        if self.settings.max_split_size_bytes is None or self.settings.expandable_segments:
             return False
         needed = max(size, self._max_split)
-        blocks = pool.blocks.get(stream, [])
+        blocks = pool.blocks[stream]
         place = bisect_left(blocks, (needed,))
-        if place < len(blocks) and not blocks[place][2].expandable:
+        if place < len(blocks):
             self._release(blocks[place][2])
             return True
         released = 0
         for block_size, _, block in reversed(blocks[:place]):
             if released >= needed or block_size < self._max_split:
                 break
-            if not block.expandable:
-                self._release(block)
-                released += block_size
+            self._release(block)
+            released += block_size
         return released >= needed
 
     def _release_cached(self) -> None:
@@ -396,7 +395,7 @@ class CachingAllocator:
         for pool in (self._large, self._small):
             for blocks in pool.blocks.values():
                 for _, _, block in list(blocks):
-                    if block.expandable:
+                    if self.settings.expandable_segments:
                         self._unmap(block)
                     elif not block.is_split:
                         self._release(block)
@@ -424,13 +423,12 @@ class CachingAllocator:
             self._heads.pop(begin, None)
             self._heads[block.address] = block
         self.reserved -= block.size
-        self._merge(block, block.before)
-        self._merge(block, block.next)
-        block.pool.insert_unmapped(block)
+        self._merge(block)
+        block.pool.insert(block)
 
     def _beside(self, block: Block, address: int, size: int, before: bool) -> None:
         """Puts a cached block beside another."""
-        new = Block(block.pool, block.stream, address, size, expandable=True)
+        new = Block(block.pool, block.stream, address, size)
         if before:
             new.before, new.next = block.before, block
             if block.before is not None:
@@ -449,7 +447,7 @@ class CachingAllocator:
         """Gives back whole segments that were not used for longest (`garbage_collect_cached_blocks`)."""
         excess = self.reserved - most_bytes
         blocks = (block for cached in self._large.blocks.values() for _, _, block in cached)
-        whole = [block for block in blocks if not block.is_split and not block.expandable]
+        whole = [block for block in blocks if not block.is_split and not self.settings.expandable_segments]
         while excess > 0 and whole:
             calls = self._large.calls
             average = sum(calls - block.born for block in whole) / len(whole)

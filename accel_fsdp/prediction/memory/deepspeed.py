@@ -25,7 +25,7 @@ class Zero(EngineMemory):
     def load(self) -> None:
         """Weights, masters and the bucket."""
         stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
-        weights = sum(shards.gathered_bytes(unit, self._whole()) for unit in self.held)
+        weights = self.total(lambda unit: shards.gathered_bytes(unit, self._whole()))
         if stage < 3:
             self.meter.add(PARAMETERS, weights)
         elif not self.layout.offload:
@@ -39,7 +39,7 @@ class Zero(EngineMemory):
         """The optimizer's state of this rank's partition."""
         if not self.layout.offload:
             alone = replace(self.layout, ranks=1, ranks_per_node=1)
-            whole = sum(shards.optimizer_bytes(unit, self.recipe, alone) for unit in self.held)
+            whole = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, alone))
             self.meter.add(OPTIMIZER, whole // self.layout.ranks)
 
     def adds(self, unit: int) -> bool:
@@ -50,7 +50,7 @@ class Zero(EngineMemory):
         return Layout("single", 1, 1, 1)
 
     def _trained_numel(self) -> int:
-        return sum(one.numel for unit in self.held for one in unit.held if one.trained)
+        return self.total(lambda unit: sum(one.numel for one in unit.held if one.trained))
 
     def before_forward(self, unit: int) -> None:
         """Stage 3 gathers the unit and prefetches about as much."""

@@ -5,7 +5,7 @@ torch 2.13 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -31,12 +31,14 @@ class EngineMemory:
     """Everything on every rank, nothing to gather: one GPU, and the base of the others.
 
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
-    `head_unit` is the place of that one, 0 for the first. `idle` units are held and never run. `prefetches` says that
-    backward gathers the next unit early, `syncs` that this micro-batch's gradients are reduced.
+    `counts` say how many equal ones each stands for. `head_unit` is the place of the head's unit, 0 for the first.
+    `idle` units are held and never run. `prefetches` says that backward gathers the next unit early, `syncs` that this
+    micro-batch's gradients are reduced.
     """
 
     meter: Meter
     units: Sequence[Unit]
+    counts: Sequence[int]
     recipe: Recipe
     layout: Layout
     idle: Sequence[Unit] = ()
@@ -49,9 +51,13 @@ class EngineMemory:
         return self.has_grads
 
     @property
-    def held(self) -> Sequence[Unit]:
-        """All units, those that never run too."""
-        return (*self.units, *self.idle)
+    def held(self) -> Sequence[tuple[Unit, int]]:
+        """All units with their counts, those that never run too."""
+        return (*zip(self.units, self.counts, strict=True), *((unit, 1) for unit in self.idle))
+
+    def total(self, size: Callable[[Unit], int]) -> int:
+        """What all units have of something."""
+        return sum(size(unit) * count for unit, count in self.held)
 
     @property
     def head_unit(self) -> int:
@@ -61,12 +67,13 @@ class EngineMemory:
     def load(self) -> None:
         """What lives from the beginning on."""
         if not self.layout.offload:
-            self.meter.add_each(PARAMETERS, ((self._at_rest(unit), unit) for unit in self.held))
+            self.meter.add_each(PARAMETERS, ((self._at_rest(unit) * count, unit) for unit, count in self.held))
 
     def make_states(self) -> None:
         """What the first step of the optimizer makes, and lives from then on."""
         if not self.layout.offload:
-            sizes = ((shards.optimizer_bytes(unit, self.recipe, self.layout), unit) for unit in self.held)
+            recipe, layout = self.recipe, self.layout
+            sizes = ((shards.optimizer_bytes(unit, recipe, layout) * count, unit) for unit, count in self.held)
             self.meter.add_each(OPTIMIZER, sizes)
 
     def _at_rest(self, unit: Unit) -> int:
@@ -104,12 +111,12 @@ class EngineMemory:
 
     def last_gradients(self) -> int:
         """The gradients of a whole step."""
-        return 0 if self.layout.offload else sum(self._master(unit, shard=True) for unit in self.held)
+        return 0 if self.layout.offload else self.total(lambda unit: self._master(unit, shard=True))
 
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
-            sizes = [(self._master(unit, shard=True), unit) for unit in self.held]
+            sizes = [(self._master(unit, shard=True) * count, unit) for unit, count in self.held]
             self.meter.add_each(OPTIMIZER, sizes, "temporaries")
             self.meter.add(OPTIMIZER, -sum(size for size, _ in sizes), "temporaries")
 
@@ -124,7 +131,7 @@ class Ddp(EngineMemory):
     def load(self) -> None:
         """As without, and the buckets."""
         super().load()
-        self.meter.add(BUFFERS, sum(self._master(unit, shard=False) for unit in self.held))
+        self.meter.add(BUFFERS, self.total(lambda unit: self._master(unit, shard=False)))
 
 
 @dataclass
@@ -274,7 +281,8 @@ class Fsdp2(Fsdp):
         if older and not adds:
             self.meter.add(GRADIENTS, -born, ("born", unit))
             return older, waiting
-        if not older and not self.syncs and whole > born:
+        wider = shards.reduce_bytes(self.recipe) > shards.compute_bytes(self.recipe)
+        if not older and not self.syncs and wider:
             self.meter.add(GRADIENTS, whole, waiting, of=self.units[unit])
             self.meter.add(GRADIENTS, -born, ("born", unit))
             return whole, waiting
@@ -303,7 +311,7 @@ class Fsdp1(Fsdp):
             new_bytes = self._master(self.units[unit], shard=True)
             self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
             self.meter.add(GRADIENTS, new_bytes, "offloaded", stream=REDUCE)
-            self.offloaded += new_bytes
+            self.offloaded += new_bytes * self.counts[unit]
         else:
             super()._keep(unit, reduced_bytes)
 

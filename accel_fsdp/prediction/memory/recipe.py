@@ -50,6 +50,10 @@ class Block:
     layers: tuple[int, ...]
     parameters: tuple[Parameter, ...]
 
+    def __hash__(self) -> int:
+        """Of a part, as that of a `ModelShape`."""
+        return hash((self.name, self.layers))
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -78,6 +82,10 @@ class ModelShape:
     positions: int = 0
     untraced: tuple[int, ...] = ()
     eager_only: bool = False
+
+    def __hash__(self) -> int:
+        """Of a part: shapes have hundreds of parameters, and are keys of what is remembered."""
+        return hash((self.name, self.hidden, self.vocab))
 
     @property
     def layers(self) -> int:

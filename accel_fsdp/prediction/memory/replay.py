@@ -45,7 +45,7 @@ def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks
         (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe, quirks),
         tuple(
             _cast_bytes(unit, recipe, layout) + (_cached_bytes(block, recipe) if quirks.caches_keys else 0)
-            for unit, block in zip(shards.block_units(shape, recipe, layout), shape.blocks, strict=True)
+            for unit, block in zip(shards.distinct_units(shape, recipe, layout).blocks, shape.blocks, strict=True)
         ),
     )
 

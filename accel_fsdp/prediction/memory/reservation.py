@@ -57,6 +57,7 @@ class Group(NamedTuple):
 class AllocatingMeter(Meter):
     """Gives everything that is counted to an allocator, tensor by tensor."""
 
+    sees_each = True
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
     named: dict[object, list[Group]] = field(default_factory=dict)
     per_parameter: int = 1
@@ -157,7 +158,7 @@ class Reservation:
     """What an allocator has reserved and used at its highest after some steps.
 
     `failed_at` is the phase in which it ran out, `thrashes` the last step if it gave its cache back there to go on: it
-    does so in each step then, which takes time.
+    does so in each step then, which takes time. `met_limit`: without one it would have reserved more.
     """
 
     reserved: int
@@ -165,6 +166,7 @@ class Reservation:
     allocated: int
     failed_at: str = ""
     thrashes: str = ""
+    met_limit: bool = False
 
 
 def reserve(
@@ -201,7 +203,8 @@ def reserve(
     except MemoryError:
         failed_at = meter.phase
     return Reservation(
-        *(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak), failed_at, walk.thrashes
+        *(allocator.reserved_peak, allocator.active_peak, allocator.allocated_peak),
+        *(failed_at, walk.thrashes, allocator.met_limit),
     )
 
 
@@ -282,7 +285,7 @@ class _AllocatingWalk(Walk):
         save's optimizer takes no more: one state of a unit at a time (`_allgather_orig_param_states`).
         """
         allocator = self.meter.allocator
-        for unit in self.engine.held:
+        for unit, _ in self.engine.held:
             sizes = [round(size) for size in shards.tensor_weights(unit, "stored", flat=False)]
             for size in (sum(sizes),) if self.meter.flat else sizes:
                 allocator.free(allocator.malloc(max(size, 1), GATHER))

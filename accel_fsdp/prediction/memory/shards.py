@@ -7,13 +7,13 @@ Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to th
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from accel_fsdp.config import TORCH_DTYPES
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Parameter, Recipe
+from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, OptimizerName, Parameter, Recipe
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
 
@@ -39,7 +39,7 @@ class Held:
         return math.prod(self.shape)
 
 
-CACHED = 256  # equal layers share one unit, which is compared by identity: each size is summed once per walk
+CACHED = 1024  # equal layers share one unit, which is compared by identity: each size is summed once
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +80,31 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
     return embedding, tuple(one for one in shape.outer if one.kind != "embedding")
 
 
-def block_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
-    """One unit per distinct block, in the order of `shape.blocks`."""
-    return tuple(Unit(block.name, tuple(held(block.parameters, recipe, layout, inside=True))) for block in shape.blocks)
+class Units(NamedTuple):
+    """One unit per distinct block, in the order of `ModelShape.blocks`, and what the first and a last unit hold."""
+
+    blocks: tuple[Unit, ...]
+    first: Unit
+    last: Unit | None
 
 
-def held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
+def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
+    """The units of a model: the same objects, however much one step computes."""
+    alike = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
+    return _distinct_units(shape, alike, Layout(layout.engine, 1, 1, 1))
+
+
+@lru_cache(CACHED)
+def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
+    def unit(name: str, parameters: tuple[Parameter, ...], inside: bool = False) -> Unit:
+        return Unit(name, tuple(_held(parameters, recipe, layout, inside)))
+
+    first, last = outer_parts(shape, layout)
+    blocks = tuple(unit(block.name, block.parameters, inside=True) for block in shape.blocks)
+    return Units(blocks, unit("embedding" if last else "root", first), unit("head", last) if last else None)
+
+
+def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
     """The parameters as the recipe trains them; with LoRA each linear layer inside a block brings its A and B."""
     full = recipe.method == "full"
     compute = compute_bytes(recipe)
@@ -172,15 +191,18 @@ def quantization_bytes(unit: Unit, layout: Layout) -> int:
     return round(whole if layout.engine == "fsdp1" else whole / layout.shard_ranks)
 
 
-@lru_cache(CACHED)
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """The optimizer state of one unit's trained shards."""
-    master = master_bytes(recipe, layout)
-    if recipe.optimizer.startswith("adamw_torch"):
-        return state_bytes.optimizer_bytes(recipe.optimizer, (_optimized_numel(unit, layout),), master)
+    return _optimizer_bytes(unit, recipe.optimizer, master_bytes(recipe, layout), layout)
+
+
+@lru_cache(CACHED)
+def _optimizer_bytes(unit: Unit, optimizer: OptimizerName, master: int, layout: Layout) -> int:
+    if optimizer.startswith("adamw_torch"):
+        return state_bytes.optimizer_bytes(optimizer, (_optimized_numel(unit, layout),), master)
     return sum(
         state_bytes.optimizer_bytes(
-            recipe.optimizer,
+            optimizer,
             shard_shape(one, layout.shard_ranks),
             master,
             embedding=one.embedding and layout.engine != "zero",  # whose partitions are no embedding's any more

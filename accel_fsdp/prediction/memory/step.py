@@ -5,9 +5,9 @@ frees and reduces around each unit is in `engines.py`; what a block allocates is
 `torch.cuda.max_memory_allocated` counts, on the rank with the largest shards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -83,9 +83,38 @@ def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wo
     return Timeline(tuple(trace.samples), trace.most)
 
 
+class Layers(NamedTuple):
+    """The layers that a walk goes through: their `places`, how many each stands for, and the units that stand for many.
+
+    A walk needs two of the first layers, as the second finds what each later one finds; then one for all between; and
+    two of the last, for the same reason on the way back. Where kinds of layers alternate, these are periods of layers.
+    """
+
+    places: Sequence[int]
+    counts: Sequence[int]
+    middle: range
+
+    @staticmethod
+    def whole(order: Sequence[int]) -> "Layers":
+        """Each for itself."""
+        return Layers(range(len(order)), [1] * len(order), range(0))
+
+    @staticmethod
+    def shortened(order: Sequence[int]) -> "Layers":
+        """As few as are enough."""
+        period = next((size for size in range(1, len(order)) if order[size:] == order[:-size]), len(order))
+        between = len(order) // period - 4
+        if between < 2:
+            return Layers.whole(order)
+        first, left_out = 2 * period, (between - 1) * period
+        places = [*range(first + period), *range(first + period + left_out, len(order))]
+        counts = [1] * first + [between] * period + [1] * (len(places) - first - period)
+        return Layers(places, counts, range(first + 1, first + period + 1))
+
+
 @dataclass
 class Walk:
-    """One micro-batch, unit by unit. `order` names the block of each layer.
+    """One micro-batch, unit by unit. `order` names the block of each layer, `middle` the units that stand for many.
 
     `summed` is the second gradient of a tied embedding: autograd adds it to the head's, which waited for it, in a new
     tensor (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`).
@@ -94,7 +123,8 @@ class Walk:
     meter: Meter
     engine: EngineMemory
     recipe: Recipe
-    order: list[int]
+    order: Sequence[int]
+    middle: range
     blocks: tuple[Replay, ...]
     embedding: Replay
     head: Replay
@@ -111,14 +141,19 @@ class Walk:
         """Puts it together."""
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
-        engine = ENGINES[layout.engine](meter, units, recipe, layout, idle_units(shape, recipe, layout))
+        layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
+        first, last = units[:1], units[len(order) + 1 :]
+        walked = [*first, *(units[place + 1] for place in layers.places), *last]
+        counts = [1, *layers.counts, *(1 for _ in last)]
+        engine = ENGINES[layout.engine](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
         played = play(shape, tapes, recipe, layout, quirks)
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return cls(
-            *(meter, engine, recipe, order, played.blocks, played.embedding, played.head, engine.head_unit),
+            *(meter, engine, recipe, [order[place] for place in layers.places], layers.middle),
+            *(played.blocks, played.embedding, played.head, engine.head_unit),
             more_logits=played.more_logits,
             until_loss=played.until_loss,
             retained=played.blocks[-1].output if retains else 0,
@@ -166,7 +201,8 @@ class Walk:
         self.meter.add(ACTIVATIONS, self.embedding.forward_end)
         self.engine.after_forward(0)
         self.meter.mark()
-        for unit, block in enumerate(self.order, start=1):
+        for unit in self._each(range(1, len(self.order) + 1)):
+            block = self.order[unit - 1]
             played = self.blocks[block]
             self.engine.before_forward(unit)
             self._rise(played.forward_peak)
@@ -175,6 +211,20 @@ class Walk:
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
             self.meter.mark()
+
+    def _each(self, units: range) -> Iterator[int]:
+        """The units, in order or backwards; what those in the middle leave behind is multiplied when they are done.
+
+        Equal layers change what is alive by equal amounts, so the highest of all is at their beginning or at their end.
+        """
+        middle = [unit for unit in units if unit in self.middle]
+        before: Mapping[str, int] = {}
+        for unit in units:
+            if unit in middle[:1]:
+                before = dict(self.meter.live)
+            yield unit
+            if unit in middle[-1:]:
+                self.meter.repeat(before, self.engine.counts[unit] - 1)
 
     def _rise(self, peak: int) -> None:
         self.meter.touch({ACTIVATIONS: peak})
@@ -196,7 +246,7 @@ class Walk:
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
-        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order))
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] * count for block, count in self._counted()))
         self.meter.mark()
         self.meter.add(GRADIENTS, -late)
         self.engine.before_loss_backward()
@@ -218,6 +268,10 @@ class Walk:
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
+    def _counted(self) -> Iterator[tuple[int, int]]:
+        """The block of each layer, and how many layers that is."""
+        return zip(self.order, self.engine.counts[1 : len(self.order) + 1], strict=True)
+
     def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
         """Its highest point. The tape begins by releasing the output, not counted any more by then: `released`.
 
@@ -235,7 +289,7 @@ class Walk:
 
     def _backward(self) -> None:
         """Frees what each block saved, and its input: its output went with the block after it."""
-        for unit in range(len(self.order), 0, -1):
+        for unit in self._each(range(len(self.order), 0, -1)):
             played = self.blocks[self.order[unit - 1]]
             held = self._output_before(unit) if self._holds_input(played) else 0
             self.engine.before_backward(unit)
@@ -257,7 +311,8 @@ class Walk:
         self.meter.add(GRADIENTS, -self.summed)  # with `adds` it is the head's, of the same size
         self.engine.after_backward(0, born)
         if self.retained:  # the inputs of all blocks, and the gradients of all but two
-            self.meter.add(ACTIVATIONS, -self.retained * (2 * len(self.order) - 2))
+            layers = sum(count for _, count in self._counted())
+            self.meter.add(ACTIVATIONS, -self.retained * (2 * layers - 2))
         self.engine.end_backward()
 
 
@@ -276,13 +331,12 @@ def block_order(shape: ModelShape) -> list[int]:
 
 def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
     """The units in forward order, as Accelerate makes them with the blocks' classes to wrap."""
-    blocks = shards.block_units(shape, recipe, layout)
+    blocks, first, last = shards.distinct_units(shape, recipe, layout)
     inner = [blocks[index] for index in block_order(shape)]
-    first, last = (tuple(shards.held(part, recipe, layout, inside=False)) for part in shards.outer_parts(shape, layout))
-    return [Unit("embedding", first), *inner, Unit("head", last)] if last else [Unit("root", first), *inner]
+    return [first, *inner, last] if last else [first, *inner]
 
 
 def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
     """The units of layers that no text goes through: held like the others, and not run by rows of text."""
-    blocks = shards.block_units(shape, recipe, layout)
+    blocks = shards.distinct_units(shape, recipe, layout).blocks
     return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]

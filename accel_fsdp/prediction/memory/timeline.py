@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction.memory.shards import Unit
@@ -33,8 +33,12 @@ class Moment:
 
 @dataclass
 class Meter:
-    """What is alive, and the highest point of each phase so far. `total` is the sum of `live`."""
+    """What is alive, and the highest point of each phase so far. `total` is the sum of `live`.
 
+    `sees_each` layer: to know the highest point it is enough to see the first and the last of many that are equal.
+    """
+
+    sees_each: ClassVar[bool] = False
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     moments: list[Moment] = field(default_factory=list)
     phase: str = ""
@@ -75,6 +79,13 @@ class Meter:
             self.total += size
         self._look()
 
+    def repeat(self, before: Mapping[str, int], times: int) -> None:
+        """What has happened since `before` happens so many more times, with no higher point than what follows."""
+        for kind, size in before.items():
+            more = (self.live[kind] - size) * times
+            self.live[kind] += more
+            self.total += more
+
     def touch(self, rises: Mapping[str, int]) -> None:
         """A peak that is gone again before anything else happens: `rises` by kind above what is alive."""
         self.change(rises)
@@ -100,6 +111,7 @@ class Meter:
 class Trace(Meter):
     """Keeps of each unit its highest point and what it leaves behind, and of each kind the most there ever was."""
 
+    sees_each = True
     samples: list[Moment] = field(default_factory=list)
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     _top: Moment | None = None

@@ -5,6 +5,8 @@ rank: every size on it is a polynomial in them. So a peak is exact although it i
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Method
@@ -82,6 +84,10 @@ class Tape:
     alone: "Tape | None" = None
     first: tuple[Event, ...] = ()
 
+    def __hash__(self) -> int:
+        """Of a part: tapes have hundreds of events, and are keys of what is remembered."""
+        return hash((len(self.forward), len(self.backward), self.output))
+
     def of(self, rows: int) -> "Tape":
         """The tape for as many rows."""
         return self.alone if rows == 1 and self.alone is not None else self
@@ -149,6 +155,7 @@ class Variant(NamedTuple):
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
     @staticmethod
+    @lru_cache
     def of(name: str) -> "Variant":
         """The variant of a name."""
         return next(variant for variant in VARIANTS if variant.name == name)
@@ -211,11 +218,8 @@ def variant_of(recipe: Recipe, engine: str) -> str:
 
 def levels(events: tuple[Event, ...], at: At) -> list[int]:
     """The bytes alive after each event, counted from the start of the segment."""
-    alive, seen = 0, []
-    for event in events:
-        alive += event.sign * event.size.at(at)
-        seen.append(alive)
-    return seen
+    sizes = {event.size: event.size.at(at) for event in set(events)}
+    return list(accumulate(sign * sizes[size] for sign, size in events))
 
 
 class Replay(NamedTuple):
@@ -240,21 +244,23 @@ class Replay(NamedTuple):
     adding_peak: int = 0
 
 
+@lru_cache(1024)
 def replay(tape: Tape, at: At) -> Replay:
     """Plays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
     alive = born = adding = 0
     early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
-    for event in tape.backward:
-        size = event.size.at(at)
-        alive += event.sign * size
-        born += 0 if event.sign else size
-        adding = max(adding, alive if event.sign else alive + size)
-        if born:
-            late = max(late, (alive + born, born), key=lambda point: point[0])
-        else:
-            early = max(early, (alive, 0), key=lambda point: point[0])
-    peak, born_at_peak = max(early, late, key=lambda point: point[0])
+    sizes = {event.size: event.size.at(at) for event in set(tape.backward)}
+    for sign, polynomial in tape.backward:
+        size = sizes[polynomial]
+        alive += sign * size
+        born += 0 if sign else size
+        adding = max(adding, alive if sign else alive + size)
+        if not born and alive > early[0]:
+            early = alive, 0
+        if born and alive + born > late[0]:
+            late = alive + born, born
+    peak, born_at_peak = late if late[0] > early[0] else early
     end = forward[-1] if forward else 0
     return Replay(
         *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
