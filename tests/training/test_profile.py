@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import wraps
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from conftest import PROBE, SFT, Finished, accelerate_launch
 from test_training import PER_RANK, RANKS, STEPS, make_config, sft_args
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus
@@ -305,6 +306,64 @@ def test_a_resumed_run_profiles_steps_to_come(
     assert "--profile_steps begins at 2, and 2 steps are done: step 3 is the first profiled one" in finished.output
     assert {path.name for path in (tmp_path / "run" / "profile").glob("trace*")} == {"trace-step3-rank0.json.gz"}
     assert numbers(tmp_path / "run")["step"] == 3
+
+
+EARLY = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+STOPS = (*EARLY, "--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+"""Stops after step 2: the highest loss is taken for the best, and that is the first one."""
+
+
+def test_a_run_that_stops_early_shows_the_last_step_that_was_profiled(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    words = sft_args(tiny_model, text_data, tmp_path / "run", *STOPS, "--profile_steps", "2:4")
+    finished = sft(*words)
+    assert finished.code == 0, finished.output
+    assert "--profile_steps 2:4, and training ended after step 2" in finished.output
+    assert "profile of step 2: " in finished.output
+    assert numbers(tmp_path / "run")["step"] == 2
+    assert (tmp_path / "run" / "profile" / "step.html").exists()
+
+
+def test_a_run_that_stops_before_the_steps_says_so(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler, which warms up in step 2, isn't on in the evaluation after it: it would fill memory."""
+    evaluate, on = Trainer.evaluate, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        on.append(torch.autograd.profiler._is_profiler_enabled)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "evaluate", noted)
+    finished = sft(*sft_args(tiny_model, text_data, tmp_path / "run", *STOPS, "--profile_steps", "3"))
+    assert finished.code == 0, finished.output
+    assert "--profile_steps 3, and training ended after step 2: none is profiled" in finished.output
+    assert not (tmp_path / "run" / "profile").exists()
+    assert on == [False, False]
+
+
+def test_smaller_batches_are_tried_where_no_step_is_left_to_profile(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer begins again after a lack of memory."""
+    words = sft_args(tiny_model, text_data, tmp_path / "run", "--save_steps", "2")
+    assert sft(*words, "--max_steps", "2").code == 0
+    forward, failed = Trainer.training_step, []
+
+    @wraps(forward)
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", fails_once)
+    again = ("--resume_from_checkpoint", "true", "--profile_steps", "2", "--auto_find_batch_size", "true")
+    finished = sft(*words, *again)
+    assert failed, finished.output
+    assert finished.code == 0, finished.output
+    assert finished.output.count("none is profiled") == 1
 
 
 def test_a_step_beyond_the_epochs_is_refused_before_training(
