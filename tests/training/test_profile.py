@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus
-from accel_fsdp.prediction import by_unit, trace_store
+from accel_fsdp.prediction import Traffic, by_unit, trace_store
 from accel_fsdp.prediction.memory import Layout, Recipe, variant_of
 from accel_fsdp.training import arguments, run_record, step_page, step_report, step_trace
 from accel_fsdp.training.step_trace import Mark, Measured, StepTrace
@@ -435,6 +435,23 @@ def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
     Page(text)
     assert "Time by unit" in text
     assert f"Time is predicted for {gpu.name}" in text
+
+
+def test_what_layers_leave_is_said_of_one_micro_batch() -> None:
+    """Two layers in each of three micro-batches, which leave more than predicted; their time is that of all."""
+    plan, stretches, marks = [], [], 0
+    for number in (1, 2, 3):
+        for layer in (0, 1):
+            place = Mark(marks, number, "forward", "Layer", f"layers.{layer}", layer)
+            stretches.append(Measured(place, 0.0, 1.0, marks * 2000, (marks + 1) * 2000, (marks + 1) * 2000))
+            plan.append(by_unit.Stretch(number, "forward", "Layer", layer, marks * 1000 + 1000, marks * 1000 + 1000, 1))
+            marks += 1
+    sent = (by_unit.SentUnit("Layer", 2, Traffic(), Traffic()),)
+    known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, "", True, 1, [], [], own_engine=False)
+    found = step_report.compare(1, ((1, 8),) * 3, StepTrace(tuple(stretches), (), ()), known, ())
+    (left,) = [one for one in found.differences if "leaves" in one.text]
+    assert left.text.startswith("forward of 2 x Layer leaves 3.91 KiB")
+    assert [row.name for row in found.rows] == ["forward of 6 x Layer"]
 
 
 def memory(when: float, size: int, place: int, tid: int = 1, total: int = 0, device: tuple[int, int] = (0, -1)) -> Any:
