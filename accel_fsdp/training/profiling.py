@@ -443,7 +443,8 @@ class Reporter:
     def _compared(self, taken: Taken, model: "nn.Module") -> step_report.Comparison:
         trace, ranks = taken.trace, self.report.accelerator.num_processes
         rows, length = step_report.largest(taken.batches)
-        gpu, on_gpu = self.report.gpu, torch.cuda.is_available()
+        on_gpu = self.report.accelerator.device.type == "cuda"  # a run with --use_cpu may see GPUs too
+        gpu = self.report.gpu if on_gpu else None
         predicted = None
         if self.forecast is not None:
             job = self.forecast.job
