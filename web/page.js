@@ -34,7 +34,7 @@ function fill(given) {
     const value = values[field.name] ?? field.dataset.default;
     if (field.type === "checkbox") field.checked = value === "true";
     else if (field.localName === "select") choose(field, value);
-    else if (field.type !== "number" || /^\d*$/.test(value)) field.value = value;
+    else if (field.type !== "number" || /^(\d+(\.\d+)?)?$/.test(value)) field.value = value;
     else {
       field.value = "";
       strange[field.name] = value;
@@ -151,7 +151,7 @@ async function copy(button) {
     document.execCommand("copy");
     area.remove();
   }
-  const name = button.textContent;
+  const name = (button.dataset.name ??= button.textContent); // pressed again it says Copied already
   button.textContent = "Copied";
   setTimeout(() => (button.textContent = name), 1200);
 }
