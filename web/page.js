@@ -25,7 +25,7 @@ function fill(given) {
   const values = { ...given }, shape = /^(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(.+)$/i.exec(values.gpus ?? "");
   if (shape) {
     if (shape[1] > 1 && !values.nodes) values.nodes = shape[1];
-    values.count = shape[1] && shape[1] !== values.nodes ? undefined : shape[2];
+    values.count = shape[1] && +shape[1] !== +(values.nodes || 1) ? undefined : shape[2];
     values.gpus = values.count ? shape[3] : values.gpus;
   }
   strange = Object.fromEntries(Object.entries(given).filter(([name]) => !(name in form.elements)));

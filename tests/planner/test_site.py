@@ -154,6 +154,12 @@ def test_two_machines_in_one_word_are_taken_apart(page: Page) -> None:
     assert link == "#model=meta-llama/Llama-3.1-8B&gpus=8xA100-40GB&nodes=2"
 
 
+def test_one_machine_in_one_word_is_taken_apart(page: Page) -> None:
+    page.go("#model=llama-3.1-8b&gpus=1x4xa100-40gb")
+    link = page.browser.execute_script("return location.hash")
+    assert link == "#model=meta-llama/Llama-3.1-8B&gpus=4xA100-40GB"
+
+
 def test_the_yaml_is_the_commands_and_accelerate_reads_it(page: Page, tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
