@@ -32,8 +32,20 @@ LIBRARIES = (
 """What planning imports. PyYAML does without its compiled half."""
 SCRIPTS = ("page.js", "worker.js")
 MAIN = ("model", "gpus", "nodes", "seq-len", "method", "global-batch")
-EMPTY = {"nodes": "1", "seq-len": "2048", "global-batch": "any", "batch": "searched", "host-memory": "usual"}
+EMPTY = {
+    "nodes": "1",
+    "seq-len": "2048",
+    "global-batch": "any",
+    "batch": "searched",
+    "tokens": "not said",
+    "price": "not said",
+}
 """What an empty field says."""
+TYPED = {
+    "number": 'type="number" min="1" step="1" inputmode="numeric"',
+    "amount": 'type="number" min="0" step="any" inputmode="decimal"',
+    "text": 'type="text"',
+}
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self' blob:; connect-src 'self'; "
     "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -54,7 +66,9 @@ The planner of accel-fsdp as a page. It runs in the browser and sends nothing an
 
 
 def build(folder: Path) -> None:
-    """Writes the site, in place of an older one."""
+    """Writes the site, in place of an older one; a folder with anything else in it stays as it is."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyodide").is_dir():
+        raise SystemExit(f"{folder} is no site, and would be removed: name an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "pyodide").mkdir(parents=True)
     runtime = _fetched()
@@ -144,8 +158,7 @@ def _field(one: Input) -> str:
     if one.kind == "choice":
         choices = [("", "usual"), *_alike(one.choices)] if not one.default else _alike(one.choices)
         return f"<div>{label}<select {given}>{_options(choices)}</select></div>"
-    kind = 'type="number" min="1" step="1" inputmode="numeric"' if one.kind == "number" else 'type="text"'
-    return f'<div>{label}<input {kind} placeholder="{EMPTY.get(one.name, "usual")}" {given}></div>'
+    return f'<div>{label}<input {TYPED[one.kind]} placeholder="{EMPTY.get(one.name, "usual")}" {given}></div>'
 
 
 def _cards(label: str, given: str) -> str:

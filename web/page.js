@@ -25,7 +25,7 @@ function fill(given) {
   const values = { ...given }, shape = /^(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(.+)$/i.exec(values.gpus ?? "");
   if (shape) {
     if (shape[1] > 1 && !values.nodes) values.nodes = shape[1];
-    values.count = shape[1] && shape[1] !== values.nodes ? undefined : shape[2];
+    values.count = shape[1] && +shape[1] !== +(values.nodes || 1) ? undefined : shape[2];
     values.gpus = values.count ? shape[3] : values.gpus;
   }
   strange = Object.fromEntries(Object.entries(given).filter(([name]) => !(name in form.elements)));
@@ -34,7 +34,7 @@ function fill(given) {
     const value = values[field.name] ?? field.dataset.default;
     if (field.type === "checkbox") field.checked = value === "true";
     else if (field.localName === "select") choose(field, value);
-    else if (field.type !== "number" || /^\d*$/.test(value)) field.value = value;
+    else if (field.type !== "number" || /^(\d+(\.\d+)?)?$/.test(value)) field.value = value;
     else {
       field.value = "";
       strange[field.name] = value;
@@ -151,7 +151,7 @@ async function copy(button) {
     document.execCommand("copy");
     area.remove();
   }
-  const name = button.textContent;
+  const name = (button.dataset.name ??= button.textContent); // pressed again it says Copied already
   button.textContent = "Copied";
   setTimeout(() => (button.textContent = name), 1200);
 }

@@ -53,14 +53,20 @@ RECORDED_LATER = {"attention": ("eager",), "checkpointing": ("selective",)}
 """Choices that no model of the catalogue has been recorded with; a link that has one is told so."""
 
 
+Kind = Literal["choice", "number", "amount", "switch", "text"]
+
+
 @dataclass(frozen=True)
 class Input:
-    """One field of the form. `choices` are empty where it takes a number or a text, `default` where it says nothing."""
+    """One field of the form. `choices` are empty where it takes a number or a text, `default` where it says nothing.
+
+    A `number` is a whole one; an `amount` may have a fraction, or be 0.
+    """
 
     name: str
     label: str
     help: str
-    kind: Literal["choice", "number", "switch", "text"]
+    kind: Kind
     choices: tuple[str, ...] = ()
     default: str = ""
 
@@ -75,14 +81,17 @@ def form() -> list[Input]:
 def _input(name: str, note: Any, default: Any) -> Input:
     flag = _flags()[_word(name)]
     choices = tuple(one for one in flag.choices if one not in RECORDED_LATER.get(name, ()))
-    kind: Any = "switch" if flag.is_switch else "choice" if choices else "number" if _is_number(flag) else "text"
     given = "" if default in (None, MISSING, False) else str(default)
     said = " ".join(text for text in (note.help, note.help_behavior_hint) if text)
-    return Input(_word(name), LABELS[name], said, kind, choices, given)
+    return Input(_word(name), LABELS[name], said, _kind(flag, choices), choices, given)
 
 
-def _is_number(flag: Flag) -> bool:
-    return int in flag.types or float in flag.types
+def _kind(flag: Flag, choices: tuple[str, ...]) -> Kind:
+    if flag.is_switch:
+        return "switch"
+    if choices:
+        return "choice"
+    return "number" if int in flag.types else "amount" if float in flag.types else "text"
 
 
 def _word(field: str) -> str:

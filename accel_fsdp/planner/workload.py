@@ -15,7 +15,10 @@ from accel_fsdp.prediction import cost
 
 UNITS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 """The powers of ten of a count's last letter."""
-COUNT = re.compile(r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)\s*(?P<unit>[a-z]?)", re.IGNORECASE | re.ASCII)
+COUNT = re.compile(
+    r"(?P<number>(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:e\d{1,2})?)\s*(?P<unit>[a-z]?)", re.IGNORECASE | re.ASCII
+)
+"""A comma parts thousands: `1,5B` may be 1.5 billion, and is refused."""
 LONGEST = 40
 MOST = 10**18
 """Tokens that nobody trains on; beyond, a count is a slip of the finger."""

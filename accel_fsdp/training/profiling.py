@@ -122,7 +122,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         watch: HangWatch,
         reporter: "Reporter",
     ) -> None:
-        self.steps, self.layers, self.wrapped, self.watch = steps, layers, wrapped, watch
+        self.steps, self.layers, self.args, self.wrapped, self.watch = steps, layers, args, wrapped, watch
         self.reporter = reporter
         self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
         self.on_gpu = args.device.type == "cuda"
@@ -133,6 +133,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
                 fix="leave it out, or profile on a GPU or a CPU",
             )
         self.step: Step | None = None
+        self._newest: Taken | None = None
         self._warming: Any = None
         self._ended = time.perf_counter()
         self.quick_seconds: list[float] = []
@@ -145,8 +146,10 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Refuses steps that never come. Those that a resumed run has done are left out: a restart must not fail."""
-        flag_values.check_reached(self.steps, state.max_steps)
         self._drop()
+        if not self.steps:
+            return
+        flag_values.check_reached(self.steps, state.max_steps)
         left = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
         if left != self.steps and self.rank == 0:
             rest = f"step {left.start} is the first profiled one" if left else "none is profiled"
@@ -162,9 +165,6 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Begins a profile, or warms up in the step before the first one."""
         number = state.global_step + 1
-        if self._warming is not None:
-            self._warming.stop()
-            self._warming = None
         if number in self.steps:
             self._begin(number, self.wrapped())
         elif self.steps and number == self.steps.start - 1:
@@ -183,6 +183,9 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ends the profile of the step and writes it."""
         self._ended = time.perf_counter()
+        if self._warming is not None:  # an evaluation that it saw as well would fill the memory
+            self._warming.stop()
+            self._warming = None
         if self.step is None:
             if self.steps and state.global_step < self.steps.start - 1:  # neither profiled nor the one that warms up
                 self.quick_seconds.append(self._ended - self._began)
@@ -193,19 +196,46 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         for hook in step.hooks:
             hook.remove()
         with self.watch.doing("writing the profile"):
-            self._finish(step, self.wrapped())
+            with self._told(step.number):
+                self._newest = self._write(step, self.wrapped())
+            if step.number == self.steps[-1]:
+                self._conclude()
         self.reporter.report.tally.skip()
         self._ended = time.perf_counter()
 
-    def _finish(self, step: Step, model: "nn.Module") -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training may end before the last of the steps: the newest that was profiled is shown then."""
+        if not self.steps or state.global_step >= self.steps[-1]:
+            return
+        if self.rank == 0:
+            ended = f"--profile_steps {self.args.profile_steps}, and training ended after step {state.global_step:,}"
+            console.say(f"{ended}: none is profiled" if state.global_step < self.steps.start else ended, style="yellow")
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Writes what is of all steps, and shows the newest."""
+        newest, self._newest = self._newest, None
+        number = newest.number if newest else self.steps[-1]
+        try:
+            with self._told(number):
+                if self.on_gpu and newest:
+                    self._dump()
+        finally:
+            self._remember(False)
+        if newest and self.rank == 0:
+            with self._told(number):
+                self.reporter.show(newest, self.wrapped())
+
+    @contextlib.contextmanager
+    def _told(self, number: int) -> Iterator[None]:
         """Whatever keeps a profile from being written or shown must not stop a run."""
         try:
-            taken = self._write(step, model)
-            if self.rank == 0 and step.number == self.steps[-1]:
-                self.reporter.show(taken, model)
+            yield
         except Exception as error:
             told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            console.say(f"rank {self.rank}: the profile of step {step.number} is not complete: {told}", style="yellow")
+            console.say(f"rank {self.rank}: the profile of step {number} is not complete: {told}", style="yellow")
 
     # What a run tells
 
@@ -247,8 +277,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, number: int, model: "nn.Module") -> None:
         before = torch.cuda.memory_allocated() if self.on_gpu else live_bytes(model)
-        if self.on_gpu and number == self.steps.start:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
+        if number == self.steps.start:
+            self._remember(True)
         step = Step(number, _profiler(self.on_gpu), before, time.perf_counter() - self._ended)
         step.hooks = list(self._hooks(model))
         step.profiler.start()
@@ -263,7 +293,16 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self.step.profiler.stop()
             for hook in self.step.hooks:
                 hook.remove()
-        self._warming = self.step = None
+        self._warming = self.step = self._newest = None
+        self.quick_seconds.clear()
+        self._remember(False)
+
+    def _remember(self, on: bool) -> None:
+        """Begins or ends the history of a GPU's memory."""
+        if self.on_gpu and on:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
+        elif self.on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _hooks(self, model: "nn.Module") -> Iterator[Any]:
         """Around each block, outside of what wraps it: its gathering is part of it."""
@@ -287,7 +326,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.mark("forward", layer.kind, layer.path, layer.place)
         given = next((one for one in (*args, *kwargs.values()) if _has_gradient(one)), None)
         if layer.place == 0 and given is not None:
-            given.register_hook(partial(self._embedding_backward))
+            given.register_hook(self._embedding_backward)
 
     def _layer_ends(self, layer: Layer, module: Any, args: Any, output: Any) -> None:
         """Its backward begins when the gradient of its output is there. FSDP's own hook on that comes later."""
@@ -322,14 +361,14 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             trace = step_trace.read(events, step.marks, step.before_bytes, seconds, device)
             with gzip.open(place, "wt", encoding="utf-8", compresslevel=3) as packed:
                 json.dump(step_trace.annotated(events, trace), packed)
-        if self.on_gpu and step.number == self.steps[-1]:
-            with atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as place:
-                torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
         alive = torch.cuda.memory_allocated() if self.on_gpu else live_bytes(model)
         return Taken(
             step.number, trace, tuple(step.batches), step.waited, alive - trace.end_bytes, tuple(self.quick_seconds)
         )
+
+    def _dump(self) -> None:
+        with atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as place:
+            torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]
 
 
 def _profiler(on_gpu: bool) -> Any:
@@ -404,7 +443,8 @@ class Reporter:
     def _compared(self, taken: Taken, model: "nn.Module") -> step_report.Comparison:
         trace, ranks = taken.trace, self.report.accelerator.num_processes
         rows, length = step_report.largest(taken.batches)
-        gpu, on_gpu = self.report.gpu, torch.cuda.is_available()
+        on_gpu = self.report.accelerator.device.type == "cuda"  # a run with --use_cpu may see GPUs too
+        gpu = self.report.gpu if on_gpu else None
         predicted = None
         if self.forecast is not None:
             job = self.forecast.job

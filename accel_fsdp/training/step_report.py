@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A unit in a phase, or all layers of a class in all micro-batches: `count` stretches.
+    """A unit in a phase, or all layers of a class in all micro-batches: `count` stretches, `ending` in the last one.
 
     `peak_bytes` is the highest point of any of them, `rise_bytes` how far one goes above what it finds, the most of
     them, `left_bytes` what those of the last micro-batch leave behind, together.
@@ -49,6 +49,7 @@ class Row:
     phase: str
     unit: str
     count: int
+    ending: int
     seconds: Pair
     peak_bytes: Pair
     rise_bytes: Pair
@@ -155,7 +156,7 @@ def compare(
     title = f"{rows} x {length:,} tokens on each of {counted(known.ranks, 'rank')}"
     title += f", {len(batches)} micro-batches" if batches[1:] else ""
     stretches = tuple(_shown(trace.stretches, known.predicted))
-    folded = tuple(_rows(trace.stretches, stretches))
+    folded = tuple(_rows(stretches))
     sent = tuple(_sent(trace.collectives, known))
     between = Pair(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
     top = max(stretches, key=lambda one: one.peak_bytes.measured)
@@ -202,7 +203,7 @@ def _key(one: by_unit.Stretch) -> tuple[int, str, str, int | None]:
     return one.micro_batch, one.phase, one.unit, one.layer
 
 
-def _rows(measured: Sequence[Measured], stretches: Sequence[Shown]) -> Iterator[Row]:
+def _rows(stretches: Sequence[Shown]) -> Iterator[Row]:
     folded: dict[tuple[str, str], list[Shown]] = {}
     for one in stretches:
         folded.setdefault((one.phase, one.unit), []).append(one)
@@ -212,7 +213,7 @@ def _rows(measured: Sequence[Measured], stretches: Sequence[Shown]) -> Iterator[
             continue
         ending = [one for one in those if one.micro_batch == last]
         yield Row(
-            *(phase, unit, len(those)),
+            *(phase, unit, len(those), len(ending)),
             _sum(one.seconds for one in those),
             _most(one.peak_bytes for one in those),
             _most(_minus(one.peak_bytes, one.before_bytes) for one in those),
@@ -331,7 +332,7 @@ def _of_memory(rows: Sequence[Row], between: Pair, highest: Pair) -> Iterator[Di
     yield from differs(BETWEEN, between, "between steps there are")
     for row in rows:
         if row.phase == "forward":  # what it leaves goes in backward, and would be told twice
-            yield from differs(row.unit, row.left_bytes, f"{row.name} leaves")
+            yield from differs(row.unit, row.left_bytes, f"{replace(row, count=row.ending).name} leaves")
         one = replace(row, count=1).name
         yield from differs(row.unit, row.rise_bytes, f"{one} rises above what it finds by")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_page import Balance
 
 import accel_fsdp as package
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import GPUS, gpus, machines
 from accel_fsdp.planner import proposal, workload
 from accel_fsdp.prediction import RANGE, cost, from_arguments, search
@@ -144,6 +144,13 @@ def test_a_plain_count_is_itself(number: int) -> None:
 def test_a_count_with_a_unit(whole: int, thousandths: int, unit: str) -> None:
     exact = Fraction(whole * 1000 + thousandths, 1000) * {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[unit.lower()]
     assert workload.count_of(f"{whole}.{thousandths:03}{unit}") == exact
+
+
+@pytest.mark.parametrize("text", ["1,5B", "1,50", "12,34,567", "1,5000", "1_0,0", "1000,000"])
+def test_a_comma_that_parts_no_thousands_is_refused(text: str) -> None:
+    """Half the world writes 1.5 so: ten times as many tokens would be a plan for another job."""
+    with pytest.raises(UserError, match="is no number of tokens"):
+        workload.count_of(text)
 
 
 @given(st.text(max_size=60))

@@ -29,6 +29,7 @@ LINKS = [
     "#model=meta-llama/Llama-3.1-8B&gpus=8xH100-80GB&seq-len=4096",
     "#model=meta-llama/Llama-3.1-70B&gpus=8xA100-80GB&nodes=2&method=qlora&chunked-loss=true&optimizer=adafactor",
     "#model=Qwen/Qwen3-30B-A3B&gpus=8xH200-141GB&seq-len=8192&global-batch=64&attention=flash",
+    "#model=openai-community/gpt2&gpus=2xA100-40GB&seq-len=512&tokens=1B&price=2.5",
     "#model=microsoft/phi-4&gpus=1xRTX+4090-24GB&precision=fp16",
 ]
 
@@ -129,11 +130,34 @@ def test_a_link_fills_the_form_and_the_form_writes_the_link(page: Page) -> None:
     assert values.items() >= wanted.items()
 
 
+def test_a_price_with_a_fraction_is_in_its_field(page: Page) -> None:
+    page.go(LINKS[4])
+    field = page.browser.find_element("css selector", "#price")
+    assert field.get_attribute("value") == "2.5"
+    assert field.get_attribute("inputmode") == "decimal", "a phone's keys for whole numbers have no point"
+    assert page.browser.execute_script("return arguments[0].validity.valid", field)
+
+
+def test_a_button_that_is_pressed_twice_has_its_name_back(page: Page) -> None:
+    page.go(LINKS[0])
+    named = "document.querySelector('[data-copy=link]').textContent"
+    page.browser.execute_script("const one = document.querySelector('[data-copy=link]'); one.click(); one.click()")
+    chromium.until(page.browser, f"{named} === 'Copied'")
+    time.sleep(1.5)
+    assert page.browser.execute_script(f"return {named}") == "Copy link"
+
+
 def test_two_machines_in_one_word_are_taken_apart(page: Page) -> None:
     page.go("#model=llama-3.1-8b&gpus=2x8xa100-40gb")
     assert page.text("#head h1") == "meta-llama/Llama-3.1-8B on 16 x A100"
     link = page.browser.execute_script("return location.hash")
     assert link == "#model=meta-llama/Llama-3.1-8B&gpus=8xA100-40GB&nodes=2"
+
+
+def test_one_machine_in_one_word_is_taken_apart(page: Page) -> None:
+    page.go("#model=llama-3.1-8b&gpus=1x4xa100-40gb")
+    link = page.browser.execute_script("return location.hash")
+    assert link == "#model=meta-llama/Llama-3.1-8B&gpus=4xA100-40GB"
 
 
 def test_the_yaml_is_the_commands_and_accelerate_reads_it(page: Page, tmp_path: Path) -> None:
@@ -237,6 +261,15 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
     asked = chromium.asked_for(tmp_path, host)
     assert len(asked) > len(("index.html", "page.js", "worker.js", "planner.zip"))
     assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
+
+
+def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    words = [sys.executable, str(ROOT / "web" / "build.py"), str(tmp_path)]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60)
+    assert done.returncode != 0
+    assert b"is no site" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_the_folder_is_a_space_of_hugging_face(built: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import wraps
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +15,11 @@ import pytest
 import torch
 from conftest import PROBE, SFT, Finished, accelerate_launch
 from test_training import PER_RANK, RANKS, STEPS, make_config, sft_args
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus
-from accel_fsdp.prediction import by_unit, trace_store
+from accel_fsdp.prediction import Traffic, by_unit, trace_store
 from accel_fsdp.prediction.memory import Layout, Recipe, variant_of
 from accel_fsdp.training import arguments, run_record, step_page, step_report, step_trace
 from accel_fsdp.training.step_trace import Mark, Measured, StepTrace
@@ -307,6 +308,64 @@ def test_a_resumed_run_profiles_steps_to_come(
     assert numbers(tmp_path / "run")["step"] == 3
 
 
+EARLY = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
+STOPS = (*EARLY, "--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")
+"""Stops after step 2: the highest loss is taken for the best, and that is the first one."""
+
+
+def test_a_run_that_stops_early_shows_the_last_step_that_was_profiled(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    words = sft_args(tiny_model, text_data, tmp_path / "run", *STOPS, "--profile_steps", "2:4")
+    finished = sft(*words)
+    assert finished.code == 0, finished.output
+    assert "--profile_steps 2:4, and training ended after step 2" in finished.output
+    assert "profile of step 2: " in finished.output
+    assert numbers(tmp_path / "run")["step"] == 2
+    assert (tmp_path / "run" / "profile" / "step.html").exists()
+
+
+def test_a_run_that_stops_before_the_steps_says_so(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler, which warms up in step 2, isn't on in the evaluation after it: it would fill memory."""
+    evaluate, on = Trainer.evaluate, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        on.append(torch.autograd.profiler._is_profiler_enabled)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "evaluate", noted)
+    finished = sft(*sft_args(tiny_model, text_data, tmp_path / "run", *STOPS, "--profile_steps", "3"))
+    assert finished.code == 0, finished.output
+    assert "--profile_steps 3, and training ended after step 2: none is profiled" in finished.output
+    assert not (tmp_path / "run" / "profile").exists()
+    assert on == [False, False]
+
+
+def test_smaller_batches_are_tried_where_no_step_is_left_to_profile(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer begins again after a lack of memory."""
+    words = sft_args(tiny_model, text_data, tmp_path / "run", "--save_steps", "2")
+    assert sft(*words, "--max_steps", "2").code == 0
+    forward, failed = Trainer.training_step, []
+
+    @wraps(forward)
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", fails_once)
+    again = ("--resume_from_checkpoint", "true", "--profile_steps", "2", "--auto_find_batch_size", "true")
+    finished = sft(*words, *again)
+    assert failed, finished.output
+    assert finished.code == 0, finished.output
+    assert finished.output.count("none is profiled") == 1
+
+
 def test_a_step_beyond_the_epochs_is_refused_before_training(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
@@ -376,6 +435,23 @@ def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
     Page(text)
     assert "Time by unit" in text
     assert f"Time is predicted for {gpu.name}" in text
+
+
+def test_what_layers_leave_is_said_of_one_micro_batch() -> None:
+    """Two layers in each of three micro-batches, which leave more than predicted; their time is that of all."""
+    plan, stretches, marks = [], [], 0
+    for number in (1, 2, 3):
+        for layer in (0, 1):
+            place = Mark(marks, number, "forward", "Layer", f"layers.{layer}", layer)
+            stretches.append(Measured(place, 0.0, 1.0, marks * 2000, (marks + 1) * 2000, (marks + 1) * 2000))
+            plan.append(by_unit.Stretch(number, "forward", "Layer", layer, marks * 1000 + 1000, marks * 1000 + 1000, 1))
+            marks += 1
+    sent = (by_unit.SentUnit("Layer", 2, Traffic(), Traffic()),)
+    known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, "", True, 1, [], [], own_engine=False)
+    found = step_report.compare(1, ((1, 8),) * 3, StepTrace(tuple(stretches), (), ()), known, ())
+    (left,) = [one for one in found.differences if "leaves" in one.text]
+    assert left.text.startswith("forward of 2 x Layer leaves 3.91 KiB")
+    assert [row.name for row in found.rows] == ["forward of 6 x Layer"]
 
 
 def memory(when: float, size: int, place: int, tid: int = 1, total: int = 0, device: tuple[int, int] = (0, -1)) -> Any:
