@@ -129,6 +129,12 @@ def _check(command: str, flag: Flag, value: str) -> None:
             why="nothing was done",
             fix=f"{flag.name} with a whole number; {command} --help shows the flags",
         )
+    if float in flag.types and not _is_number(value):
+        raise UsageError(
+            f"{flag.name} takes {_expected(flag)}, not {value}",
+            why="nothing was done",
+            fix=f"{flag.name} with a number such as 2.5; {command} --help shows the flags",
+        )
     if flag.choices and value not in flag.choices:
         raise UsageError(
             f"{flag.name} takes {_expected(flag)}, not {value}.{did_you_mean(value, flag.choices)}",
@@ -140,7 +146,16 @@ def _check(command: str, flag: Flag, value: str) -> None:
 def _expected(flag: Flag) -> str:
     if flag.choices:
         return f"one of {', '.join(flag.choices)}"
-    return "a whole number" if int in flag.types else "a path" if Path in flag.types else "a name"
+    kinds = {int: "a whole number", float: "a number", Path: "a path"}
+    return next((words for kind, words in kinds.items() if kind in flag.types), "a name")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_whole(text: str) -> bool:

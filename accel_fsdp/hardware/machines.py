@@ -24,6 +24,8 @@ WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX",
 """GPUs older than Ampere, whose tensor cores know fp16 only (CUDA compute capability below 8.0)."""
 _OLD = re.compile(rf"\b(?:{'|'.join(map(re.escape, WITHOUT_BF16))})", re.I)
 
+MOST_GPUS = 1_000_000
+"""Beyond, a number is a slip of the finger."""
 LONGEST = 80
 """Letters of a description."""
 LONGEST_NAME = 253
@@ -50,6 +52,12 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     found = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip()) if len(text) < LONGEST else None
     parts = found.groupdict() if found else {}
     count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
+    if count * machines > MOST_GPUS:
+        raise UsageError(
+            f"{flag} {text[:LONGEST]} is {count * machines:,} GPUs",
+            why=f"no cluster has more than {MOST_GPUS:,}",
+            fix=f"{flag} 8xH100-80GB, or {flag} 2x8xA100-40GB for two machines",
+        )
     if not parts or min(count, machines, memory) < 1:
         raise UsageError(
             f"{flag} {text[:LONGEST]} can't be read",

@@ -77,6 +77,8 @@ def options_of(command: PlanCommand) -> PlanOptions:
             fix="--gpus 8xH100-80GB, or --compare 8xH100-80GB,16xA100-40GB for several",
         )
     _refuse_beside_args(command)
+    prices = workload.prices_of(command)
+    workload.refuse_idle_prices(command)
     usual: Precision = "bf16" if machines.has_bf16(machines.parse(command.gpus)[0]) else "fp16"
     recipe = Recipe(
         command.method,
@@ -106,7 +108,7 @@ def options_of(command: PlanCommand) -> PlanOptions:
         output=command.output,
         args=command.args,
         work=workload.job_of(command),
-        prices=workload.prices_of(command),
+        prices=prices,
     )
 
 
@@ -181,6 +183,7 @@ def _judged(options: PlanOptions, path: Path) -> PlanReport:
     else:
         given = dict(subject.args or {})
         _refuse_other_model(options, given)
+        from_arguments.refuse_unreadable(given)
         layout, recipe = from_arguments.of_run(subject, given)
         options = _of_arguments(options, given, recipe)
     job = make_job(replace(options, recipe=recipe), layout, subject.number("num_machines") or 1)
@@ -240,6 +243,10 @@ def _refuse_files(options: PlanOptions) -> None:
     ):
         if path and not options.force:
             atomic_files.refuse_existing(path, what, flag)
+    if options.output and options.html and options.output.resolve() == options.html.resolve():
+        raise UsageError(
+            f"-o and --html are both {options.output}", why="one would replace the other", fix="another name for one"
+        )
     if options.output and options.config:
         raise UsageError(
             "-o beside --config",

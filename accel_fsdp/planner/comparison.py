@@ -109,9 +109,11 @@ class Comparison:
         for one in self.machines:
             if one.why:
                 yield f"{one.name}: {one.why}."
+        if gaps := [one.name for one in self.machines if one.choice and one.choice.verdict == "expandable"]:
+            yield f"{', '.join(gaps)}: with {capacity.EXPANDABLE}, without which the allocator wastes too much."
         if unpriced := [one.name for one in self.machines if one.spent and one.spent.money is None]:
             names = ", ".join(unpriced)
-            yield f"{names}: --prices FILE has no price." if self.cheapest else "No prices are known: --prices FILE."
+            yield f"{names}: --prices FILE has no price{'.' if self.cheapest else ', or none was given.'}"
         yield from self._energy()
         best = self.cheapest or self.fastest
         if best:
@@ -224,6 +226,7 @@ def compare(flags: PlanCommand) -> Comparison:
     """
     described = machines.parse_list(flags.compare or "", "--compare")
     kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
+    _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})
     _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
     prices = workload.prices_of(flags)
     asked = workload.job_of(flags)
@@ -234,7 +237,11 @@ def compare(flags: PlanCommand) -> Comparison:
     errors: list[UsageError] = []
     read, remembered = cache(by_name.read_shape), dict[tuple[Recipe, Any, int], Prediction]()
     for name, (machine, several) in described.items():
-        options = replace(command.options_of(replace(flags, gpus=name, compare=None)), work=asked, prices=prices)
+        options = replace(
+            command.options_of(replace(flags, gpus=name, compare=None, price=None, prices=None)),
+            work=asked,
+            prices=prices,
+        )
         try:
             job, _ = command.search_job(options, read)
         except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
@@ -269,6 +276,17 @@ def _why_not(job: PlanJob) -> str:
             f"; offload needs {about_gib(hosted)} of each machine's memory, and {about_gib(job.host_bytes)} are there"
         )
     return need
+
+
+def _refuse_twice(kinds: dict[str, tuple[Gpu, int, int]]) -> None:
+    seen: dict[tuple[Gpu, int, int], str] = {}
+    for name, kind in kinds.items():
+        if (first := seen.setdefault(kind, name)) != name:
+            raise UsageError(
+                f"--compare has {first} and {name}",
+                why="they are the same machine",
+                fix=f"--compare with {first} alone",
+            )
 
 
 def _refuse_beside(flags: PlanCommand, kinds: set[str]) -> None:

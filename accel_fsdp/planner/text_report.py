@@ -22,7 +22,16 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, Layout, ModelShape, Recipe, shards, units_of
+from accel_fsdp.prediction.memory import (
+    KINDS,
+    LETTERS,
+    Layout,
+    ModelShape,
+    Recipe,
+    Reservation,
+    shards,
+    units_of,
+)
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, millions, number_in_figure
 
 SCHEMA_VERSION = 2
@@ -116,7 +125,7 @@ class PlanReport:
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         seen = {one.verdict for one in self.plan.rows}
         nccl = " and NCCL" * (self.job.ranks > 1)
-        words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare, whatever the allocator wastes"]
+        words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
         if "expandable" in seen:
             words.append(f"expandable so only with {capacity.EXPANDABLE}")
         if "tight" in seen:
@@ -194,9 +203,9 @@ class PlanReport:
     def _others(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
             ways = ", ".join(f"{name_of(one.layout)} ({_way(one)})" for one in self.plan.ties)
-            yield (
-                f"As fast as far as a prediction can tell, which may be {1 - search.TIE:.0%} off: {ways}. "
-                f"{name_of(choice.layout)} {'; and it '.join(search.advantages(choice, self.plan.ties))}."
+            better = search.advantages(choice, self.plan.ties)
+            yield f"As fast as far as a prediction can tell, which may be {1 - search.TIE:.0%} off: {ways}." + (
+                f" {name_of(choice.layout)} {'; and it '.join(better)}." if better else ""
             )
         if second := self.plan.runner_up:
             times = choice.tokens_per_s / second.tokens_per_s
@@ -207,11 +216,8 @@ class PlanReport:
         """What PyTorch's allocator takes for what is allocated, and what expandable segments would change."""
         if choice.layout.engine == "zero":
             return
-        job = self.job
-        replay = job.replay(choice.recipe, choice.layout)
-        room = job.capacity_bytes - choice.device.outside
-        plain, expandable = replay(False, room), replay(True, room)
-        low, high = (number_in_figure(plain.reserved * factor / GIB) for factor in capacity.REPLAY_RANGE)
+        plain, expandable, ends = self._replayed(choice)
+        low, high = (number_in_figure(size / GIB) for size in ends)
         taken = f"The allocator reserves about {about_gib(plain.reserved)} ({low} to {high})"
         if plain.failed_at:
             taken = f"The allocator runs out in the {plain.failed_at}"
@@ -220,8 +226,26 @@ class PlanReport:
         needs = "needed" if choice.verdict == "expandable" else "not needed"
         why = ", as rows of many lengths leave gaps" if choice.recipe.varied else ""
         yield f"{taken}{why}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
-        if not choice.recipe.varied:
-            yield "Rows of many lengths, without --packing, take more without it: they leave gaps between blocks."
+        if not self.args:
+            yield "Rows of many lengths, without --packing, leave gaps that only expandable segments avoid."
+
+    def _replayed(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
+        """The allocator as it is, with expandable segments, and the range of the first's reserved bytes."""
+        replay = self.job.replay(choice.recipe, choice.layout)
+        room = self.job.capacity_bytes - choice.device.outside
+        plain = replay(False, room)
+        return plain, replay(True, room), capacity.replayed_range(plain.reserved, room)
+
+    def _allocator(self, choice: Candidate | None) -> dict[str, Any] | None:
+        if choice is None or choice.layout.engine == "zero":
+            return None
+        plain, expandable, ends = self._replayed(choice)
+        return {
+            "reserved_bytes": plain.reserved,
+            "reserved_bytes_range": ends,
+            "runs_out": plain.failed_at or plain.thrashes,
+            "expandable_reserved_bytes": expandable.reserved,
+        }
 
     def _longest(self, choice: Candidate) -> str:
         found, limit = self.plan.longest, self.job.shape.positions
@@ -286,6 +310,7 @@ class PlanReport:
             "gpus_per_machine": job.ranks_per_node,
             "strategies": [self._row(one) for one in found.rows],
             "choice": self._row(choice) if choice else None,
+            "allocator": self._allocator(choice),
             "ties": [self._row(one) for one in found.ties],
             "runner_up": self._row(found.runner_up) if found.runner_up else None,
             "reason": found.reason,

@@ -114,6 +114,19 @@ def prices_of(command: PlanCommand) -> Prices | float | None:
     return None if command.prices is None else read_prices(command.prices)
 
 
+def refuse_idle_prices(command: PlanCommand) -> None:
+    """Goes on unless something has a price and nothing says how much is trained.
+
+    Raises:
+        UsageError: it is so.
+    """
+    flag = "--price" if command.price is not None else "--prices" if command.prices is not None else ""
+    if flag and (command.tokens, command.dataset_rows, command.args) == (None, None, None):
+        raise UsageError(
+            f"{flag} without --tokens", why="nobody says how much is trained", fix=f"{flag} beside --tokens 2B"
+        )
+
+
 def price_for(prices: Prices | float | None, gpu: Gpu) -> float | None:
     """What an hour of a GPU costs; None where nobody says it."""
     return cost.priced(prices, gpu) if isinstance(prices, Mapping) else prices

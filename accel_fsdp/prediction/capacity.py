@@ -162,9 +162,15 @@ def _replayed(allocated: int, outside: int, replay: Replay, room: int, spared: i
         if found.failed_at:
             found = replay(True, room)
             verdict = "no" if found.failed_at else "tight"
-    low, high = (min(round(found.reserved * factor), max(room, found.reserved)) for factor in REPLAY_RANGE)
+    low, high = replayed_range(found.reserved, room)
     runs_out = "" if verdict == "yes" else plain.failed_at or plain.thrashes
     return Device(allocated, (max(low, allocated), high), verdict, outside, found.reserved, runs_out)
+
+
+def replayed_range(reserved: int, room: int) -> tuple[int, int]:
+    """The least and the most that an allocator reserves of its `room` where its replay reserves so much."""
+    low, high = (min(round(reserved * factor), max(room, reserved)) for factor in REPLAY_RANGE)
+    return low, high
 
 
 @dataclass(frozen=True)

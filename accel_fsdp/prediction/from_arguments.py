@@ -1,8 +1,10 @@
 """From the arguments of `train/sft.py` to what the planner predicts for: how it trains, and how long. Pure."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from accel_fsdp.config import DTYPES, LONG_DTYPES, JobConfig, Method
@@ -19,6 +21,14 @@ from accel_fsdp.prediction.memory import (
 
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
 """Arguments about sizes, and the defaults of Trainer and `train/sft.py`."""
+WHOLE: Mapping[str, int] = {
+    **dict.fromkeys((*SIZES, "per_device_eval_batch_size", "lora_r"), 1),
+    "save_total_limit": 0,
+    "max_steps": -1,
+}
+"""Arguments that are whole numbers, and the least that they can be."""
+SLIP = 0.94
+"""How alike a name is to one of these that differs by a letter."""
 OPTIMIZERS: dict[str, OptimizerName] = {
     **{name: name for name in get_args(OptimizerName)},
     "adamw_bnb_8bit": "adamw_8bit",
@@ -52,6 +62,29 @@ def sizes_of(given: Mapping[str, object]) -> dict[str, int]:
     """Rows of a rank's micro-batch, micro-batches of a step, tokens of a row: what is given, else the defaults."""
     found = {name: whole(given.get(name)) for name in SIZES}
     return {name: found[name] or default for name, default in SIZES.items()}
+
+
+def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
+    """Goes on if a prediction can read all that it needs of the arguments.
+
+    Raises:
+        UsageError: one has a value that it can't have, or a name that is another one's but for a slip.
+    """
+    for name, least in WHOLE.items():
+        value = arguments.get(name)
+        if value is not None and (not re.fullmatch(r"-?\d+", str(value)) or int(value) < least):
+            raise UsageError(
+                f"{name}: {value} in the arguments",
+                why=f"it has to be a whole number, {least} or more",
+                fix=f"--{name} {max(least, 1)}",
+            )
+    for name in sorted(arguments.keys() - WHOLE.keys()):
+        if near := get_close_matches(name, WHOLE, 1, SLIP):
+            raise UsageError(
+                f"{name} is no argument. Did you mean {near[0]}?",
+                why="the prediction would be of its default",
+                fix=f"--{near[0]} in the arguments; accel-fsdp check FILE --args FILE looks at all of them",
+            )
 
 
 def whole(value: object) -> int:

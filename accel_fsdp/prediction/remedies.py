@@ -28,6 +28,10 @@ def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
     They are changes of the `given` layout where that helps, else of the one that shards all. Offload comes last, unless
     it is given, and says what it takes of the host.
     """
+    if given and job.recipe.eval_batch and evaluate(job, replace(job.recipe, eval_batch=0), given).fits:
+        yield _smaller_evaluation(job, given)
+        return
+    job = replace(job, recipe=replace(job.recipe, eval_batch=0))
     smallest = replace(job.recipe, checkpointing="full", rows=1)
     used = "1 sequence per GPU and activation checkpointing"
     if given and smallest != job.recipe and not given.offload and _fits(job, smallest, given):
@@ -47,6 +51,14 @@ def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
     yield from _more_gpus(job, smallest, given)
     if layout.is_fsdp and not (given and given.offload):
         yield from _offload(job, smallest, replace(layout, offload=True), used)
+
+
+def _smaller_evaluation(job: PlanJob, layout: Layout) -> str:
+    """The largest batch of an evaluation that fits, where the steps do."""
+    rows = job.recipe.eval_batch // 2
+    while rows and not evaluate(job, replace(job.recipe, eval_batch=rows), layout).fits:
+        rows //= 2
+    return f"--per_device_eval_batch_size {rows}" if rows else "--eval_strategy no, as a single row runs out"
 
 
 def _other_methods(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:

@@ -231,7 +231,7 @@ class Plan:
 def make_plan(job: PlanJob) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; of the fastest that fit the simplest wins."""
     rows = tuple(table(job))
-    found = _found(job)
+    found = list(_search(job))
     choice = _sure(job, found)
     if choice is None:
         return Plan(rows, None, None, (), "", Longest())
@@ -246,17 +246,21 @@ def make_plan(job: PlanJob) -> Plan:
 
 def best(job: PlanJob) -> Candidate | None:
     """What `make_plan` would choose, without what it says of the others; None where nothing fits."""
-    return _sure(job, _found(job, all_ways=False))
+    return _sure(job, list(_search(job, all_ways=False)))
 
 
 def _sure(job: PlanJob, found: list[Candidate]) -> Candidate | None:
     """The simplest of the fastest ways, for which the allocator was asked; those that it wastes too much for shrink."""
+    asked: list[Candidate] = []
     while found:
         choice = min(_equal(found), key=_burden)
+        if any(choice is one for one in asked):
+            return choice
         place = found.index(choice)
         found[place] = sure = evaluate(job, choice.recipe, choice.layout)
         if sure.fits:
-            return sure
+            asked.append(sure)
+            continue
         smaller = _best(job, choice.recipe, choice.layout, below=choice.recipe.rows)
         found[place : place + 1] = [smaller] if smaller else []
     return None
@@ -292,11 +296,6 @@ def _longest(job: PlanJob, one: Candidate) -> Longest:
     return Longest(chosen, alone)
 
 
-def _found(job: PlanJob, all_ways: bool = True) -> list[Candidate]:
-    """What a search finds; where nothing fits with what the allocator usually wastes, it is asked for each way."""
-    return list(_search(job, all_ways)) or [one for one in _smallest_ways(job) if one.fits]
-
-
 def _is_hosted(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
     """Whether machines have the memory for what it offloads."""
     return not layout.offload or host_bytes(job, recipe, layout) <= job.host_bytes
@@ -308,10 +307,13 @@ def _hosted_ways(job: PlanJob, recipe: Recipe) -> Iterator[Layout]:
     return (one for one in ways if _is_hosted(job, recipe, one))
 
 
-def _smallest_ways(job: PlanJob) -> Iterator[Candidate]:
-    """Every way that works with its smallest micro-batch and checkpointing."""
-    recipe = replace(_smallest(job, job.recipe), checkpointing="full")
-    return (evaluate(job, recipe, one) for one in _hosted_ways(job, recipe) if not job.refuses(recipe, one))
+def _smallest_way(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate | None:
+    """The smallest micro-batch where it doesn't fit with what the allocator usually wastes, but by its replay."""
+    smallest = _smallest(job, recipe)
+    if job.refuses(smallest, layout) or not _is_hosted(job, smallest, layout):
+        return None
+    found = evaluate(job, smallest, layout)
+    return found if found.fits else None
 
 
 def _search(job: PlanJob, all_ways: bool = True) -> Iterator[Candidate]:
@@ -326,7 +328,7 @@ def _search(job: PlanJob, all_ways: bool = True) -> Iterator[Candidate]:
             if not all_ways and _at_most(job, recipe, layout) < TIE * fastest:
                 continue
             for tried in offloads(layout):
-                if found := _best(job, recipe, tried):
+                if found := _best(job, recipe, tried) or _smallest_way(job, recipe, tried):
                     fastest = max(fastest, found.tokens_per_s)
                     yield found
                     break  # offload only where nothing fits without
@@ -388,23 +390,26 @@ BURDENS = (
     "needs no offload",
     "resumes exactly and needs no other package",
     "computes nothing twice",
+    "needs no expandable segments",
     "leaves more memory free",
 )
 """What decides among equals, in this order."""
 OLDER = {"fsdp1": 1, "zero": 2}
 
 
-def _burden(one: Candidate) -> tuple[bool, int, bool, int]:
+def _burden(one: Candidate) -> tuple[bool, int, bool, bool, int]:
     """One candidate's share of each of `BURDENS`."""
     older = OLDER.get(one.layout.engine, 0)
-    return one.layout.offload, older, one.recipe.checkpointing != "none", one.device.needed
+    checkpoints, gaps = one.recipe.checkpointing != "none", one.verdict == "expandable"
+    return one.layout.offload, older, checkpoints, gaps, one.device.needed
 
 
 def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
     """Why the choice was preferred to each of its equals, without repeating."""
     own, found = _burden(choice), set()
     for other in ties:
-        found.add(next(place for place, (one, two) in enumerate(zip(own, _burden(other), strict=True)) if one != two))
+        differ = (place for place, (one, two) in enumerate(zip(own, _burden(other), strict=True)) if one != two)
+        found.add(next(differ, len(BURDENS)))
     return [words for place, words in enumerate(BURDENS) if place in found]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import to_yaml
 
+Job = Callable[[str], tuple[str | Path, ...]]
 MIXTRAL = "mistralai/Mixtral-8x7B-Instruct-v0.1"
 
 
@@ -287,3 +289,72 @@ def test_the_table_explains_itself(word: str, flags: tuple[str, ...]) -> None:
         assert any(" tight " in line for line in text.splitlines())
     assert word in " ".join(text.split())
     assert " row" not in text
+
+
+@pytest.mark.parametrize("length", [3872, 4096])
+def test_a_way_near_the_limit_is_taken_where_the_replay_says_that_it_fits(length: int) -> None:
+    """What the allocator usually wastes would be too much, and offload takes half as long again."""
+    found = planned(
+        "--model", "llama-3.1-8b", "--gpus", "8xRTX4090", "--seq-len", str(length), "--checkpointing", "full"
+    )
+    choice = found["choice"]
+    assert (choice["strategy"], choice["fits"]) == ("FSDP2 FULL_SHARD", "expandable")
+    low, high = found["allocator"]["reserved_bytes_range"]
+    assert low <= found["allocator"]["reserved_bytes"] <= high <= found["gpu_memory_usable_bytes"]
+    assert found["allocator"]["runs_out"]
+    assert found["allocator"]["expandable_reserved_bytes"] < found["gpu_memory_usable_bytes"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """The flags of a plan for a LoRA job with these arguments more."""
+    yaml, line = tmp_path / "fsdp.yaml", tmp_path / "arguments"
+    machine = ("--model", "llama-3.1-8b", "--gpus", "4xA100-80GB")
+    here("config", "--yes", "-o", yaml, *machine, "--method", "lora")
+
+    def flags(more: str) -> tuple[str | Path, ...]:
+        line.write_text(f"accelerate launch train/sft.py --use_peft true --lora_dropout 0 --max_length 4096 {more}\n")
+        return (*machine, "--config", yaml, "--args", line)
+
+    return flags
+
+
+def test_an_evaluation_that_does_not_fit_is_told_its_batch(job: Job) -> None:
+    steps = "--per_device_train_batch_size 1 --gradient_checkpointing true --packing true --eval_strategy steps"
+    refused = accel_fsdp("plan", *job(f"{steps} --per_device_eval_batch_size 64"), "--json")
+    assert refused.code == 1
+    (change,) = json.loads(refused.output)["changes"]
+    assert change.startswith("--per_device_eval_batch_size ")
+    assert planned(*job(f"{steps} {change}"))["strategies"][0]["fits"] != "no"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--per_device_train_batch_size -2", "per_device_train_batch_size: -2 in the arguments"),
+        ("--max_steps abc", "max_steps: abc in the arguments"),
+        ("--per_device_train_batch_sise 2", "Did you mean per_device_train_batch_size?"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_refused(more: str, said: str, job: Job) -> None:
+    refused = accel_fsdp("plan", *job(more))
+    assert refused.code == 2
+    assert said in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpus", "1xH100", "--price", "2.5"), "--price without --tokens"),
+        (("--gpus", "1xH100", "--price", "2,5"), "--price takes a number, not 2,5"),
+        (("--gpus", "99999999999xH100"), "is 99,999,999,999 GPUs"),
+        (("--compare", "8xH100,8xH100-80GB"), "they are the same machine"),
+        (("--gpus", "1xH100", "-o", "same", "--html", "same"), "-o and --html are both same"),
+    ],
+)
+def test_slips_are_refused(flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = accel_fsdp("plan", "--model", "gpt2", *flags)
+    assert refused.code == 2
+    assert said in " ".join(refused.output.split())
+    assert not list(tmp_path.iterdir())
