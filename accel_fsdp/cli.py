@@ -194,6 +194,8 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp.config import read_config
     from accel_fsdp.launch import launcher, place
 
+    if options.timeout < 1:
+        raise UsageError(f"--timeout {options.timeout}", why="machines need time to connect", fix="--timeout SECONDS")
     job, document = read_config(options.file)
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))
@@ -206,9 +208,9 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     if options.cpu and not options.dry_run:
         from accel_fsdp.training import rehearsal
 
-        return rehearsal.measured(read[0], lambda: launcher.launch(args))
+        return rehearsal.measured(read[0], lambda: launcher.launch(args, options.timeout))
     if not options.dry_run:
-        return launcher.launch(args)
+        return launcher.launch(args, options.timeout)
     if here.engine:
         console.put(f"# {here.engine}: {here}")
     for name, value in sorted(launcher.environment(args).items()) if parses else ():

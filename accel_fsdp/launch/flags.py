@@ -51,4 +51,7 @@ class LaunchCommand(PlaceFlags):
         bool,
         tyro.conf.arg(help="Run any script on CPU processes (gloo), then show what each rank held."),
     ] = False
+    timeout: Annotated[
+        int, tyro.conf.arg(metavar="SECONDS", help="How long several machines wait for each other before ranks start.")
+    ] = 600
     no_check: Annotated[bool, tyro.conf.arg(help="Launch although the linter finds errors; they are shown.")] = False

@@ -16,7 +16,7 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch import rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
@@ -32,6 +32,9 @@ ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
+
+C10D = "c10d"
+"""torchrun's rendezvous in which machines may come in any order."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
@@ -112,7 +115,7 @@ def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
                 fix="deepspeed_multinode_launcher: standard, in the YAML's deepspeed_config",
             )
         return words
-    return [*words, "--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
+    return [*words, "--rdzv_backend", C10D, "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
 
 
 def _refused(config_file: Path, error: Exception) -> UserError:
@@ -244,11 +247,13 @@ def command(words: list[str]) -> list[str]:
     return ["accelerate", "launch", *words]
 
 
-def launch(args: Any) -> int:
+def launch(args: Any, wait_seconds: float = 600.0) -> int:
     """Runs the job and returns its exit code. The ranks say what went wrong; the launcher's traceback is dropped.
 
+    Several machines wait so long for each other before any rank starts.
+
     Raises:
-        UserError: the launcher stops at a value before any rank starts.
+        UserError: the launcher stops at a value before any rank starts, or the machines don't meet.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed import DistError
@@ -264,6 +269,8 @@ def launch(args: Any) -> int:
     parsed.signals_to_handle = SIGNALS
     if meeting:
         parsed.local_addr = rendezvous.own_address(meeting) or None  # else what its name is resolved to elsewhere
+    if meeting and parsed.rdzv_backend == C10D:
+        _meet(args.place, meeting, wait_seconds)
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
         with leaving.ends_after_its_ranks() if meeting else contextlib.nullcontext():
@@ -279,6 +286,13 @@ def launch(args: Any) -> int:
     except (DistError, RendezvousError) as error:
         if not meeting:
             raise
-        print(f"accel-fsdp: {meeting}, where the machines meet, is gone: {first_line(error)}", file=sys.stderr)
+        said = f"the launchers of the machines lost each other at {meeting}: {first_line(error)}"
+        print(f"accel-fsdp: {said}", file=sys.stderr)
         return 1
     return 0
+
+
+def _meet(place: Place, address: str, seconds: float) -> None:
+    """Waits until all machines have connected."""
+    own = roll_call.Machine.here(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
+    roll_call.attend(own, address, int(place.value("main_process_port", DEFAULT_PORT)), seconds)

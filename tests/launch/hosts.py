@@ -81,6 +81,16 @@ def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> l
 
 
 @contextlib.contextmanager
+def changed(host: Host, before: Sequence[str], after: Sequence[str]) -> Iterator[None]:
+    """What two commands do and undo on a machine."""
+    subprocess.run([*host.before, *before], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*host.before, *after], check=True)
+
+
+@contextlib.contextmanager
 def network(*names: str) -> Iterator[list[Host]]:
     """Machines of these names, each of which reaches the others by name, over one switch."""
     mark = f"afsdp{os.getpid()}{next(LETTERS)}"

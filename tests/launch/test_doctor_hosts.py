@@ -7,14 +7,13 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import hosts
 import psutil
 import pytest
 from conftest import ROOT, Finished, ended
-from hosts import Host
+from hosts import Host, changed
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 SECONDS = 110
@@ -40,16 +39,6 @@ def doctors(machines: Sequence[Host], *words: str | Path, **of_second: str) -> l
     count = len(machines)
     processes = [started(h, n, count, *words, **(of_second if n == 1 else {})) for n, h in enumerate(machines)]
     return hosts.all_ended(processes, SECONDS)
-
-
-@contextmanager
-def changed(host: Host, before: Sequence[str], after: Sequence[str]) -> Iterator[None]:
-    """What two commands do and undo on a machine."""
-    subprocess.run([*host.before, *before], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*host.before, *after], check=True)
 
 
 def test_machines_that_are_well(machines: list[Host], tmp_path: Path) -> None:

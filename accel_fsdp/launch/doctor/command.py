@@ -14,7 +14,7 @@ from accel_fsdp.launch.doctor.flags import DoctorCommand
 from accel_fsdp.launch.doctor.meeting import Meeting, Team
 from accel_fsdp.launch.doctor.report import Examination
 from accel_fsdp.launch.doctor.rows import Row, is_healthy, of_error
-from accel_fsdp.launch.doctor.store import Address
+from accel_fsdp.launch.store import Address
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.units import counted

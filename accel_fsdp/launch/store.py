@@ -14,7 +14,7 @@ from accel_fsdp.launch import rendezvous
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-PREFIX = "accel_fsdp/doctor"
+PREFIX = "accel_fsdp/machines"
 EVERY_SECONDS = 0.05
 ANSWER_SECONDS = 3.0
 """Beyond the time that a store gives itself."""
@@ -51,7 +51,7 @@ class Address:
         opening.join(seconds + ANSWER_SECONDS)
         if not opened:
             raise RuntimeError(
-                "what answers there is no machine 0 of a doctor" if not self.hosts else "no store could be opened"
+                "what answers there is no machine 0 of this program" if not self.hosts else "no store could be opened"
             )
         return Board(PrefixStore(PREFIX, opened[0]), replace(self, port=opened[0].port))
 
@@ -66,6 +66,14 @@ class Board:
     def put(self, name: str, value: Any) -> None:
         """For all to read."""
         self.store.set(name, json.dumps(value))
+
+    def agree(self, name: str, value: Any) -> Any:
+        """Puts it for all to read, unless another one has been put before; returns the one that is there."""
+        return json.loads(self.store.compare_set(name, "", json.dumps(value)))
+
+    def remove(self, name: str) -> None:
+        """Takes it away again."""
+        self.store.delete_key(name)
 
     def get(self, name: str) -> Any:
         """None if nobody has put it yet."""

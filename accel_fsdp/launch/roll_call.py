@@ -1,0 +1,225 @@
+"""The machines of a job meet before ranks start, and say who has connected and who is missing.
+
+Machine 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+from accel_fsdp import console
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch.store import Address, Board
+from accel_fsdp.units import counted
+
+SAY_SECONDS = 10.0
+"""Between two lines about what is waited for."""
+ASK_SECONDS = 0.2
+OPEN_SECONDS = 60.0
+"""Until a store is opened, or a machine that has connected has seen that all have."""
+OWN_SECONDS = 60.0
+"""How long a machine with another rank waits for machine 0 at an address that is its own."""
+OTHER_SECONDS = 5.0
+"""How long machine 0 tries to reach itself at an address that none of its interfaces has."""
+HEARD_SECONDS = 2.0
+"""How long machine 0 keeps the store open, for the others to read what it says."""
+REFUSED = "refused"
+FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which tells each its own"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one of them was told, and which it is."""
+
+    rank: int
+    machines: int
+    processes: int | None
+    host: str
+    process: int
+
+    @classmethod
+    def here(cls, rank: int, machines: int, processes: int | None) -> "Machine":
+        """This one."""
+        return cls(rank, machines, processes, socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        return f"machine {self.rank} ({self.host})"
+
+
+def attend(own: Machine, address: str, port: int, seconds: float) -> None:
+    """Waits until all machines have connected, and the port is free again.
+
+    Raises:
+        UserError: some didn't connect in time, two have one rank, or they were told different numbers.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        board = _hold(own, address, port) if own.rank == 0 else _reach(own, address, port, seconds)
+    except RuntimeError as error:
+        raise UserError(
+            f"the machines can't meet at {_endpoint(address, port)}: {error}",
+            why="another program uses the port",
+            fix=f"another one on all machines: --main-process-port {port + 1}",
+        ) from error
+    try:
+        _call(board, own, seconds, deadline)
+        _part(board, own)
+    except RuntimeError as error:  # a DistError is one
+        raise UserError(
+            f"machine 0 at {_endpoint(address, port)} closed the connection before all machines had connected",
+            why="it ended, or the network broke",
+            fix="look at what it printed",
+        ) from error
+
+
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+# Reaching machine 0
+
+
+def _hold(own: Machine, address: str, port: int) -> Board:
+    """The store, held by this machine, if it is the one that others reach at the address."""
+    board = Address("127.0.0.1", port, hosts=True).open(OPEN_SECONDS)
+    if rendezvous.is_own(address):
+        return board
+    board.put("holder", asdict(own))
+    if problem := rendezvous.wait_for(address, port, OTHER_SECONDS):
+        raise UserError(
+            f"this is machine 0, and it doesn't reach itself at {_endpoint(address, port)}: {problem}",
+            why=f"no interface of it has the address of {address}, at which the others look for machine 0",
+            fix=rendezvous.FIX_ADDRESS,
+        )
+    there = Address(address, port, hosts=False).open(OPEN_SECONDS)
+    if there.get("holder") != asdict(own):
+        _refuse(there, f"two machines were told that they are machine 0: the one at {address}, and {own.host}")
+    return board
+
+
+def _reach(own: Machine, address: str, port: int, seconds: float) -> Board:
+    """The store of machine 0, as soon as it listens."""
+    began, here = time.monotonic(), rendezvous.is_own(address)
+    limit = min(seconds, OWN_SECONDS) if here else seconds
+    note = f"; {address} is this machine, which was told that it is machine {own.rank}" if here else ""
+    while True:
+        left = began + limit - time.monotonic()
+        problem = rendezvous.wait_for(address, port, max(min(SAY_SECONDS, left), 0.0))
+        if not problem:
+            return Address(address, port, hosts=False).open(OPEN_SECONDS)
+        waited = time.monotonic() - began
+        said = f"machine 0 at {_endpoint(address, port)} has not been reached for {waited:.0f} s: {problem}{note}"
+        if waited >= limit:
+            raise UserError(said, why=_why_not_reached(problem, here), fix=FIX_RANKS if here else _FIX_REACH)
+        console.say(f"accel-fsdp: {said}")
+
+
+_FIX_REACH = "start machine 0, or look at what it printed; accel-fsdp doctor on both shows what is between them"
+
+
+def _why_not_reached(problem: str, here: bool) -> str:
+    if here:
+        return "no process with machine rank 0 listens there"
+    if "refused" in problem:
+        return "the machine with that address answers, and nothing listens at the port"
+    return "nothing answers: often a firewall drops the port, or the address is another machine's"
+
+
+# Who is there
+
+
+def _key(rank: int) -> str:
+    return f"machine/{rank}"
+
+
+def _seen_key(rank: int) -> str:
+    return f"complete/{rank}"
+
+
+def _call(board: Board, own: Machine, seconds: float, deadline: float) -> None:
+    there = Machine(**board.agree(_key(own.rank), asdict(own)))
+    if there != own:
+        both = f"{there.host} (process {there.process}) and {own.host} (process {own.process})"
+        _refuse(board, f"two machines were told that they are machine {own.rank}: {both}")
+    complete = False
+    try:
+        _wait_for_all(board, own, seconds, deadline)
+        complete = True
+    finally:
+        if not complete:
+            with contextlib.suppress(RuntimeError):
+                board.remove(_key(own.rank))
+
+
+def _wait_for_all(board: Board, own: Machine, seconds: float, deadline: float) -> None:
+    began = said = time.monotonic()
+    while True:
+        if refusal := board.get(REFUSED):
+            raise _refusal(*refusal)
+        present = {rank: Machine(**told) for rank in range(own.machines) if (told := board.get(_key(rank)))}
+        if difference := _difference(present):
+            _refuse(board, difference, "the same YAML and flags on all machines")
+        if len(present) == own.machines:
+            return
+        now = time.monotonic()
+        if now >= deadline:
+            late = f"{_roll(present, own.machines)}, after {seconds:.0f} s"
+            fix = "start the missing ones; --timeout SECONDS waits longer"
+            if own.rank == 0:
+                _refuse(board, late, fix)
+            raise _refusal(late, fix)
+        if now - said >= SAY_SECONDS:
+            said = now
+            console.say(f"accel-fsdp: {_roll(present, own.machines)}, {now - began:.0f} s")
+        time.sleep(ASK_SECONDS)
+
+
+def _part(board: Board, own: Machine) -> None:
+    """Machine 0 keeps the store until all have seen that they are complete; the others stay until it is closed."""
+    if own.rank:
+        board.put(_seen_key(own.rank), True)
+        with contextlib.suppress(RuntimeError):
+            while not (refusal := board.get(REFUSED)):
+                time.sleep(ASK_SECONDS / 4)
+            raise _refusal(*refusal)
+        return
+    others = {_seen_key(rank): rank for rank in range(1, own.machines)}
+    answered = board.wait(others, OPEN_SECONDS)
+    quiet = [rank for key, rank in others.items() if key not in answered]
+    if quiet:
+        gone = Machine(**board.get(_key(quiet[0])))
+        _refuse(board, f"{gone} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
+
+
+def _roll(present: Mapping[int, Machine], machines: int) -> str:
+    missing = [str(rank) for rank in range(machines) if rank not in present]
+    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    names = f"machine {shown} is" if len(missing) == 1 else f"machines {shown} are"
+    return f"{len(present)} of {counted(machines, 'machine')} connected; {names} missing"
+
+
+def _difference(present: Mapping[int, Machine]) -> str:
+    """What two of them were told differently; empty where it is the same."""
+    first = next(iter(present.values()))
+    for machine in present.values():
+        for name in ("machines", "processes"):
+            here, there = getattr(first, name), getattr(machine, name)
+            if None not in (here, there) and here != there:
+                return f"num_{name} is {here} on {first}, and {there} on {machine}"
+    return ""
+
+
+def _refuse(board: Board, what: str, fix: str = FIX_RANKS) -> NoReturn:
+    """Ends this machine's part, and that of all that still wait."""
+    refusal = board.agree(REFUSED, [what, fix])
+    time.sleep(HEARD_SECONDS)
+    raise _refusal(*refusal)
+
+
+def _refusal(what: str, fix: str) -> UserError:
+    return UserError(what, why=rendezvous.WAIT, fix=fix)
