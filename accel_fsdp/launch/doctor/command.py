@@ -8,13 +8,12 @@ from typing import Any
 from accel_fsdp import console, flag_words
 from accel_fsdp.config import DEFAULT_PORT, read_config
 from accel_fsdp.errors import UsageError, UserError, require
-from accel_fsdp.launch import place, rendezvous
+from accel_fsdp.launch import Address, place, rendezvous
 from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
 from accel_fsdp.launch.doctor.flags import DoctorCommand
 from accel_fsdp.launch.doctor.meeting import Meeting, Team
 from accel_fsdp.launch.doctor.report import Examination
 from accel_fsdp.launch.doctor.rows import Row, is_healthy, of_error
-from accel_fsdp.launch.store import Address
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.units import counted

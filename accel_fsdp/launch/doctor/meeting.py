@@ -14,9 +14,9 @@ from itertools import combinations
 from pathlib import Path
 
 from accel_fsdp import atomic_files
+from accel_fsdp.launch import Address
 from accel_fsdp.launch.doctor import probing
 from accel_fsdp.launch.doctor.facts import Facts
-from accel_fsdp.launch.store import Address
 
 START_SECONDS = 30.0
 """Until a process of its own has imported torch, on a busy machine."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.launch.store import Address, Board
+from accel_fsdp.launch import Address, Board
 from accel_fsdp.units import MIB
 
 if TYPE_CHECKING:
