@@ -18,7 +18,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, Size, Tape, Tapes
 
-RECORDING = 3
+RECORDING = 4
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch.ranks import hang
 from accel_fsdp.models import catalogue, inspect_model
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import (
@@ -309,6 +311,31 @@ def test_a_bundled_model_records_the_same_again() -> None:
     again = fit.record_model(name, _config(name), (variant,))
     recorded_shape = replace(again[0], positions=shape.positions)  # the bundle says only what the hub's config says
     assert (recorded_shape, again[1]) == (shape, {variant: tapes[variant]})
+
+
+def test_copies_that_autocast_drops_leave_in_order_of_birth() -> None:
+    """Its cache is a map by address: GPT-2's biases, which nothing else keeps, left it in another order each time."""
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512)
+    first, *others = (fit.record_model("mine", config, ("fp32-amp-full-sdpa",)) for _ in range(5))
+    assert all(other == first for other in others)
+
+
+def test_a_thread_that_looks_at_the_stack_changes_no_recording() -> None:
+    """A job's ranks have one against hangs. Whoever holds a frame keeps the tensors in it alive."""
+    alone, main, over = fit.record_model("mine", LLAMA, ("fp32-full-sdpa",)), threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            hang.stand_of(main)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        watched = [fit.record_model("mine", LLAMA, ("fp32-full-sdpa",)) for _ in range(2)]
+    finally:
+        over.set()
+        thread.join()
+    assert watched == [alone, alone]
 
 
 def test_bundled_tapes_need_no_torch() -> None:

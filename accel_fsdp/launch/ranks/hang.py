@@ -4,12 +4,14 @@ import os
 import sys
 import threading
 import time
-import traceback
-from types import CodeType, FrameType
+from collections.abc import Sequence
+from types import CodeType
 from typing import NamedTuple
 
 import psutil
 
+from accel_fsdp import frames
+from accel_fsdp.frames import Spot
 from accel_fsdp.launch.ranks import events, script
 
 EVERY_SECONDS = 1.0
@@ -66,26 +68,18 @@ def _watch(main: int) -> None:
 
 
 def stand_of(thread: int, caller: str = "") -> Stand | None:
-    """That of a thread of this process; None if it has ended. The stack begins below the last frame of `caller`."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    """That of a thread of this process; None if it has ended. The text begins below the last frame of `caller`."""
+    stack = frames.stack_of(thread)
+    if not stack:
         return None
-    frames = traceback.extract_stack(frame)
-    begins = max((number for number, at in enumerate(frames, start=1) if at.filename == caller), default=0)
-    stack = "".join(traceback.format_list(frames[begins:]))
-    return Stand(script.line_of_stack(frame), _collective(frame), stack, _caller(frame))
+    begins = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
+    line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
+    return Stand(line, _collective(stack), frames.text_of(stack[:begins]), _caller(stack))
 
 
 def place_of(thread: int) -> Place:
-    """Equal to an earlier one's where a thread of this process still is, or is again, at the same instruction.
-
-    It takes no file and hardly any time, unlike `stand_of`.
-    """
-    frame, place = sys._current_frames().get(thread), list[tuple[CodeType, int]]()
-    while frame:
-        place.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(place)
+    """Equal to an earlier one's where a thread of this process still is, or is again, at the same instruction."""
+    return tuple((at.code, at.instruction) for at in frames.stack_of(thread))
 
 
 def is_debugged(place: Place) -> bool:
@@ -99,23 +93,19 @@ def _computed_seconds() -> float:
     return time.process_time() + float(sum(one.user + one.system for one in times))
 
 
-def _caller(frame: FrameType | None) -> str:
-    while frame:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+def _caller(stack: Sequence[Spot]) -> str:
+    for at in stack:
+        package = at.module.partition(".")[0]
         if package not in LIBRARIES and (package not in sys.stdlib_module_names or package == "__main__"):
-            code = frame.f_code
-            path = "/".join(code.co_filename.split(os.sep)[-2:])
-            return f"{path}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
+            path = "/".join(at.code.co_filename.split(os.sep)[-2:])
+            return f"{path}:{at.line} in {at.code.co_name}"
     return ""
 
 
-def _collective(frame: FrameType | None) -> str:
+def _collective(stack: Sequence[Spot]) -> str:
     """The outermost function of torch's collectives on the stack; empty where it waits for something else."""
     found = ""
-    while frame:
-        if os.path.basename(frame.f_code.co_filename) in COLLECTIVES:
-            name = frame.f_code.co_name
-            found = found if name in ("wrapper", "wait") else name
-        frame = frame.f_back
+    for at in stack:
+        if os.path.basename(at.code.co_filename) in COLLECTIVES:
+            found = found if at.code.co_name in ("wrapper", "wait") else at.code.co_name
     return found

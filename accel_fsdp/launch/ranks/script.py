@@ -8,12 +8,12 @@ from types import FrameType
 
 def line_of_stack(frame: FrameType | None) -> str:
     """As file:line; empty where no line of the script's folder is on the stack of `frame`."""
-    return _innermost([(at.filename, at.lineno) for at in traceback.extract_stack(frame)])
+    return line_of([(at.filename, at.lineno) for at in traceback.extract_stack(frame)])
 
 
 def line_of_error(error: BaseException) -> str:
     """The same, of what led to an error."""
-    return _innermost([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
+    return line_of([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
 
 
 def is_calling(frame: FrameType | None) -> bool:
@@ -21,7 +21,8 @@ def is_calling(frame: FrameType | None) -> bool:
     return frame is not None and _is_own(frame.f_code.co_filename)
 
 
-def _innermost(places: list[tuple[str, int | None]]) -> str:
+def line_of(places: list[tuple[str, int | None]]) -> str:
+    """The innermost line of the script, of a stack's files and lines, outermost first."""
     own = [f"{file}:{line}" for file, line in places if _is_own(file)]
     return own[-1] if own else ""
 

@@ -56,7 +56,7 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         outside = recorder.variant._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
             with _unlogged():
-                tapes[variant] = alike[outside] = _recorded(recorder, alike.get(outside))
+                tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",
@@ -76,18 +76,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-class RunsDiffer(RuntimeError):
-    """Two runs of one model had other operations, or the same in another order."""
-
-
-def _recorded(recorder: Recorder, alike: Tapes | None) -> Tapes:
-    """Records once more where runs differ: seen once in some hundred recordings, and never twice."""
-    try:
-        return record(recorder, alike)
-    except RunsDiffer:
-        return record(recorder, alike)
 
 
 def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
@@ -196,7 +184,7 @@ def _check_same(first: Raw, other: Raw, at: At) -> None:
         return
     pairs = zip(first.names, other.names, strict=False)
     number = next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(ours), len(theirs)) - 1)
-    raise RunsDiffer(f"runs differ at {at}: event {number} is {other.names[number]}, not {first.names[number]}")
+    raise RuntimeError(f"runs differ at {at}: event {number} is {other.names[number]}, not {first.names[number]}")
 
 
 def _solved(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:

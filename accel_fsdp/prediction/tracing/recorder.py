@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accel_fsdp import frames
 from accel_fsdp.models import build
 from accel_fsdp.prediction.memory import CHUNK_TOKENS, At, ModelShape, Variant
 from accel_fsdp.prediction.tracing.cuda_emulation import (
@@ -267,7 +268,7 @@ def record_run(
     watch = Watch(kernels)
     caught: list[Tensor] = []
     module.zero_grad()
-    with CudaRules(), _uncollected(), _quiet():
+    with CudaRules(), _undisturbed(), _quiet():
         switch = torch.ones((), requires_grad=True)
 
         def given() -> Tensor:
@@ -277,6 +278,8 @@ def record_run(
         with watch:
             with around():
                 result = call(watch, given)
+                used = len(watch.events)
+            watch.events[used:] = in_order_of_birth(watch.events[used:])  # autocast's cache ends
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             del result
             output, split = out.untyped_storage().nbytes(), len(watch.events)
@@ -314,7 +317,7 @@ def _without_saving(
         with watch.from_caller():
             return torch.empty(like.shape, dtype=like.dtype)
 
-    with CudaRules(), _uncollected(), _quiet(), torch.no_grad(), watch:
+    with CudaRules(), _undisturbed(), _quiet(), torch.no_grad(), watch:
         with around():
             result = call(watch, given)
         watch.stop()
@@ -429,12 +432,13 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keeps the garbage collector from freeing storages at times that depend on its mood."""
+def _undisturbed() -> Iterator[None]:
+    """Only the run itself releases storages: no garbage collector does, and no thread that watches keeps frames."""
     was = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with frames.unseen():
+            yield
     finally:
         if was:
             gc.enable()

@@ -1,0 +1,53 @@
+"""Looks at where other threads are, without keeping what they release.
+
+Whoever holds a frame holds its locals, and so the tensors in them. A thread that looks at the main one every second
+delays their release by as long as it takes, which on a busy machine is until its next turn.
+"""
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import NamedTuple
+
+UNSEEN_SECONDS = 5.0
+"""How long `stack_of` waits for the end of `unseen`. A thread that hangs there is looked at after that."""
+_looking = threading.Lock()
+
+
+class Spot(NamedTuple):
+    """One frame of a stack: the code, the instruction in it, the line, and the name of its module."""
+
+    code: CodeType
+    instruction: int
+    line: int | None
+    module: str
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """While it lasts no thread holds a frame of another through `stack_of`: releases come when the code makes them."""
+    with _looking:
+        yield
+
+
+def stack_of(thread: int) -> list[Spot]:
+    """The stack of a thread of this process, innermost frame first; empty if the thread has ended."""
+    waited = _looking.acquire(timeout=UNSEEN_SECONDS)
+    try:
+        frame, stack = sys._current_frames().get(thread), list[Spot]()
+        while frame:
+            stack.append(Spot(frame.f_code, frame.f_lasti, frame.f_lineno, str(frame.f_globals.get("__name__"))))
+            frame = frame.f_back
+        return stack
+    finally:
+        if waited:
+            _looking.release()
+
+
+def text_of(stack: Sequence[Spot]) -> str:
+    """A stack as Python prints one, with the lines of the source."""
+    frames = [traceback.FrameSummary(spot.code.co_filename, spot.line, spot.code.co_name) for spot in reversed(stack)]
+    return "".join(traceback.format_list(frames))
