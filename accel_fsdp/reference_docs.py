@@ -60,7 +60,7 @@ def _property(field: Field) -> dict[str, Any]:
         choices = [*field.choices, *NUMBERED.get(field.key, ())]
         shape = {"enum": [*choices, *(int(choice) for choice in choices if choice.isdecimal())]}
         if field.key not in EXACT:
-            words = "|".join(map(_any_case, field.choices))
+            words = "|".join(map(_any_case, choices))
             shape = {"anyOf": [shape, {"type": "string", "pattern": f"^({words})$"}]}
     return {"description": f"{field.help} Read by {readers(field)}.", **shape}
 

@@ -58,6 +58,7 @@ from .vocabulary import STATE_DICT_TYPES as STATE_DICT_TYPES
 from .vocabulary import STRATEGIES as STRATEGIES
 from .vocabulary import TARGETS as TARGETS
 from .vocabulary import TORCH_DTYPES as TORCH_DTYPES
+from .vocabulary import TORCH_STRATEGIES as TORCH_STRATEGIES
 from .vocabulary import ZERO_STAGES as ZERO_STAGES
 from .vocabulary import ZERO_TWINS as ZERO_TWINS
 from .vocabulary import Engine as Engine

@@ -11,7 +11,14 @@ from functools import cached_property
 from typing import Any
 
 from accel_fsdp.config.schema import BY_NAME, full_name
-from accel_fsdp.config.vocabulary import DDP_TYPES, DISTRIBUTED_TYPES, STATE_DICT_TYPES, STRATEGIES, Engine
+from accel_fsdp.config.vocabulary import (
+    DDP_TYPES,
+    DISTRIBUTED_TYPES,
+    STATE_DICT_TYPES,
+    STRATEGIES,
+    TORCH_STRATEGIES,
+    Engine,
+)
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
@@ -99,7 +106,7 @@ class JobConfig:
     def strategy(self) -> str:
         """The name of FSDP1's strategy, in capitals, as given or by number."""
         text = str(self.fsdp("fsdp_sharding_strategy")).upper()
-        return STRATEGIES.get(int(text), text) if text.isdecimal() else text
+        return STRATEGIES.get(int(text), text) if text.isdecimal() else TORCH_STRATEGIES.get(text, text)
 
     @property
     def is_fsdp(self) -> bool:

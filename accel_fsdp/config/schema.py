@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, ZERO_TWINS, Engine
+from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, TORCH_STRATEGIES, ZERO_TWINS, Engine
 
 
 class Kind(Enum):
@@ -41,8 +41,12 @@ EXACT = frozenset({
     "fp8_opt_level",
 })  # fmt: skip
 """Keys whose values Accelerate takes in this case only; the values of others it turns into upper or lower case."""
-NUMBERED = {"fsdp_state_dict_type": ("1", "2", "3"), "fsdp_backward_prefetch": ("1", "2")}
-"""Keys that also take the number of torch's enumeration."""
+NUMBERED = {
+    "fsdp_state_dict_type": ("1", "2", "3"),
+    "fsdp_backward_prefetch": ("1", "2"),
+    "fsdp_sharding_strategy": tuple(TORCH_STRATEGIES),
+}
+"""Keys that also take the numbers, or other names, of torch's enumeration."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Field:
         """Whether text is one of the choices, in whatever case where Accelerate doesn't mind."""
         if self.key in EXACT:
             return text in self.choices
-        if text in NUMBERED.get(self.key, ()):
+        if text.upper() in NUMBERED.get(self.key, ()):
             return True
         return text.lower() in [choice.lower() for choice in self.choices]
 

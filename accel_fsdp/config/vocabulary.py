@@ -59,6 +59,8 @@ STRATEGIES: dict[int, str] = {
     5: "HYBRID_SHARD_ZERO2",
 }
 """Accelerate's numbers and names (`FSDP_SHARDING_STRATEGY` in accelerate.utils.constants, 1-based)."""
+TORCH_STRATEGIES = {f"_{STRATEGIES[5]}": STRATEGIES[5]}
+"""Names of torch's enumeration (`torch.distributed.fsdp.ShardingStrategy`) that differ, which Accelerate takes too."""
 STATE_DICT_TYPES = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}
 """torch's numbers (`torch.distributed.fsdp.StateDictType`), which Accelerate takes in place of the names."""
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

@@ -12,6 +12,7 @@ from accel_fsdp.config import (
     FALSE_WORDS,
     RETIRED,
     STRATEGIES,
+    TORCH_STRATEGIES,
     TRUE_WORDS,
     Edit,
     Engine,
@@ -121,7 +122,7 @@ class Draft:
     def fsdp1_strategy(self) -> str:
         """The name of FSDP1's strategy, which may be written as its number."""
         text = self.word("fsdp_sharding_strategy")
-        return STRATEGIES[int(text)] if text.isdecimal() else text
+        return STRATEGIES[int(text)] if text.isdecimal() else TORCH_STRATEGIES.get(text, text)
 
     def on(self, key: str) -> bool:
         """A boolean, however it is written."""

@@ -1,12 +1,12 @@
 """The command `accel-fsdp config`: interview, review, write."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import yaml_file
+from accel_fsdp.config import JobConfig, read_config, yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.wizard import asking, from_yaml, interview, prompts, to_yaml
 from accel_fsdp.wizard.answers import Answers
@@ -19,11 +19,12 @@ WRITE, SHOW, QUIT = "write", "show", "quit"
 
 @dataclass(frozen=True)
 class Original:
-    """The file that is re-edited: its parsed document and the answers that it stands for."""
+    """The file that is re-edited: what it says, the answers that it stands for, and those that it leaves open."""
 
     path: Path
-    text: str
+    job: JobConfig
     answers: Answers
+    written: Collection[str]
 
 
 def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
@@ -49,7 +50,7 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     if interactive:
         return _review(talk, options, original)
     _warn(talk)
-    return _write(interview.answers(talk), options, original)
+    return _write(talk, options, original)
 
 
 def _warn(talk: interview.Interview) -> None:
@@ -71,8 +72,6 @@ def _preset(name: str | None) -> Mapping[str, str]:
 
 
 def _flags_of(path: Path) -> dict[str, str]:
-    from accel_fsdp.config import read_config
-
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
     job, document = read_config(path)
@@ -84,13 +83,17 @@ def _original(path: Path, written: Mapping[str, str], talk: interview.Interview)
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in talk.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
-    return Original(path, yaml_file.load(path).source, answers)
+    interview.answers(talk)  # says what it can't use
+    for line in from_yaml.corrections(read_config(path)[0], answers, talk.given.keys()):
+        console.say(f"note: {line}", style="yellow", wrap=True)
+    return Original(path, read_config(path)[0], answers, written.keys())
 
 
-def _text(answers: Answers, original: Original | None) -> str:
+def _text(talk: interview.Interview, answers: Answers, original: Original | None) -> str:
     if original is None:
         return to_yaml.to_text(answers)
-    return from_yaml.update(yaml_file.load(original.path), original.answers, answers)
+    answered = talk.given.keys() - original.written
+    return from_yaml.update(yaml_file.load(original.path), original.job, original.answers, answers, answered)
 
 
 def _review(talk: interview.Interview, options: WizardOptions, original: Original | None) -> int:
@@ -102,14 +105,14 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
         answers = interview.answers(talk)
         if told != (told := interview.warnings(talk)):
             _warn(talk)
-        text = _text(answers, original)
+        text = _text(talk, answers, original)
         chosen = prompts.pick(
             f"Write {place}?",
             [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
             "Enter on a line; Escape goes back" if talk.asked else "Enter on a line",
         )
         if chosen == WRITE and _may_write(output, options, original, text):
-            return _write(answers, options, original)
+            return _write(talk, options, original)
         if chosen == SHOW:
             _show(text, original, place)
             prompts.pause()
@@ -135,7 +138,7 @@ def _show(text: str, original: Original | None, title: str) -> None:
 
 def _diff(original: Original, text: str, place: str) -> None:
     """From the file that is re-edited to the one that is, or would be, written."""
-    console.show_diff(original.text, text, str(original.path), place)
+    console.show_diff(original.job.source, text, str(original.path), place)
 
 
 def _may_write(output: Path | None, options: WizardOptions, original: Original | None, text: str) -> bool:
@@ -147,8 +150,9 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
     return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
 
 
-def _write(answers: Answers, options: WizardOptions, original: Original | None) -> int:
-    output, text = _output(options), _text(answers, original)
+def _write(talk: interview.Interview, options: WizardOptions, original: Original | None) -> int:
+    output, answers = _output(options), interview.answers(talk)
+    text = _text(talk, answers, original)
     if output is None:
         console.put(text.rstrip())
         return 0

@@ -1,9 +1,26 @@
 """From an existing YAML back to the answers that would make it, and new answers into the same file. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, ENGINE_NAMES, Edit, Engine, JobConfig, apply, dump, made_with, with_header
+from accel_fsdp.config import (
+    BY_NAME,
+    ENGINE_NAMES,
+    FALSE_WORDS,
+    FSDP_VERSIONS,
+    NULL_IS_ABSENT,
+    STRATEGIES,
+    TRUE_WORDS,
+    Edit,
+    Engine,
+    Field,
+    JobConfig,
+    Kind,
+    apply,
+    dump,
+    made_with,
+    with_header,
+)
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.questions import QUESTIONS
@@ -32,11 +49,12 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
     for question in QUESTIONS:
         if question.key and engine in BY_NAME[question.key].engines:
             value = _meant(job, *question.key)
-            if value not in (None, -1):  # -1 processes: as many as there are GPUs
-                flags[question.field] = str(value)
+            if value not in UNKNOWN:
+                flags[question.field] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if engine in FSDP_ENGINES:
+        flags["fsdp_version"] = str(FSDP_ENGINES[engine])
     if engine is Engine.FSDP2:
-        number = 1 if job.on("fsdp_reshard_after_forward") else 2
-        flags["strategy"] = str(number + 3 if job.section("parallelism_config") else number)
+        flags["strategy"] = _strategy_of_fsdp2(job)
     if engine is Engine.DEEPSPEED:
         flags["cpu_offload"] = str(job.section("deepspeed_config").get("offload_optimizer_device") == "cpu")
     if engine is Engine.TPU:
@@ -44,13 +62,50 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
     return flags
 
 
+FSDP_ENGINES = {engine: version for version, engine in FSDP_VERSIONS.items()}
+UNKNOWN = (None, -1)
+"""Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
+ZERO_STAGE = 2
+"""What Accelerate takes where `zero_stage` is missing."""
+
+
+def _strategy_of_fsdp2(job: JobConfig) -> str:
+    """The strategy that FSDP2's keys spell; a strategy's name, as FSDP1 takes it, is what somebody meant."""
+    value = job.fsdp("fsdp_reshard_after_forward")
+    if str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
+        return str(value)
+    mesh = job.section("parallelism_config")
+    copies, shards = (mesh.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
+    hybrid = mesh and (copies != 1 or shards == job.number("num_processes"))
+    return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
+
+
 def _meant(job: JobConfig, section: str, key: str) -> Any:
-    """The value of a key, or what Accelerate takes without it."""
-    if key == "fsdp_state_dict_type" and not job.has(key):
-        return "FULL_STATE_DICT" if job.full_state_dict else "SHARDED_STATE_DICT"
-    if key == "fsdp_auto_wrap_policy" and not job.has(key):
-        return "NO_WRAP"
-    return job.section(section).get(key, BY_NAME[section, key].default)
+    """What Accelerate makes of a key, or of its absence; a value that it can't read stays as it is written."""
+    content, field = job.section(section), BY_NAME[section, key]
+    value = content.get(key)
+    if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:
+        return str(None)  # the text that the launcher makes of it
+    if key == "fsdp_state_dict_type":
+        return job.state_dict_type or ("FULL_STATE_DICT" if job.full_state_dict else "SHARDED_STATE_DICT")
+    if key == "fsdp_sharding_strategy":
+        return next((number for number, name in STRATEGIES.items() if name == job.strategy), value)
+    if key == "zero_stage" and value is None and "deepspeed_config_file" not in content:
+        return ZERO_STAGE
+    if key == "mixed_precision" and value is False:  # a bare no
+        return "no"
+    if value is None:
+        return field.default
+    return str(value).lower() in TRUE_WORDS if field.kind is Kind.BOOL and _is_readable(field, value) else value
+
+
+def _is_readable(field: Field, value: Any) -> bool:
+    """Whether Accelerate can read a value, as far as the key's kind tells."""
+    if field.kind is Kind.BOOL:
+        return str(value).lower() in TRUE_WORDS + FALSE_WORDS
+    if field.kind is Kind.CHOICE:
+        return value is not False and field.takes(str(value))  # a bare no is false
+    return isinstance(value, {Kind.INT: int, Kind.NAMES: str}.get(field.kind, object))
 
 
 def _header_flags(text: str, engine: str) -> dict[str, str]:
@@ -62,21 +117,53 @@ def _header_flags(text: str, engine: str) -> dict[str, str]:
     return {field: words[flag] for flag, field in wanted.items() if flag in words}
 
 
-def update(document: Any, old: Answers, new: Answers) -> str:
-    """The text of `document` with the differences between two sets of answers; everything else stays as it is.
+def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: Collection[str]) -> str:
+    """The text of `document` with what `new` answers otherwise; everything else stays as it is.
 
-    `document` is what `yaml_file.load` returned, `old` the answers it stands for. Our own header is renewed. With
-    another engine the old one's sections go, and what was in them.
+    `document` and `job` are what `read_config` returned, `old` the answers that the file stands for, where it leaves a
+    question open with its default. `answered` are the questions that the file leaves open and somebody answered. Our
+    own header is renewed. With another engine the old one's sections go, and what was in them.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    changed = {(place, key): value for (place, key), value in after.items() if before.get((place, key)) != value}
-    gone = {place for place, _ in before} - {place for place, _ in after}
-    unreadable = {place for place, _ in changed if place and not isinstance(document.get(place) or {}, Mapping)}
+    said = {place for place, value in before.items() if _says(job, *place, value, answered)}
+    changed = {place: value for place, value in after.items() if place not in said or before[place] != value}
+    gone = {section for section, _ in before} - {section for section, _ in after}
+    unreadable = {place for place, _ in after if place and not isinstance(document.get(place) or {}, Mapping)}
     for section in (gone | unreadable) - {""}:  # text or a list, which Accelerate can't read either
         apply(document, [Edit("", section)])
     dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in gone]
     apply(document, [*dropped, *(Edit(place, key, value) for (place, key), value in changed.items())])
     return with_header(dump(document), header(new))
+
+
+def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str]:
+    """What the file says in words that Accelerate can't read, where its meaning was `read` all the same."""
+    found = []
+    for section, key in _flat(to_mapping(old)):
+        raw, field = job.section(section).get(key), BY_NAME[section, key]
+        if raw is not None and not _is_readable(field, raw) and KEYS.get((section, key), "strategy") in read:
+            found.append(f"Accelerate can't read {key}: {raw}, so the key is written anew")
+    return found
+
+
+KEYS = {question.key: question.field for question in QUESTIONS if question.key}
+
+
+def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collection[str]) -> bool:
+    """Whether a key of the file, or its absence, means this value; of what nobody is asked, whether it can be read."""
+    raw, field = job.section(section).get(key), BY_NAME[section, key]
+    if KEYS.get((section, key)) in answered or (section and not isinstance(job.values.get(section) or {}, Mapping)):
+        return False
+    if (section, key) not in KEYS:
+        open_ = raw is None and (section in job.values or section != "parallelism_config")
+        return open_ or (raw is not None and _is_readable(field, raw))
+    if raw is None and key in job.section(section) and key not in NULL_IS_ABSENT and field.default not in UNKNOWN:
+        return False
+    meant = _meant(job, section, key)
+    if meant in UNKNOWN or (raw is None and meant == value):
+        return True
+    same = str(meant).lower() == str(value).lower()
+    return same and (_is_readable(field, raw) or raw is None)
 
 
 def _flat(mapping: dict[str, Any]) -> dict[tuple[str, str], Any]:

@@ -24,7 +24,7 @@ from accel_fsdp.wizard.questions import QUESTIONS, to_answers
 class Interview:
     """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file.
 
-    With `as_written` they are what a file says, and text that would be refused stays, so that it can be replaced.
+    With `as_written` they are what a file says: a default stands, unchecked, for what would be refused.
     `fixed` are the fields that nobody asks about, `asked` those that were answered in the terminal, the latest last.
     """
 
@@ -73,12 +73,12 @@ class Interview:
             except UserError as error:
                 if question.field in self.flags:
                     raise
-                if self.as_written and question.options is None:
-                    return replace(context, given={**context.given, question.field: self.given[question.field]})
                 del self.given[question.field]
                 note = in_words(f"{error.what.rstrip('.')}; {error.why}")
                 if not self.as_written:
                     console.say(f"note: {note}", style="yellow", wrap=True)
+        if self.as_written:
+            return skip(question, context, {})
         return settle(question, context, question.default(context)[0])
 
     def _with_model(self, context: Context) -> Context:

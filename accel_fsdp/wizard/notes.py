@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import ENGINE_KINDS, FSDP_VERSIONS, Engine, Precision
+from accel_fsdp.config import ENGINE_KINDS, FSDP_VERSIONS, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import ModelFacts, state_bytes
@@ -111,8 +111,8 @@ def _judged(job: "PlanJob", layout: Layout, checkpointing: bool) -> "Advice | No
 
 
 def _precision(context: Context) -> Precision:
-    given: Precision | None = context.given.get("mixed_precision")
-    return given or ("bf16" if machines.has_bf16(context.machine) else "fp16")
+    given: Precision = context.given.get("mixed_precision", "fp8")
+    return given if given in TORCH_DTYPES else "bf16" if machines.has_bf16(context.machine) else "fp16"
 
 
 def state_memory(context: Context) -> tuple[float, float] | None:

@@ -53,7 +53,7 @@ def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tup
 
 def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
     assert question.options is not None
-    options = question.options(context)
+    options = [one for one in question.options(context) if one.offered or one.value == proposed]
     choices = [_choice(option) for option in options]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])

@@ -46,11 +46,15 @@ class Context:
 
 @dataclass(frozen=True)
 class Option:
-    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be taken here."""
+    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be taken here.
+
+    One that isn't `offered` is taken from a file or a flag.
+    """
 
     value: Any
     text: str | Callable[[], str]
     disabled: str = ""
+    offered: bool = True
 
     @property
     def label(self) -> str:
@@ -126,7 +130,7 @@ def _one_of(question: Question, options: list[Option], value: Any) -> Any:
     known = [
         str(option.value).lower() if isinstance(option.value, bool) else str(option.value)
         for option in options
-        if not option.disabled
+        if option.offered and not option.disabled
     ]
     raise UsageError(
         f"{question.flag} {value} can't be used."

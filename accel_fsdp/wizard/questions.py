@@ -59,26 +59,27 @@ def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config"
     if field.kind is Kind.BOOL:
         meanings = {False: "", True: ""}
     hidden = rest.pop("hidden", ())
-    meanings = rest.pop("meanings", {value: m for value, m in meanings.items() if value not in hidden})
-    choices = "|".join(str(value) for value in meanings)
+    meanings = rest.pop("meanings", meanings)
+    choices = "|".join(str(value) for value in meanings if value not in hidden)
     return Question(
         name,
         field.question,
         default,
-        _options(name, meanings) if meanings else None,
+        _options(name, meanings, hidden) if meanings else None,
         metavar=METAVARS.get(field.kind, choices if len(choices) < 30 else "TYPE"),
         key=(section, key),
         **rest,
     )
 
 
-def _options(name: str, meanings: dict[Any, str]) -> Callable[[Context], list[Option]]:
+def _options(name: str, meanings: dict[Any, str], hidden: tuple[str, ...] = ()) -> Callable[[Context], list[Option]]:
     def text(value: Any, context: Context) -> str:
         return _label(value, meanings[value]) + notes.note(name, value, context) + _condition(name, value, context)
 
     def options(context: Context) -> list[Option]:
         return [
-            Option(value, partial(text, value, context), validation.reason(name, value, context)) for value in meanings
+            Option(value, partial(text, value, context), validation.reason(name, value, context), value not in hidden)
+            for value in meanings
         ]
 
     return options

@@ -88,8 +88,9 @@ _OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
         lambda c: c["num_machines"] == 1, "a TPU pod is started by gcloud, not by main_process_ip"
     ),
     ("mixed_precision", "fp16"): _unless(lambda c: c["engine"] != "tpu", "a TPU computes in bf16"),
-    ("mixed_precision", "no"): _unless(
-        lambda c: c["method"] != "qlora", "the 4-bit weights are stored in the compute dtype, a 16-bit one"
+    **dict.fromkeys(
+        (("mixed_precision", "no"), ("mixed_precision", "fp8")),
+        _unless(lambda c: c["method"] != "qlora", "the 4-bit weights are stored in the compute dtype, a 16-bit one"),
     ),
 }
 

@@ -184,7 +184,7 @@ def test_a_file_is_re_edited_in_place(wanted: Answers, other: Answers, made_file
     for question in applying(wanted):
         if question.field not in ("engine", "fsdp_version", "strategy"):  # NO_SHARD under FSDP2 is plain DDP
             assert flags[question.field].lower() == to_yaml.flag_text(getattr(wanted, question.field)).lower()
-    text = from_yaml.update(yaml_file.load(made_file), wanted, other)
+    text = from_yaml.update(yaml_file.load(made_file), subject, wanted, other, ())
     content = yaml.safe_load(text)
     assert content.pop("debug") is True
     assert content == to_yaml.to_mapping(other)

@@ -19,6 +19,7 @@ from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from checking import V1, codes_of, subject
 from conftest import ROOT
 from safetensors.torch import save_file
 from test_fields import environment
@@ -240,6 +241,15 @@ def test_values_that_stop_the_ranks(
 def test_a_strategy_has_a_number_and_a_name(strategy: Any, plugin: Plugin) -> None:
     """AF203 takes both, as Accelerate does."""
     assert plugin(1, fsdp_sharding_strategy=strategy).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+
+
+@pytest.mark.parametrize("strategy", ["_HYBRID_SHARD_ZERO2", "_hybrid_shard_zero2"])
+def test_a_strategy_may_have_torchs_own_name(strategy: str, plugin: Plugin) -> None:
+    """AF203 takes it, and the job is the same."""
+    assert plugin(1, fsdp_sharding_strategy=strategy).sharding_strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
+    job = subject(f"{V1}  fsdp_sharding_strategy: {strategy}\n")
+    assert "AF203" not in codes_of(job)
+    assert job.strategy == "HYBRID_SHARD_ZERO2"
 
 
 @pytest.mark.pain("P68")

@@ -1,11 +1,17 @@
 """`accel-fsdp config --from FILE`: what nobody changed means the same afterwards."""
 
+import re
 from pathlib import Path
+from typing import Any
 
+import pyte
 import pytest
+import screens
 import yaml
 from checking import DDP, V1, V2
 from conftest import ROOT, accel_fsdp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from accel_fsdp import linter, wizard
 from accel_fsdp.errors import UsageError
@@ -105,3 +111,160 @@ def test_an_engine_that_the_wizard_has_not_is_refused(tmp_path: Path) -> None:
     assert refused.code == 2
     assert "MEGATRON_LM can't be re-edited" in refused.output
     assert path.read_text() == "distributed_type: MEGATRON_LM\nnum_processes: 2\n"
+
+
+LLAMA = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100", "method": "full"}
+SECTIONS = {"fsdp1": "fsdp_config", "fsdp2": "fsdp_config", "deepspeed": "deepspeed_config", "ddp": "", "tpu": ""}
+SOUND: dict[str, dict[str, Any]] = {
+    "": {"mixed_precision": "bf16", "num_processes": 8, "num_machines": 1},
+    "fsdp_config": {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_offload_params": False,
+        "fsdp_activation_checkpointing": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+    },
+    "fsdp1": {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp2": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+    "deepspeed": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+}
+KINDS = {"fsdp1": "FSDP", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": "MULTI_GPU", "tpu": "XLA"}
+UNUSABLE = ("maybe", "cpu", -3, 2.5, "1e8", None, ["x"], False, "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD", "bfloat16", "no")
+"""Each is refused by most keys, and means something to others."""
+
+
+def sound(engine: str) -> dict[str, Any]:
+    """A config in which every key of the wizard's questions is written."""
+    section = SECTIONS[engine]
+    inside = {section: {**SOUND.get(section, {}), **SOUND.get(engine, {})}} if section else {}
+    return {"distributed_type": KINDS[engine], **SOUND[""], **inside}
+
+
+def with_value(engine: str, value: Any, *keys: str) -> dict[str, Any]:
+    """The same with this value behind these keys, or behind all but the engine's own."""
+    content = sound(engine)
+    chosen = keys or tuple({**SOUND[""], **content.get(SECTIONS[engine], {})})
+    for place in (content, content.get(SECTIONS[engine], {})):
+        place.update({key: value for key in chosen if key in place and (keys or key != "fsdp_version")})
+    return content
+
+
+def says(content: dict[str, Any], engine: str) -> dict[str, str]:
+    """What a review has to show of a config, as Accelerate's parser and plugins read it."""
+    section = content.get(SECTIONS[engine], {}) if SECTIONS[engine] else {}
+    read = {key.removeprefix("fsdp_"): str(value).lower() for key, value in {**content, **section}.items()}
+    names = {"auto_wrap_policy": "wrap_policy", "transformer_layer_cls_to_wrap": "layer_class"}
+    names |= {
+        "version": "fsdp_version",
+        "offload_params": "cpu_offload",
+        "cpu_ram_efficient_loading": "ram_efficient_loading",
+    }
+    shown = {names.get(key, key): value for key, value in read.items()}
+    strategies = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
+    if engine == "fsdp1":
+        name = shown.pop("sharding_strategy").removeprefix("_")
+        shown["strategy"] = name if name.isdecimal() else str(strategies.index(name) + 1)
+    if engine == "fsdp2":
+        keeps, hybrid = shown.pop("reshard_after_forward") == "false", "parallelism_config" in content
+        shown["strategy"] = str(1 + keeps + 3 * hybrid)
+    if engine == "deepspeed":
+        shown["cpu_offload"] = str(shown.pop("offload_optimizer_device") == "cpu").lower()
+    return shown
+
+
+class Review:
+    """The wizard in a terminal, at its review; questions that the file leaves open get Enter."""
+
+    def __init__(self, path: Path) -> None:
+        words = [word for name, value in LLAMA.items() for word in (f"--{name}", value)]
+        self.child = screens.spawn(["--from", str(path), *words], 150, 60, ROOT)
+        self.screen = pyte.Screen(150, 60)
+        self.stream = pyte.Stream(self.screen)
+        before = ""
+        while "Quit, write nothing" not in (shown := self.settled(before)):
+            self.child.send(screens.ENTER)
+            before = shown
+
+    def settled(self, before: str) -> str:
+        """The screen when a question stands on it that wasn't there `before`."""
+        screens._wait_for("? ", self.child, self.screen, self.stream)
+        shown = "\n".join(self.screen.display)
+        return shown if shown != before else self.settled(before)
+
+    def rows(self) -> dict[str, str]:
+        found = (re.match(r"[ »]+([a-z][a-z _]+?) {2,}(\S+)", line) for line in self.screen.display)
+        return {match[1].replace(" ", "_"): match[2].lower() for match in found if match}
+
+    def write(self) -> None:
+        self.child.send(screens.ENTER)
+        self.child.expect("Overwrite it")
+        self.child.send(screens.ENTER)
+        self.child.wait()
+
+
+@pytest.mark.parametrize(
+    ("engine", "value"),
+    [
+        *(("fsdp1", value) for value in ("maybe", "cpu", "_HYBRID_SHARD_ZERO2", -3)),
+        *(("fsdp2", value) for value in ("maybe", "HYBRID_SHARD", ["x"], False)),
+        *(("deepspeed", value) for value in ("maybe", "bfloat16", 2.5)),
+        *(("ddp", value) for value in ("maybe", "1e8")),
+    ],
+)
+def test_the_review_shows_what_is_written(engine: str, value: Any, tmp_path: Path) -> None:
+    """Whatever stood behind each of the keys."""
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(with_value(engine, value)))
+    review = Review(path)
+    rows = review.rows()
+    review.write()
+    written = says(yaml.safe_load(path.read_text()), engine)
+    asked = {field: written[field] for field in rows if field in written}
+    assert asked
+    assert {field: rows[field] for field in asked} == asked
+    assert rows.keys() - asked.keys() <= {"model", "method", "gpus", "engine"}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(engine=st.sampled_from(["fsdp1", "fsdp2", "deepspeed", "ddp"]), value=st.sampled_from(UNUSABLE), data=st.data())
+def test_what_is_written_is_what_was_settled(engine: str, value: Any, data: st.DataObject, tmp_path: Path) -> None:
+    """The linter finds no bad value in it, and editing it once more changes nothing."""
+    keys = [*SOUND[""], *sound(engine).get(SECTIONS[engine], {})]
+    key = data.draw(st.sampled_from(keys))
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(with_value(engine, value, key)))
+    wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
+    text = path.read_text()
+    wrong = [found for found in linter.lint(path, linter.LintOptions()) if found.code.startswith("AF2")]
+    assert wrong == [], (engine, key, value)
+    wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
+    assert path.read_text() == text
+
+
+def test_a_value_that_is_not_offered_stays(tmp_path: Path) -> None:
+    """Accelerate takes fp8, LOCAL_STATE_DICT and torch's own name of a strategy."""
+    path = tmp_path / "old.yaml"
+    content = sound("fsdp1")
+    content["mixed_precision"] = "fp8"
+    content["fsdp_config"] |= {
+        "fsdp_state_dict_type": "LOCAL_STATE_DICT",
+        "fsdp_sharding_strategy": "_HYBRID_SHARD_ZERO2",
+    }
+    path.write_text(text := yaml.safe_dump(content))
+    review = Review(path)
+    rows = review.rows()
+    assert (rows["mixed_precision"], rows["state_dict_type"], rows["strategy"]) == ("fp8", "local_state_dict", "5")
+    review.write()
+    assert path.read_text() == text
+
+
+def test_a_name_where_a_boolean_belongs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(with_value("fsdp2", "HYBRID_SHARD", "fsdp_reshard_after_forward")))
+    wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "note: Accelerate can't read fsdp_reshard_after_forward: HYBRID_SHARD, so the key is written anew" in said
+    content = yaml.safe_load(path.read_text())
+    assert content["fsdp_config"]["fsdp_reshard_after_forward"] is True
+    assert content["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
