@@ -214,8 +214,8 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     if here.engine:
         console.put(f"# {here.engine}: {here}")
     for name, value in sorted(launcher.environment(args).items()) if parses else ():
-        console.put(f"{name}={shlex.quote(value)}")
-    console.put(shlex.join(launcher.command(words)))
+        console.put(f"{name}={shlex.quote(value)}", lines=True)
+    console.put(shlex.join(launcher.command(words)), lines=True)
     if not parses:
         shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
         also = "the environment of the ranks isn't known either"

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from accel_fsdp.errors import printable, to_stdout
+from accel_fsdp.errors import one_line, printable, to_stdout
 
 
 class Stdout(Console):
@@ -27,14 +27,17 @@ talk = Console(stderr=True, highlight=False)
 data = Stdout(highlight=False)
 
 
-def say(text: str, style: str = "", wrap: bool = False) -> None:
-    """One line of talk; long lines stay whole so that they can be copied, unless `wrap` breaks them between words."""
-    talk.print(printable(text), style=style, markup=False, soft_wrap=not wrap)
+def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
+    """One line of talk, or several with `lines`: else a line feed is part of a name, and is spelt out.
+
+    Long lines stay whole so that they can be copied, unless `wrap` breaks them between words.
+    """
+    talk.print(printable(text) if lines else one_line(text), style=style, markup=False, soft_wrap=not wrap)
 
 
 def answered(question: str, answer: str) -> None:
     """What stays on the screen of a question that was answered, broken between words."""
-    talk.print(Text.assemble(("? ", "dim"), (printable(question), "bold"), " ", (printable(answer), "cyan")))
+    talk.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
 
 
 def show_yaml(text: str, title: str) -> None:
@@ -44,14 +47,14 @@ def show_yaml(text: str, title: str) -> None:
     talk.print(
         Panel(
             Syntax(printable(text.rstrip()), "yaml", word_wrap=True, background_color="default"),
-            title=Text(printable(title)),
+            title=Text(one_line(title)),
         )
     )
 
 
-def put(text: str, style: str = "", wrap: bool = False) -> None:
-    """Data for a pipe: `text` and a newline, unless `wrap` breaks it; the style shows in terminals only."""
-    data.print(printable(text), style=style, markup=False, soft_wrap=not wrap)
+def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
+    """Data for a pipe: `text` and a newline, as `say` prints talk; the style shows in terminals only."""
+    data.print(printable(text) if lines else one_line(text), style=style, markup=False, soft_wrap=not wrap)
 
 
 def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:
@@ -77,10 +80,10 @@ def show_table(
     for title in titles:
         table.add_column(title, overflow="fold")
     for row, style in zip(rows, styles, strict=True):
-        table.add_row(*(Text(printable(cell)) for cell in row), style=style)
+        table.add_row(*(Text(one_line(cell)) for cell in row), style=style)
     console = talk if to_stderr else data
     if whole and not console.is_terminal:
-        lines = [titles, *([printable(cell) for cell in row] for row in rows)]
+        lines = [titles, *([one_line(cell) for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -107,7 +110,7 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
         number = isinstance(cell, str) and cell[:1].isdigit()
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in row))
     data.print(table)
     shown = (((("█" if data.color_system else letter) + f" {kind}  "), colour) for letter, colour, kind in legend)
     data.print(Text.assemble(*shown))
@@ -119,7 +122,7 @@ def waiting(text: str) -> Iterator[None]:
     if not talk.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
         yield
         return
-    with talk.status(Text(printable(text))):
+    with talk.status(Text(one_line(text))):
         yield
 
 
@@ -130,7 +133,7 @@ def stopwatch(text: str) -> Iterator[None]:
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bars:
-        bars.add_task(escape(printable(text)), total=None)
+        bars.add_task(escape(one_line(text)), total=None)
         yield
 
 
@@ -141,5 +144,5 @@ def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=talk, transient=True, disable=not talk.is_terminal) as bars:
-        task = bars.add_task(escape(printable(text)), total=total_bytes)
+        task = bars.add_task(escape(one_line(text)), total=total_bytes)
         yield lambda count: bars.update(task, advance=count)

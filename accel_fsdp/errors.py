@@ -29,10 +29,14 @@ UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     """`text` as a terminal may show it: what would move its cursor or colour it is spelt out, such as \\x1b.
 
-    Names of tensors, files and keys come from people whom nobody knows. Everything that this package prints goes
-    through here.
+    Names of tensors, files and keys come from untrusted files. Everything that this package prints goes through here.
     """
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """`text` as `printable`, with line feeds spelt out: a name that holds some could add lines to what is printed."""
+    return printable(text).replace("\n", "\\n")
 
 
 class UserError(Exception):
@@ -51,7 +55,7 @@ class UserError(Exception):
         return _again, (type(self), self.what, self.why, self.fix)  # from one process to another
 
     def __str__(self) -> str:
-        return printable(f"error: {self.what}\n  why: {self.why}\n  fix: {self.fix}")
+        return f"error: {one_line(self.what)}\n  why: {one_line(self.why)}\n  fix: {one_line(self.fix)}"
 
 
 def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
@@ -71,7 +75,7 @@ class Stopped(UserError):
     """EX_TEMPFAIL of sysexits.h: the same command will do, later."""
 
     def __str__(self) -> str:
-        return printable(f"stopped: {self.what}\n  {self.why}\n  next: {self.fix}")
+        return f"stopped: {one_line(self.what)}\n  {one_line(self.why)}\n  next: {one_line(self.fix)}"
 
 
 LIBRARIES = {
@@ -94,7 +98,7 @@ class NotInstalled(UserError):
         )
 
     def __str__(self) -> str:
-        return printable(f"error: {self.what}: {self.fix}")
+        return one_line(f"error: {self.what}: {self.fix}")
 
 
 def require(purpose: str, *libraries: str) -> None:

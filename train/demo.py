@@ -62,7 +62,7 @@ def ask(folder: Path, question: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     console.say(f"question: {question}", style="cyan")
-    console.put(answer(model, tokenizer, question))
+    console.put(answer(model, tokenizer, question), lines=True)
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:

@@ -114,10 +114,8 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """The safetensors files that a folder stands for: the one that from_pretrained prefers, else those of its index."""
-    if (folder / file_names.MODEL).is_file():
-        return [file_names.MODEL]
-    return summary.files_in(summary.weight_map(folder)) or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
+    """The safetensors files that a folder stands for: those of from_pretrained, else each rank's."""
+    return summary.model_files(folder)[0] or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
 
 
 def _adapter(folder: Path) -> CheckpointLocation | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import untrusted_files
@@ -86,15 +87,6 @@ def _full_optimizer(folder: Path, reader: FileReader) -> dict[tuple[str, ...], S
     return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}
 
 
-def _files_of(folder: Path, listed: Mapping[str, str]) -> list[Path]:
-    """The safetensors files of a model's folder, as `from_pretrained` takes them: the one, else those of an index."""
-    if (folder / file_names.MODEL).is_file():
-        return [folder / file_names.MODEL]
-    if listed:
-        return [untrusted_files.inside(folder, name, file_names.INDEX) for name in summary.files_in(listed)]
-    return sorted(folder.glob(file_names.MODELS)) or sorted(folder.glob(file_names.RANKS_MODEL))
-
-
 def of_place(place: Path) -> dict[str, Stored]:
     """The tensors of a model's folder, or of the one safetensors file that was named.
 
@@ -111,10 +103,15 @@ def of_folder(folder: Path) -> dict[str, Stored]:
         UserError: it holds no safetensors files, or damaged ones; its index is damaged, names files elsewhere, or lists
             a tensor that is in none of them.
     """
-    listed = {} if (folder / file_names.MODEL).is_file() else summary.weight_map(folder)
-    found = _of_files(_files_of(folder, listed))
-    if lacking := sorted(listed.keys() - found.keys()):
-        raise damaged(folder / file_names.INDEX, f"lists {lacking[0]}, which is in none of its files")
+    names, listed = summary.model_files(folder)
+    ranks = [path.name for path in sorted(folder.glob(file_names.RANKS_MODEL))]
+    if names and ranks:
+        raise UserError(
+            f"{folder} holds two models: {names[0]} and {ranks[0]}",
+            why="versions of transformers differ in which of them from_pretrained loads",
+            fix="move the files of one of them into a folder of their own",
+        )
+    found = _of_files(folder, names or sorted(path.name for path in folder.glob(file_names.MODELS)) or ranks, listed)
     if not found:
         raise UserError(
             f"{folder} holds no {file_names.MODELS}",
@@ -130,19 +127,27 @@ def of_file(path: Path) -> dict[str, Stored]:
     Raises:
         UserError: it is missing, cut short or none.
     """
-    return _of_files([path])
+    return _of_files(path.parent, [path.name])
 
 
-def _of_files(paths: Sequence[Path]) -> dict[str, Stored]:
-    """The tensors of several files, some of which may lie in parts."""
+def _of_files(
+    folder: Path, names: Sequence[str], listed: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Stored]:
+    """The tensors of several files, some of which may lie in parts; `listed` is the file of each by their index."""
     parts: dict[str, dict[tuple[int, ...], safetensors_header.Tensor]] = {}
-    for path in paths:
+    held: set[tuple[str, str]] = set()
+    for file in names:
+        path = untrusted_files.inside(folder, file, file_names.INDEX)
         found, places = safetensors_header.read_parts(path)
         for name, one in found.items():
-            if name not in places:
-                parts[name] = {(0,) * len(one.shape): one}
-            else:
-                parts.setdefault(name, {})[places[name]] = one
+            held.add((name, file))
+            known = parts.setdefault(name, {}).setdefault(places.get(name, (0,) * len(one.shape)), one)
+            if known is not one and not summary.equal(known, one):
+                raise damaged(path, f"holds another {name} than {known.file.name}")
+    for name, file in listed.items():
+        if (name, file) not in held:
+            place = f"not in {file}, where its index lists it" if name in parts else "in none of the files of its index"
+            raise damaged(folder / file, f"is not of this model: {name} is {place}")
     return {name: _of_parts(name, each) for name, each in parts.items()}
 
 

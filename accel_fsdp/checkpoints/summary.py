@@ -62,8 +62,8 @@ def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bytes."""
-    return _bytes(one) == _bytes(other)
+    """Whether two tensors are the same, bit by bit."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes(one) == _bytes(other)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -71,24 +71,41 @@ def _bytes(tensor: Tensor) -> bytes:
         return content[tensor.start : tensor.end]
 
 
-def weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, as a model's index lists them; empty without an index.
+def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
+    """The safetensors files that `from_pretrained` opens in a model's folder, and what their index lists, if any.
+
+    That is what the config names as `transformers_weights`; else the one file; else the files of the index.
+
+    Raises:
+        UserError: the index or the config can't be read, or names no such files.
+    """
+    named = read_json(folder / file_names.CONFIG, folder).get("transformers_weights")
+    if named is None:
+        named = file_names.MODEL if (folder / file_names.MODEL).is_file() else file_names.INDEX
+    elif not isinstance(named, str) or not named.endswith((file_names.SAFETENSORS, file_names.INDEX_END)):
+        raise untrusted_files.broken(folder / file_names.CONFIG, "names transformers_weights that are no safetensors")
+    untrusted_files.inside(folder, named, file_names.CONFIG)
+    if not named.endswith(file_names.INDEX_END):
+        return [named], {}
+    listed = weight_map(folder / named)
+    if not listed and named != file_names.INDEX:
+        raise untrusted_files.broken(folder / named, "is missing, and the config names it")
+    return sorted(set(listed.values())), listed
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, as an index lists them; empty without an index.
 
     Raises:
         UserError: the index can't be read, or is none.
     """
-    index = untrusted_files.read_json(folder / file_names.INDEX)
+    index = untrusted_files.read_json(path)
     if index is None:
         return {}
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
-        raise untrusted_files.broken(folder / file_names.INDEX, "is damaged: no list of tensors and their files")
+        raise untrusted_files.broken(path, "is damaged: no list of tensors and their files")
     return listed
-
-
-def files_in(listed: Mapping[str, str]) -> list[str]:
-    """The files of a `weight_map`, each once."""
-    return sorted(set(listed.values()))
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def show_list(options: ExportCommand) -> int:
     found = discover.listed(options.src) or [discover.find(options.src)[0]]
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
-        console.put(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str))
+        console.put(
+            json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str), lines=True
+        )
         return 0
     rows = [(str(one.folder), one.kind, gb_or_mb(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
     styles = ["yellow" if one.missing else "" for one in found]
@@ -397,6 +399,6 @@ def _export_stopped(out: Path, error: OSError) -> UserError:
 
 def _show(report: ExportReport, options: ExportCommand) -> None:
     if options.json:
-        console.put(json.dumps(report.content(), indent=2))
+        console.put(json.dumps(report.content(), indent=2), lines=True)
     for line in () if options.json else report.lines():
         console.say(line, style="green")

@@ -75,7 +75,8 @@ class Papers:
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             if dtype and (part is config or "dtype" in part):
                 part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
-        config.pop("torch_dtype", None)
+        for key in ("torch_dtype", "transformers_weights"):  # of the files that it came with
+            config.pop(key, None)
         _write(target / file_names.CONFIG, _without_code(config))
         return self._copy_files(target)
 

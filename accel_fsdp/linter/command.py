@@ -39,12 +39,12 @@ def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
     if options.json:
         listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
         listed += [{"file": name, **_as_json(_unreadable(error))} for name, error in unread.items()]
-        console.put(json.dumps(listed, indent=2))
+        console.put(json.dumps(listed, indent=2), lines=True)
     else:
         for path, findings in found.items():
             _show(path, findings)
     for error in () if options.json else unread.values():
-        console.say(str(error))
+        console.say(str(error), lines=True)
     if unread:
         return UsageError.exit_code
     counted = {"error", "warning"} if options.strict else {"error"}
@@ -136,7 +136,8 @@ def _show(path: Path, findings: list[Finding], put: Callable[..., None] = consol
     for one in findings:
         place = f"{path}:{one.line}" if one.line else str(path)
         put(f"{place}: {one.severity} {one.code}: {one.what}", style=COLOURS[one.severity])
-        put(f"  why: {one.why}\n  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
+        put(f"  why: {one.why}")
+        put(f"  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
     console.say(f"{path}: {summary(findings)}")
 
 
@@ -171,5 +172,5 @@ def show_rules(code: str | None) -> int:
             fix="accel-fsdp check --list-rules",
         )
     one = RULES[code.upper()]
-    console.put(f"{one.code} ({one.severity})\n{one.explanation}")
+    console.put(f"{one.code} ({one.severity})\n{one.explanation}", lines=True)
     return 0

@@ -32,7 +32,7 @@ def migrate(options: MigrateCommand) -> int:
         raise _broken(path, migration)
     if options.dry_run:
         if not options.json:
-            console.put(after.removesuffix("\n"))
+            console.put(after.removesuffix("\n"), lines=True)
     else:
         _write(path, before, after, options)
     return 0
@@ -66,7 +66,7 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
     if options.json:
         shown = {"source": migration.source, "target": migration.target, "note": migration.note}
         changes = [asdict(change) for change in migration.changes]
-        console.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2))
+        console.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2), lines=True)
         return
     rows = [((one.kind + "!" * one.breaks), _becomes(one), _because(one)) for one in migration.changes]
     if rows:

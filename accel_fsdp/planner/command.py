@@ -144,7 +144,7 @@ def show_plan(options: PlanOptions) -> int:
     _refuse_files(options)
     told = make_plan(options)
     if options.json:
-        console.put(json.dumps(told.as_json(), indent=2))
+        console.put(json.dumps(told.as_json(), indent=2), lines=True)
     else:
         told.show()
     _write(options, told)

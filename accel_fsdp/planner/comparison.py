@@ -209,7 +209,7 @@ def show_comparison(flags: PlanCommand) -> int:
         atomic_files.refuse_existing(flags.html, "it may be the page of another plan", "--html")
     told = compare(flags)
     if flags.json:
-        console.put(json.dumps(told.as_json(), indent=2))
+        console.put(json.dumps(told.as_json(), indent=2), lines=True)
     else:
         told.show()
     if flags.html:

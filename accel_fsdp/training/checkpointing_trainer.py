@@ -104,7 +104,7 @@ class SurvivingTrainer(ResumingTrainer):
         """
         who, stack = self.watch.culprit()
         if stack and self.args.local_process_index == 0:
-            console.say(f"{who}\n{stack.rstrip()}")
+            console.say(f"{who}\n{stack.rstrip()}", lines=True)
         self._refuse(f"another rank is gone: {who or cause(error)}", error)
 
     def _run_epoch(self, **kwargs: Any) -> None:

@@ -316,7 +316,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         errors.tell_launcher(error)
         first_here = min((rank for rank, one in told.items() if self._is_here(one)), default=self.rank) == self.rank
         if (speaks or first_here) and not silently:
-            console.say(f"{error}\n{hangs.stacks(told)}" if speaks else str(error))
+            console.say(f"{error}\n{hangs.stacks(told)}" if speaks else str(error), lines=True)
         if speaks and self.board is not None and len(told) > 1:
             with contextlib.suppress(RuntimeError, OSError):
                 self.board.agree("said", {})

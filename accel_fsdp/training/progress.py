@@ -228,7 +228,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if found:
             size = found.peak_bytes(rows, length, self.gpu)
             why = f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {found.job.strategy}"
-        fix = "one of these, by what the plan says it frees:\n    " + "\n    ".join(advice) if advice else HALVE
+        fix = "one of these, by what the plan says it frees: " + "; ".join(advice) if advice else HALVE
         return UserError(f"out of memory: {what}", why=why, fix=fix)
 
 

@@ -154,7 +154,7 @@ def _write(talk: interview.Interview, options: WizardOptions, original: Original
     output, answers = _output(options), interview.answers(talk)
     text = _text(talk, answers, original)
     if output is None:
-        console.put(text.rstrip())
+        console.put(text.rstrip(), lines=True)
         return 0
     if original is not None and not sys.stdin.isatty():
         _diff(original, text, str(output))
@@ -167,7 +167,7 @@ def _write(talk: interview.Interview, options: WizardOptions, original: Original
     else:
         several = answers.num_machines > 1
         console.say("train with, on each machine with its own --machine_rank:" if several else "train with:")
-    console.put(to_yaml.launch_line(answers, str(output)))
+    console.put(to_yaml.launch_line(answers, str(output)), lines=True)
     return 0
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,90 @@ def test_addresses_are_no_folders_of_this_machine(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tensor_that_the_index_lists_and_no_file_holds(sharded: Path, tmp_path: Path) -> None:
-    path = sharded / "model.safetensors.index.json"
+def other_shard(folder: Path) -> Path:
+    """A file of the index that doesn't hold the head."""
+    listed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return folder / next(file for file in listed.values() if file != listed[HEAD])
+
+
+def list_one_more(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["model.extra.weight"] = index["weight_map"][HEAD]
     path.write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"lists model\.extra\.weight, which is in none of its files"):
+
+
+def list_elsewhere(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    listed = index["weight_map"]
+    name = next(name for name, file in listed.items() if list(listed.values()).count(file) > 1)
+    listed[name] = next(file for file in listed.values() if file != listed[name])
+    path.write_text(json.dumps(index))
+
+
+def hold_another_version(folder: Path) -> None:
+    path = other_shard(folder)
+    tensors = load_file(path)
+    save_file({**tensors, HEAD: torch.zeros(3, 3)}, path, {"format": "pt"})
+
+
+def hold_two_models(folder: Path) -> None:
+    shutil.copy(other_shard(folder), folder / "shard-00001-model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (list_one_more, r"model\.extra\.weight is in none of the files of its index"),
+        (list_elsewhere, r"\S+ is not in model-\S+, where its index lists it"),
+        (hold_another_version, rf"holds another {HEAD} than model-"),
+        (hold_two_models, "holds two models"),
+    ],
+)
+def test_an_index_and_its_files_agree(
+    change: Callable[[Path], None], message: str, sharded: Path, tmp_path: Path
+) -> None:
+    change(sharded)
+    with pytest.raises(UserError, match=message):
+        export(sharded, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_two_files_hold_alike(sharded: Path, tmp_path: Path) -> None:
+    right = export(sharded, tmp_path / "right")
+    path = other_shard(sharded)
+    save_file({**load_file(path), HEAD: right[HEAD]}, path, {"format": "pt"})
+    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], right[HEAD])
+
+
+@pytest.mark.parametrize("kind", ["file", "index"])
+def test_weights_that_the_config_names(kind: str, sharded: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Another file or index than the usual one, as `from_pretrained` takes it; the export's config names none."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(tmp_path / "other", max_shard_size="100KB" if kind == "index" else "1GB")
+    name = {"file": "zeros.safetensors", "index": "zeros.safetensors.index.json"}[kind]
+    for path in (tmp_path / "other").glob("model*"):
+        renamed = name if kind == "file" or path.name.endswith(".json") else path.name.replace("model", "zeros")
+        content = path.read_bytes()
+        if path.name.endswith(".json"):
+            content = content.replace(b'"model-', b'"zeros-')
+        (sharded / renamed).write_bytes(content)
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    theirs = AutoModelForCausalLM.from_pretrained(sharded).state_dict()[HEAD]
+    assert not theirs.any()
+    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], theirs)
+    assert "transformers_weights" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "model.bin", 3, "none.safetensors.index.json"])
+def test_weights_that_no_config_may_name(name: Any, sharded: Path, tmp_path: Path) -> None:
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    with pytest.raises(UserError, match=r"transformers_weights|outside of its folder|is missing"):
         export(sharded, tmp_path / "out")
 
 

@@ -38,7 +38,7 @@ def explain(message: str) -> int:
             "nothing is known of it; the first error in the logs of all ranks says more than the last", wrap=True
         )
         return 1
-    console.put(f"{known.name}\n  cause: {known.cause}\n  fix: {known.fix}")
+    console.put(f"{known.name}\n  cause: {known.cause}\n  fix: {known.fix}", lines=True)
     if known.sources:
         console.put(f"  seen in: {', '.join(known.sources)}")
     return 0
@@ -67,9 +67,9 @@ def examine(options: DoctorCommand) -> int:
         _meet(options, team, own, done)
     done.healthy = done.healthy and is_healthy(done.rows)
     if options.json:
-        console.put(report.as_json(done))
+        console.put(report.as_json(done), lines=True)
     elif options.report:
-        console.put(report.for_bug_report(done))
+        console.put(report.for_bug_report(done), lines=True)
     else:
         report.show(done)
     return 0 if done.healthy else 1

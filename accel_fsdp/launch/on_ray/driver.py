@@ -114,5 +114,5 @@ def _code(error: BaseException | None, starts: int, over: int | None, failures: 
         rank, code = failures[0]
         console.say(f"accel-fsdp: rank {rank} ended with {described(code)}, the last of {times}", style="red")
         return code
-    console.say(f"accel-fsdp: Ray ended the job after {times}: {error}", style="red")
+    console.say(f"accel-fsdp: Ray ended the job after {times}: {error}", style="red", lines=True)
     return 1

@@ -72,7 +72,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
         return 1
     text = kind.text(made)
     if options.output is None:
-        console.put(text.removesuffix("\n"))
+        console.put(text.removesuffix("\n"), lines=True)
         return 0
     atomic_files.write_text(options.output, text)
     console.say(f"written: {options.output}", style="green")

@@ -61,7 +61,7 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
     if report.passed and options.script is None:
         report.forecast = forecast.of_job(job, model, words)
     if options.json:
-        console.put(report.as_json())
+        console.put(report.as_json(), lines=True)
     else:
         conclude(report)
     return 0 if report.passed else 1

@@ -73,7 +73,7 @@ def show(step: Step) -> None:
         if text:
             console.put(f"       {title}: {text}")
     if step.output:
-        console.say(step.output.rstrip(), style="dim")
+        console.say(step.output.rstrip(), style="dim", lines=True)
 
 
 def with_source(line: str) -> str:
