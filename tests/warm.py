@@ -41,6 +41,8 @@ READ_LATER = (
     *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
+WHILE_IMPORTING = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""With the last two, torch.cuda is asked for GPUs without a call of CUDA's driver, after which no fork may use it."""
 LENGTH = 8
 
 
@@ -235,15 +237,16 @@ def execute(words: list[str]) -> int:
 def main() -> None:
     """Imports, then serves."""
     before = dict(os.environ)
+    os.environ.update(WHILE_IMPORTING)
     for name in MODULES:
         __import__(name)
     from accel_fsdp import training  # noqa: F401
     from accel_fsdp.training import arguments, data, losses, progress, trainer  # noqa: F401
 
     with contextlib.suppress(ImportError):  # Accelerate imports it to unwrap any model
-        os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed  # noqa: F401
-    os.environ.pop("DS_ACCELERATOR")
+    for name in WHILE_IMPORTING:
+        os.environ.pop(name)
     gc.collect()
     gc.freeze()  # or each program would look through all that was imported whenever it collects garbage
     Server(Path(sys.argv[1]), before).run()

@@ -12,10 +12,7 @@ from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 
-RELIES_ON = (
-    Internal("torch.distributed.distributed_c10d:_set_pg_timeout", "timeout group"),
-    Internal("torch.distributed.distributed_c10d:_world.pg_map"),
-)
+RELIES_ON = (Internal("torch.distributed.distributed_c10d:_world.pg_map"),)
 SLOWEST_BYTES_PER_S = 50e6
 """What a busy network file system still takes; a local disk is 10 to 60 times as fast."""
 
@@ -53,9 +50,9 @@ def lengthen_timeouts(model_bytes: int, least_seconds: float) -> float:
     """
     seconds = max(least_seconds, model_bytes / SLOWEST_BYTES_PER_S)
     if dist.is_initialized():
-        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+        from torch.distributed.distributed_c10d import _world
 
         dist.barrier()  # what is still under way keeps its own timeout
         for group in list(_world.pg_map):
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            group.set_timeout(timedelta(seconds=seconds))
     return seconds

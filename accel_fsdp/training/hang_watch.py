@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -38,6 +39,8 @@ DISK_SECONDS = 3.0
 """How long the disk is asked for the newest checkpoint: one that hangs may be the reason for it all."""
 RECORDS = "hang"
 """The folder in `output_dir` for torch's flight recorder, which `torchfrtrace` reads."""
+NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
+"""The names of torch 2.15's backends for NCCL."""
 
 
 class HangWatch(TrainerCallback):  # type: ignore[misc]
@@ -339,12 +342,11 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
 
     def _keep_record(self) -> None:
         """torch's own record of all collectives of this rank, for its tool."""
-        dump = _recorder("_dump_nccl_trace") or _recorder("_dump_fr_trace")
-        if dump is None:
-            return
-        folder = self.output_dir / RECORDS
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank_{self.rank}").write_bytes(dump())
+        dump, _ = _newest_record("", pickle.loads)
+        if dump:
+            folder = self.output_dir / RECORDS
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank_{self.rank}").write_bytes(dump)
 
 
 def _in_time(act: Callable[[], Any]) -> Any:
@@ -361,23 +363,35 @@ def _in_time(act: Callable[[], Any]) -> Any:
     return next(iter(found), None)
 
 
-def _recorder(name: str) -> Callable[[], bytes] | None:
-    """A function of torch's flight recorder, which is another one with NCCL than without."""
-    try:
-        from torch._C import _distributed_c10d as inside
-    except ImportError:
-        return None
-    found: Callable[[], bytes] | None = getattr(inside, name, None)
-    return found
+def _records(form: str) -> Iterator[bytes]:
+    """What torch's flight recorders hold, pickled or, with the form "_json", as JSON.
+
+    A CUDA build has one for NCCL beside that of the other backends; torch 2.15 has one for each backend.
+    """
+    from torch._C import _distributed_c10d as recorders
+
+    others = f"_dump_fr_trace{form}"
+    calls = [(f"_dump_nccl_trace{form}", {}), (others, {}), *((others, {"backend": name}) for name in NCCL_BACKENDS)]
+    for function, words in calls:
+        with contextlib.suppress(AttributeError, TypeError):  # builds without NCCL; torch before 2.15
+            yield getattr(recorders, function)(**words)
+
+
+def _newest_record(form: str, load: Callable[[bytes], Any]) -> tuple[bytes, dict[str, Any]]:
+    """The record with the latest collective, and that collective; both empty where none was recorded."""
+    newest: tuple[bytes, dict[str, Any]] = b"", {}
+    for dump in _records(form):
+        entries = load(dump).get("entries")
+        if entries and entries[-1]["time_created_ns"] > newest[1].get("time_created_ns", 0):
+            newest = dump, entries[-1]
+    return newest
 
 
 def _record() -> str:
     """The last collective that torch has recorded, as the end of a sentence; empty where it records none."""
-    dump = _recorder("_dump_nccl_trace_json") or _recorder("_dump_fr_trace_json")
     with contextlib.suppress(Exception):
-        entries = json.loads(dump())["entries"] if dump is not None else []
-        if entries:
-            last = entries[-1]
+        _, last = _newest_record("_json", json.loads)
+        if last:
             name = f"{last['profiling_name']} number {last['collective_seq_id']}"
             return f" (its last collective: {name} of group {last['process_group'][0]})"
     return ""

@@ -139,3 +139,8 @@ def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
 )
 def test_checkpoints_went_around_fsdp1_before_4_53(versions: dict[str, str], outside: bool) -> None:
     assert quirks_of(versions, "llama", Recipe()).checkpoints_outside == outside
+
+
+@pytest.mark.parametrize(("torch", "late"), [("", True), ("2.14.1", True), ("2.15.0", False), ("2.15.0+cu132", False)])
+def test_fsdp2_frees_gathered_outputs_earlier_since_2_15(torch: str, late: bool) -> None:
+    assert quirks_of({"torch": torch} if torch else {}, "llama", Recipe()).frees_output_late == late

@@ -1,20 +1,25 @@
 """What a script does that only a GPU can do is named with what to write instead."""
 
+import os
+import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT, run
 
 from accel_fsdp.training.rehearsal import without_gpu
 
+pytestmark = pytest.mark.oldest  # PyPI's torch for Linux is built with CUDA
 CALLS = {
     'dist.init_process_group("nccl")': without_gpu.BACKEND,
     "torch.cuda.set_device(0)": without_gpu.CALL,
     "torch.cuda.synchronize()": without_gpu.CALL,
     "torch.cuda.reset_peak_memory_stats()": without_gpu.CALL,
-    "torch.cuda.Event(enable_timing=True)": without_gpu.CALL,
+    "torch.cuda.Event(enable_timing=True).record()": without_gpu.CALL,
     "torch.cuda.Stream()": without_gpu.CALL,
     "torch.cuda.device(0).__enter__()": without_gpu.CALL,
     "torch.accelerator.set_device_index(0)": without_gpu.CALL,
@@ -34,10 +39,41 @@ def test_calls_of_cuda(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     script.write_text(f"import torch\n{call}\n")
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises((AssertionError, AttributeError, RuntimeError)) as raised:
+    with pytest.raises((AssertionError, AttributeError, RuntimeError, ValueError)) as raised:
         exec(call, {"torch": torch, "dist": dist})
     error = f"{type(raised.value).__name__}: {raised.value}"
     assert without_gpu.instead(error, f"{script}:2") == CALLS[call]
+
+
+FORKING = """
+import os
+import sys
+from pathlib import Path
+from accel_fsdp.training.rehearsal import warm
+
+folder = Path(sys.argv[1])
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+warm.start_server(folder)
+log = folder / "log"
+process = warm.start(["-m", "script"], os.environ, log)
+process.join()
+print(log.read_text())
+sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+def test_a_forked_rank_is_refused_a_gpu_as_a_process_of_its_own_is() -> None:
+    with pytest.raises((AttributeError, RuntimeError)) as raised:
+        torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:  # the name of a socket has at most 107 letters
+        script = "import torch\nprint(torch.cuda.is_available())\ntorch.cuda.set_device(0)\n"
+        Path(folder, "script.py").write_text(script)
+        done = run([sys.executable, "-c", FORKING, folder], PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
+    assert done.code == 1
+    assert done.output.startswith("False\n")
+    assert str(raised.value) in done.output
+    assert without_gpu.instead(str(raised.value), "") == without_gpu.DEVICE
 
 
 NO_GPU = SimpleNamespace(is_available=lambda: False)

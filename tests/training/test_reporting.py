@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,7 +293,7 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     rows = [json.loads(line)["text"] for line in data.read_text().splitlines()][: steps * PER_RANK * RANKS]
     assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
     assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
-    assert account["versions"]["torch"] == torch.__version__
+    assert account["versions"]["torch"] == metadata.version("torch")
     said = re.findall(rf"step \d/{STEPS}  loss [\d.]+ .* tokens/s  [\d.]+ [GM]iB of host", finished.output)
     assert len(said) == steps
     assert "peak memory after step 2: " in finished.output

@@ -1,7 +1,7 @@
 """What each engine gathers, frees and reduces around a unit, in the order in which the CPU issues it. Pure.
 
-That order is what the allocator's statistics see: a block that another stream still uses counts as freed. Read in
-torch 2.13 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
+That order is what the allocator's statistics see: a block that another stream still uses counts as freed. Read in torch
+2.13 and 2.15 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class EngineMemory:
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
     `counts` say how many equal ones each stands for. `head_unit` is the place of the head's unit, 0 for the first.
     `idle` units are held and never run. `prefetches` says that backward gathers the next unit early, `syncs` that this
-    micro-batch's gradients are reduced.
+    micro-batch's gradients are reduced. `frees_output_late` as in `Quirks`.
     """
 
     meter: Meter
@@ -45,6 +45,7 @@ class EngineMemory:
     has_grads: bool = False
     prefetches: bool = True
     syncs: bool = True
+    frees_output_late: bool = False
 
     def adds(self, unit: int) -> bool:
         """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
@@ -199,10 +200,7 @@ class Fsdp(EngineMemory, ABC):
 
 @dataclass
 class Fsdp2(Fsdp):
-    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives through the next copy.
-
-    (`wait_for_unshard` drops it before, but its own variable `prev_all_gather_state` holds it to its return.)
-    """
+    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next."""
 
     kept_output: int = 0
     kept_unit: int = 0
@@ -211,6 +209,8 @@ class Fsdp2(Fsdp):
 
     def _gather(self, unit: int) -> None:
         self._all_gather(unit)
+        if not self.frees_output_late:
+            self._drop_output()
         self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.units[unit])
         self._drop_output()
         self.gathered.add(unit)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.allocator import AllocatorSettings, Block, CachingAllocator
-from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_of
+from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_here
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.memory.replay import repeated_bytes
 from accel_fsdp.prediction.memory.scripts import REPEATED, UPSTREAM, ModelScripts, Request
@@ -187,7 +187,7 @@ def reserve(
     allocator = CachingAllocator(settings, capacity_bytes)
     meter = AllocatingMeter(allocator=allocator, flat=layout.engine == "fsdp1")
     meter.per_parameter = 2 if recipe.optimizer.startswith("adamw") else 1
-    quirks = quirks or quirks_of({}, shape.model_type, recipe)
+    quirks = quirks or quirks_here(shape.model_type, recipe)
 
     def walk_of(recipe: Recipe) -> _AllocatingWalk:
         walk = _AllocatingWalk.of(meter, shape, tapes, recipe, layout, quirks)

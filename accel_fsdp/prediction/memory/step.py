@@ -13,7 +13,7 @@ from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp1, Fsdp2
-from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_of
+from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_here
 from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.memory.replay import play
 from accel_fsdp.prediction.memory.shards import Unit
@@ -59,9 +59,9 @@ def predict(
 ) -> Prediction:
     """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator.
 
-    Without `quirks`, the libraries are today's.
+    Without `quirks`, they are those of the libraries that are installed.
     """
-    walk = Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_of({}, shape.model_type, recipe))
+    walk = Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_here(shape.model_type, recipe))
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
 
@@ -77,8 +77,8 @@ class Timeline:
 def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
     """The step that `predict` walks through, unit by unit."""
     trace = Trace()
-    today = quirks_of({}, shape.model_type, recipe)
-    Walk.of(trace, shape, tapes, recipe, layout, today).step(shape.buffers_bytes, workspace_bytes)
+    quirks = quirks_here(shape.model_type, recipe)
+    Walk.of(trace, shape, tapes, recipe, layout, quirks).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
     return Timeline(tuple(trace.samples), trace.most)
 
@@ -146,6 +146,7 @@ class Walk:
         walked = [*first, *(units[place + 1] for place in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
         engine = ENGINES[layout.engine](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
+        engine.frees_output_late = quirks.frees_output_late
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
         played = play(shape, tapes, recipe, layout, quirks)
         retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1

@@ -157,6 +157,7 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     text = error or outcome.tail
     what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
     if fix := without_gpu.instead(error, line):
+        what = without_gpu.ASKED if without_gpu.RAISED.search(error) else what
         return Failure(what, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.said, text) and re.search(cause.at, outcome.output):

@@ -18,7 +18,12 @@ PRELOAD = "accel_fsdp.training.rehearsal.preload"
 
 
 def start_server(folder: Path) -> None:
-    """Lets the server begin to import, while this process does something else; its socket lies in `folder`."""
+    """Lets the server begin to import, while this process does something else; its socket lies in `folder`.
+
+    Libraries ask for GPUs while they are imported. Without the variable, torch asks CUDA's driver, and then refuses
+    all of `torch.cuda` in forked processes ("Cannot re-initialize CUDA in forked subprocess").
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload([PRELOAD])
     multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
     forkserver.ensure_running()

@@ -7,10 +7,12 @@ from pathlib import Path
 
 RAISED = re.compile(
     r"Torch not compiled with \w+ enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
-    r"|Cannot access accelerator device when none is available|compiled without CUDA|requires CUDA support"
+    r"|Cannot access accelerator device when none is available|compiled without CUDA|requires CUDA support|CUDA error:"
+    r"|CUDA driver initialization failed|invalid argument to reset_|NVTX functions not installed"
     r"|dummy base class|'_cuda_\w+'|Cannot get CUDA generator|deserialize object on a CUDA device|NCCL|nccl"
 )
 """How torch says that there is no GPU, with and without CUDA in it."""
+ASKED = "the script asks for a GPU, and a rehearsal has none"
 BACKEND = "init_process_group() without a backend: torch then takes gloo on CPU and NCCL on GPUs"
 CALL = "if torch.cuda.is_available(): before the call"
 DEVICE = 'accelerator.device, or model.to(torch.device("cpu")) where torch.cuda.is_available() is false'
