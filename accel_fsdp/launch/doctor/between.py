@@ -138,7 +138,7 @@ def _unreachable(subject: str, what: str, error: str) -> Row:
     fix = (
         known.fix if known else "a firewall between them? All ports above 1024 must be open among the machines of a job"
     )
-    return Row(subject, "error", f"{what}: {first}", known.cause if known else "ranks on them would hang", fix)
+    return Row(subject, "error", f"{what}: {first}", known.often if known else "ranks on them would hang", fix)
 
 
 def _slow_machine(found: Found, machine: int) -> Row:
@@ -169,7 +169,7 @@ def _collectives(found: Found) -> Iterator[Row]:
         if silent and rank not in silent:
             continue  # these failed because of the silent ones
         known = known_errors.find(said)
-        why = known.cause if known else "a job would hang or stop there"
+        why = known.often if known else "a job would hang or stop there"
         fix = known.fix if known else "accel-fsdp doctor --explain with the message"
         yield Row(f"rank {rank}", "error", said.strip().splitlines()[0], why, fix)
     if not found.failed_ranks:

@@ -24,7 +24,7 @@ OTHER_FIRST_SECONDS = 5.0
 
 
 def explain(message: str) -> int:
-    """Says what is behind an error message; returns 1 where nobody knows.
+    """Says what is often behind an error message; returns 1 if the table doesn't know it.
 
     Raises:
         UsageError: there is no message.
@@ -38,7 +38,7 @@ def explain(message: str) -> int:
             "nothing is known of it; the first error in the logs of all ranks says more than the last", wrap=True
         )
         return 1
-    console.put(f"{known.name}\n  cause: {known.cause}\n  fix: {known.fix}", lines=True)
+    console.put(f"{known.name}\n  {known.often}\n  fix: {known.fix}", lines=True)
     if known.sources:
         console.put(f"  seen in: {', '.join(known.sources)}")
     return 0

@@ -1,21 +1,34 @@
-"""Messages of errors between GPUs and between machines, and what is really behind them: `doctor --explain`."""
+"""Messages of errors and what is often behind them: `doctor --explain`.
+
+The rows are ordered: an error that names its own cause comes before one that other errors bring about, such as a
+collective that timed out. What any failure of a peer brings about (`Broken pipe`, `Connection reset by peer`,
+`ConnectionRefusedError`, NCCL's `unhandled system error`) is in no row, because it says nothing of the cause.
+"""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory at /dev/shm"
 HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank stands; training: --hang_timeout"
+SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"
 
-
-OTHERS = re.compile(r"huggingface\.co|HTTPS?ConnectionPool|wandb|\(errno: 97 ")
-"""Lines of what has other networks, and torch's complaint where IPv6 is off, which harms nothing."""
-CHATTER = re.compile(r"NCCL INFO|^\s*\[W\d|\bINFO\b")
-"""Lines that say nothing is wrong; they count where there are no others."""
+HARMLESS = re.compile(r"wandb|\(errno: 97 ")
+"""Lines of a tracker's network, and torch's complaint where IPv6 is off."""
+CHATTER = re.compile(
+    r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|\bINFO\b|HEAD https?:|Retrying in \d|load from local cache"
+)
+"""Lines that don't say that something failed for good. They are read where a text has no others."""
+ROOT_CAUSE = re.compile(r"\bRoot Cause( \(first observed failure\))?:\s*$")
+OTHER_FAILURES = re.compile(r"\bFailures:\s*$")
+END_OF_REPORT = re.compile(r"={9}|\*{9}")
+FIRST_FAILURE = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
+"""torchrun's line on the rank that failed first."""
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """`messages`: regular expressions, one of which is found in what a user sees, whatever its case.
+    """`messages`: regular expressions, one of which matches what a user sees, in any case.
 
     `sources`: reports of it, as repository#issue.
     """
@@ -26,6 +39,11 @@ class KnownError:
     fix: str
     sources: tuple[str, ...] = ()
 
+    @property
+    def often(self) -> str:
+        """The cause as a table can know it: from others' reports, not from a look at this machine."""
+        return f"often: {self.cause}"
+
 
 KNOWN = (
     KnownError(
@@ -33,140 +51,59 @@ KNOWN = (
         (r"Duplicate GPU detected", r"invalid device ordinal"),
         "there are more ranks on a machine than GPUs, or CUDA_VISIBLE_DEVICES hides some",
         "num_processes: as many as GPUs; echo $CUDA_VISIBLE_DEVICES",
-        ("Lightning-AI/pytorch-lightning#4420",),
+        ("Lightning-AI/pytorch-lightning#4420", "tatsu-lab/stanford_alpaca#67"),
     ),
     KnownError(
         "shared-memory",
         (
             r"posix_fallocate",
             r"/dev/shm.*No space left on device",
+            r"creating shared memory segment",
             r"unable to [^\n]*</torch_\d",
-            r"insufficient shared memory",
+            r"(insufficient|out of) shared memory",
             r"DataLoader worker .* killed by signal: Bus error",
+            r"exitcode\s*:\s*-7\b",
         ),
         "/dev/shm is full or small: a container gets 64 MiB, and ended jobs leave files in it",
         f"df -h /dev/shm; remove what is left there; {SHM}",
-        ("NVIDIA/nccl#525", "pytorch/ci-infra#490", "llm-d/llm-d#352"),
+        ("NVIDIA/nccl#342", "NVIDIA/nccl#525", "pytorch/ci-infra#490"),
+    ),
+    KnownError(
+        "disk-full",
+        (
+            r"No space left on device",
+            r"Errno 28\b",
+            r"Disk quota exceeded",
+            r"inline_container\.cc[^\n]*unexpected pos",
+            r"PytorchStreamWriter failed writing",
+        ),
+        "a disk or its quota is full: that of the run's folder, of the caches in the home folder, or of /tmp; "
+        "in a container it can be /dev/shm",
+        "df -h and df -i of these folders; quota -s; --output_dir, HF_HOME and TMPDIR on a larger disk",
+        ("NVIDIA/Megatron-LM#878",),
     ),
     KnownError(
         "no-such-interface",
         (r"no socket interface found", r"Unable to find (address|interface) for", r"\bifa != nullptr"),
-        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that this machine hasn't",
-        "ip -brief address shows those it has; unset the variable where machines differ",
-        ("pytorch/pytorch#29482",),
+        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that this machine doesn't have; "
+        "Gloo takes one full name, not NCCL's prefixes and ^",
+        "ip -brief address lists the interfaces; unset the variable where machines differ",
+        ("pytorch/pytorch#29482", "aws-samples/aws-do-eks#51"),
     ),
     KnownError(
         "address-family",
         (r"connecting to address with family .* neither AF_INET", r"Address family not supported"),
-        "the interface that was chosen has no IP address, or one machine talks IPv4 and another IPv6",
+        "the interface that was chosen has no IP address, or one machine uses IPv4 and another IPv6",
         "export NCCL_SOCKET_IFNAME with one that has an address on each machine; export NCCL_SOCKET_FAMILY=AF_INET",
         ("NVIDIA/nccl#1837", "NVIDIA/nccl#210"),
     ),
     KnownError(
-        "gpu-memory",
-        (r"CUDA out of memory", r"OutOfMemoryError"),
-        "the GPU's memory is full; machines and their network have nothing to do with it",
-        "accel-fsdp plan --config FILE says what fits",
-    ),
-    KnownError(
-        "killed",
-        (r"Signal 9 \(SIGKILL\)", r"exitcode\s*:\s*-9\b"),
-        "the system has ended a rank, most often as the host's memory, or the container's, was full",
-        "dmesg on that machine; fsdp_cpu_ram_efficient_loading: true; fewer workers of the data loader",
-    ),
-    KnownError(
-        "gone",
-        (
-            r"Connection closed by peer",
-            r"Connection reset by peer",
-            r"Broken pipe",
-            r"socketProgress.*remote",
-            r"remote process exited",
-            r"RendezvousClosedError",
-            r"failed to recv, got 0 bytes",
-        ),
-        "another rank has ended: its own error is the cause, and stands in the log of its machine",
-        "look for the first error of all logs; exit code -9 is often a machine that ran out of memory (dmesg)",
-    ),
-    KnownError(
-        "infiniband",
-        (r"ibv_(modify|poll|post)\w*[^\n]*(failed|error)", r"Got completion from peer .* with (status|error)"),
-        "InfiniBand or RoCE between the machines fails: a port is down, or NCCL took an address that leads elsewhere",
-        "ibstat on each machine; NCCL_IB_GID_INDEX=3 for RoCE; NCCL_IB_DISABLE=1 shows whether it is that",
-    ),
-    KnownError(
-        "own-address",
-        (r"(connect|socket|remote)\S*[^\n]*\b127\.0\.(0|1)\.1\b", r"remote=\[127\."),
-        "ranks look for others at their own machine's address: a name is a loopback address in /etc/hosts; "
-        "in a job of one machine, rank 0 has not begun to listen",
-        "its real address beside its name in /etc/hosts; or GLOO_SOCKET_IFNAME; accel-fsdp doctor shows it",
-        ("pytorch/pytorch#67547",),
-    ),
-    KnownError(
-        "rendezvous",
-        (
-            r"client socket has timed out",
-            r"client socket has failed to connect",
-            r"RendezvousConnectionError",
-            r"RendezvousTimeoutError",
-            r"(Name or service not known|Temporary failure in name resolution)",
-        ),
-        "machine 0 isn't reached: its name is unknown here, nothing listens there yet, or a firewall drops the port",
-        "accel-fsdp doctor on each machine, with the flags of the job; main_process_ip: an address, not a name",
-        ("pytorch/pytorch#67547", "pytorch/pytorch#69197", "pytorch/pytorch#73656"),
-    ),
-    KnownError(
-        "missing-ranks",
-        (r"wait timeout after \d+ms, keys", r"\d+/\d+ clients joined"),
-        "another rank never came to the start: it ended before, waits elsewhere, or was told another world size",
-        "look for the first error in the logs of all machines; accel-fsdp doctor on each says who is missing",
-    ),
-    KnownError(
-        "port-taken",
-        (r"EADDRINUSE", r"address already in use", r"failed to listen on any local network address"),
-        "another job, or the rest of one, listens on the port at which the ranks meet",
-        "main_process_port: another one; ss -ltnp shows who has it",
-    ),
-    KnownError(
-        "unreachable",
-        (
-            r"Connection refused",
-            r"No route to host",
-            r"Network is unreachable",
-            r"connectFullMesh failed",
-            r"Connection timed out",
-        ),
-        "ranks chose an interface that leads to no other machine (docker0, veth, lo), or a firewall is between them",
-        "accel-fsdp doctor on each machine tests every pair; export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
-        ("pytorch/pytorch#68893",),
-    ),
-    KnownError(
-        "collective-timeout",
-        (
-            r"Watchdog caught collective operation timeout",
-            r"Timed out waiting \d+ms for (recv|send) operation",
-            r"collective operation timeout",
-            r"monitoredBarrier",
-            r"watchdog got stuck",
-            r"WorkNCCL.*ran for \d+ milliseconds before timing out",
-        ),
-        "one rank is elsewhere: it skipped a collective, took another branch, waits for data, or is stopped",
-        HANGING,
-        ("huggingface/accelerate#2375", "huggingface/accelerate#3250"),
-    ),
-    KnownError(
-        "peer-to-peer",
-        (r"^[^\n]{0,60}hangs? at (99|100) ?%[^\n]{0,40}$",),
-        "links between GPUs of one machine (P2P) are broken: an IOMMU or ACS is on, as on many RTX machines",
-        "NCCL_P2P_DISABLE=1 to see whether it is that; then iommu=pt, or ACS off in the BIOS",
-        ("NVIDIA/nccl-tests#117", "NVIDIA/nccl#631"),
-    ),
-    KnownError(
         "nvlink-sharp",
         (r"Failed to bind NVLink SHARP", r"nvls\.cc", r"CUDA failure 401"),
-        "the Fabric Manager or IMEX was started again without a reset of the GPUs",
-        "NCCL_NVLS_ENABLE=0 for now; nvidia-smi --gpu-reset, or a restart of the machine",
-        ("pytorch/pytorch#177472", "NVIDIA/nccl#976", "NVIDIA/nccl#1488"),
+        "NVLink SHARP can't get memory from the NVSwitch: the Fabric Manager or IMEX was restarted without a reset of "
+        "the GPUs, or too many communicators use up its slots",
+        "NCCL_NVLS_ENABLE=0; nvidia-smi --gpu-reset, or a restart of the machine",
+        ("pytorch/pytorch#177472", "pytorch/pytorch#178749", "NVIDIA/nccl#976"),
     ),
     KnownError(
         "fabric-manager",
@@ -187,6 +124,220 @@ KNOWN = (
         "restart the machine after an update of the driver; or pip install a torch for an older CUDA",
     ),
     KnownError(
+        "gpu-architecture",
+        (r"no kernel image is available for execution", r"is not compatible with the current PyTorch installation"),
+        "this torch, or an extension, was built without kernels for this GPU",
+        "pip install torch for a newer CUDA; build the extension again on this machine",
+    ),
+    KnownError(
+        "gpu-hardware",
+        (
+            r"uncorrectable (NVLink |ECC )?error",
+            r"uncorrectable ECC",
+            r"fallen off (of )?the bus",
+            r"Unable to determine the device handle for GPU",
+            r"GPU is lost",
+            r"\bXid\b[^\n]*: (48|63|64|74|79|94|95|119|120)\b",
+        ),
+        "the GPU, its power supply or its slot fails",
+        "dmesg | grep -i xid; nvidia-smi -q -d ECC; restart the machine; leave it out of the job if it happens again",
+        ("NVIDIA/open-gpu-kernel-modules#507", "rwth-i6/returnn#1486"),
+    ),
+    KnownError(
+        "driver-lost",
+        (r"Failed to initialize NVML: Unknown Error", r"CUDA unknown error"),
+        "this process can't use the driver: a container lost its devices when systemd reloaded, "
+        "nvidia_uvm was not loaded again after a sleep or an update, or CUDA_VISIBLE_DEVICES was changed too late",
+        "start the container again; nvidia-modprobe -u; restart the machine",
+    ),
+    KnownError(
+        "no-gpu",
+        (r"No CUDA GPUs are available", r"Found no NVIDIA driver on your system"),
+        "no GPU is visible: CUDA_VISIBLE_DEVICES hides all, the job or container asked for none, or no driver is there",
+        "nvidia-smi; echo $CUDA_VISIBLE_DEVICES; docker run --gpus all; sbatch --gpus-per-node",
+    ),
+    KnownError(
+        "undefined-symbol",
+        (r"undefined symbol",),
+        "torch, NCCL or a compiled extension are of versions that don't fit together; "
+        "two packages may bring the same library",
+        "pip list | grep -i -e torch -e nccl -e cu1; unset LD_LIBRARY_PATH; build the extension again for this torch",
+        ("NVIDIA/nccl#1180", "pytorch/pytorch#119932"),
+    ),
+    KnownError(
+        "nccl-versions",
+        (r"Mismatched NCCL version", r"NCCL version mismatch"),
+        "ranks load different versions of NCCL",
+        "the same environment on all machines; unset LD_LIBRARY_PATH; accel-fsdp doctor on each machine compares them",
+    ),
+    KnownError(
+        "peer-to-peer",
+        (r"^[^\n]{0,60}hangs? at (99|100) ?%[^\n]{0,40}$", r"peer access is not supported between these two devices"),
+        "links between GPUs of one machine (P2P) are broken: an IOMMU or ACS is on, as on many RTX machines",
+        "NCCL_P2P_DISABLE=1 to see whether it is that; then iommu=pt, or ACS off in the BIOS",
+        ("NVIDIA/nccl-tests#117", "NVIDIA/nccl#631"),
+    ),
+    KnownError(
+        "cuda-before-fork",
+        (r"Cannot re-initialize CUDA in forked subprocess",),
+        "the parent process used CUDA before it forked: an import, or an earlier cell of a notebook",
+        "restart the notebook and touch no GPU before notebook_launcher; multiprocessing with spawn",
+        ("huggingface/accelerate#940",),
+    ),
+    KnownError(
+        "index-out-of-range",
+        (r"device-side assert triggered", r"Assertion `[^`\n]*(srcSelectDimSize|n_classes)"),
+        "an index is out of range: a token beyond the embedding, a label beyond the classes, "
+        "or a position beyond the model's",
+        f"compare len(tokenizer) with the rows of the embedding; {SYNCHRONOUS}",
+    ),
+    KnownError(
+        "illegal-access",
+        (r"illegal memory access was encountered", r"an illegal instruction was encountered"),
+        "a kernel read or wrote outside of its memory: often one of an extension (attention, quantisation, Liger), "
+        "or an index out of range; the line at which the error shows is not the place",
+        f"{SYNCHRONOUS}; compute-sanitizer; turn extensions off one by one",
+    ),
+    KnownError(
+        "cublas-memory",
+        (r"CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)",),
+        "the GPU's memory is full when cuBLAS asks for its own; or an index out of range broke CUDA before",
+        f"a smaller batch tells which; accel-fsdp plan --config FILE says what fits; {SYNCHRONOUS}",
+    ),
+    KnownError(
+        "gpu-memory",
+        (
+            r"CUDA out of memory",
+            r"OutOfMemoryError",
+            r"CUDA error: out of memory",
+            r"Cuda failure.{0,4}'out of memory'",
+        ),
+        "the GPU's memory is full; machines and their network have nothing to do with it",
+        "accel-fsdp plan --config FILE says what fits; nvidia-smi shows what others hold",
+    ),
+    KnownError(
+        "mixed-dtypes",
+        (r"uniform dtype", r"uniform original parameter dtype", r"all (parameters|tensors) to have (the )?same dtype"),
+        "one FSDP unit holds parameters of several dtypes, as LoRA in float32 on a base in bfloat16",
+        "load the model and the adapter in one dtype; FSDP's mixed_precision computes in bfloat16 anyway",
+    ),
+    KnownError(
+        "integer-weights",
+        (r"Cannot flatten integer dtype", r"shapes cannot be multiplied \(\S+ and (1x\d{5,}|\d{5,}x1|0x0)\)"),
+        "FSDP can't shard weights that bitsandbytes stores as integers, or sharded them without their scales",
+        "bnb_4bit_quant_storage: the dtype of the model (bfloat16); 8-bit weights can't be sharded",
+    ),
+    KnownError(
+        "mixed-requires-grad",
+        (r"uniform `?requires_grad",),
+        "one FSDP1 unit holds frozen and trained parameters, as LoRA makes them",
+        "fsdp_use_orig_params: true; or fsdp_version: 2",
+        ("huggingface/peft#1702", "pytorch/pytorch#104690"),
+    ),
+    KnownError(
+        "meta-weights",
+        (r"Cannot copy out of meta tensor",),
+        "weights have no values yet on this rank: rank 0 alone loaded them (cpu_ram_efficient_loading, "
+        "low_cpu_mem_usage) and didn't send them, or the checkpoint doesn't hold them",
+        "fsdp_sync_module_states: true beside fsdp_cpu_ram_efficient_loading, or both false; "
+        "start with accelerate launch, and load the model after the process group is there",
+        ("hiyouga/LlamaFactory#2940", "huggingface/accelerate#2031"),
+    ),
+    KnownError(
+        "sharded-shapes",
+        (
+            r"size mismatch for [^\n]*flat_param",
+            r"_flat_param[^\n]*(size|shape)s? mismatch",
+            r"shape in current model is torch\.Size\(\[0\]\)",
+        ),
+        "a checkpoint of shards meets other shards: it was saved by another number of ranks, with other units, "
+        "or as LOCAL_STATE_DICT; or whole weights meet a model that is already sharded",
+        "the number of ranks and the wrap classes of the save; fsdp_state_dict_type: SHARDED_STATE_DICT for later ones",
+    ),
+    KnownError(
+        "missing-key",
+        (r"Missing key in checkpoint state_dict",),
+        "the checkpoint doesn't hold what the job asks for: another model or adapter, no optimizer state, "
+        "or other versions of accelerate and torch",
+        "accel-fsdp checkpoints RUN lists what it holds; for optimizer.state.0.step: accelerate above 1.12",
+        ("huggingface/accelerate#3971", "pytorch/pytorch#148252"),
+    ),
+    KnownError(
+        "wrong-layer-class",
+        (r"Could not find the transformer layer class",),
+        "fsdp_transformer_layer_cls_to_wrap, or the model's own list of layers, names a class that this model lacks; "
+        "the YAML may be that of another project",
+        "accel-fsdp check FILE --model MODEL names the classes; "
+        "rm ~/.cache/huggingface/accelerate/default_config.yaml if it is an old one",
+        ("tatsu-lab/stanford_alpaca#58", "axolotl-ai-cloud/axolotl#394", "huggingface/transformers#37672"),
+    ),
+    KnownError(
+        "outside-forward",
+        (
+            r"'weight' must be 2-D",
+            r"mixed torch\.Tensor and DTensor",
+            r"setStorage[^\n]*out of bounds for storage of size 0",
+        ),
+        "a module was used while its parameters were sharded: generate, or a part of the model called by itself, "
+        "outside of the forward pass of its FSDP unit",
+        "call the wrapped model; FSDP.summon_full_params or model.unshard() around generate, on all ranks",
+        ("huggingface/transformers#32285", "pytorch/pytorch#124019", "huggingface/trl#4550"),
+    ),
+    KnownError(
+        "no-gradient",
+        (
+            r"none of output has requires_grad=True, this checkpoint",
+            r"element 0 of tensors does not require grad",
+            r"One of the differentiated Tensors does not require grad",
+        ),
+        "the loss depends on no parameter that is trained: reentrant activation checkpointing over frozen inputs "
+        "(LoRA), or target modules that match nothing",
+        "gradient_checkpointing_kwargs: use_reentrant false; or model.enable_input_require_grads()",
+        ("cloneofsimo/lora#253",),
+    ),
+    KnownError(
+        "fp16-weights",
+        (r"unscale FP16 gradients",),
+        "weights that are trained are float16, and gradient scaling needs them in float32",
+        "load the model in float32 and train with mixed_precision: fp16; or mixed_precision: bf16",
+        ("yk7333/d3po#6",),
+    ),
+    KnownError(
+        "unused-parameters",
+        (r"Expected to have finished reduction in the prior iteration",),
+        "parameters took no part in the loss: a branch that wasn't taken, or a layer whose output isn't used",
+        "find_unused_parameters=True (ddp_find_unused_parameters); freeze what isn't used",
+    ),
+    KnownError(
+        "no-process-group",
+        (
+            r"Default process group has not been initialized",
+            r"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set",
+        ),
+        "the script was started by python alone, or uses torch.distributed before its process group is there",
+        "accel-fsdp launch FILE SCRIPT; create Accelerator() or call init_process_group first",
+    ),
+    KnownError(
+        "mesh-without-shards",
+        (r"Invalid mesh_dim_names",),
+        "FSDP2 on a mesh with no dimension to shard over",
+        "parallelism_config_dp_shard_size: 2 or more; accel-fsdp check FILE",
+        ("huggingface/accelerate#3798",),
+    ),
+    KnownError(
+        "no-cpu-backend",
+        (r"No backend type associated with device type cpu", r"A CPU backend must be enabled"),
+        "the process group has NCCL alone, and offload or an asynchronous save needs collectives on the CPU",
+        "backend cpu:gloo,cuda:nccl; train/sft.py makes it so",
+        ("huggingface/accelerate#3574", "pytorch/pytorch#148532"),
+    ),
+    KnownError(
+        "open-files",
+        (r"Too many open files",),
+        "ranks hold sockets to each other, shards and data loaders, and the limit is low",
+        "ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system')",
+    ),
+    KnownError(
         "locked-memory",
         (r"ibv_(reg_mr|create)\w* .*Cannot allocate memory",),
         "InfiniBand may lock too little memory",
@@ -201,18 +352,178 @@ KNOWN = (
         ("aws/deep-learning-containers#2675",),
     ),
     KnownError(
-        "slow-network",
-        (r"NET/Socket",),
-        "NCCL talks by TCP: the fast network card isn't in the container, or its plugin isn't",
-        "mount /dev/infiniband, or ask for vpc.amazonaws.com/efa; the log should say NET/IB or NET/OFI",
-        ("aws/sagemaker-hyperpod-cli#306",),
+        "hub-access",
+        (r"GatedRepoError", r"gated repo", r"RepositoryNotFoundError", r"401 Client Error"),
+        "the Hub refuses this account: no token on this machine, no access to a gated model, or a misspelt name",
+        "hf auth login, or HF_TOKEN on all machines; ask for access on the model's page",
     ),
     KnownError(
-        "mesh-without-shards",
-        (r"Invalid mesh_dim_names",),
-        "FSDP2 on a mesh with no dimension to shard over",
-        "parallelism_config_dp_shard_size: 2 or more; accel-fsdp check FILE",
-        ("huggingface/accelerate#3798",),
+        "port-taken",
+        (r"EADDRINUSE", r"address already in use", r"failed to listen on any local network address"),
+        "another job, or the rest of one, listens on the port at which the ranks meet",
+        "main_process_port: another one; ss -ltnp shows who has it",
+        ("meta-pytorch/torchtune#392",),
+    ),
+    KnownError(
+        "killed",
+        (
+            r"Signal 9 \(SIGKILL\)",
+            r"Signals?[. ]SIGKILL",
+            r"exitcode\s*:\s*-9\b",
+            r"return code = -9\b",
+            r"exit(ed with)? (code|status):? 137\b",
+            r"killed by signal: Killed",
+            r"oom[-_]kill",
+            r"OOMKilled",
+            r"^\s*Killed\s*$",
+        ),
+        "the system ended a rank, as the memory of the host, or of the container, was full",
+        "dmesg on that machine; fsdp_cpu_ram_efficient_loading: true; fewer workers of the data loader",
+        ("bmaltais/kohya_ss#1065", "Lightricks/ComfyUI-LTXVideo#254"),
+    ),
+    KnownError(
+        "host-memory",
+        (r"DefaultCPUAllocator", r"Errno 12\] Cannot allocate memory", r"std::bad_alloc", r"\bMemoryError\b"),
+        "the memory of the host, or of the container, is full",
+        "free -g; fsdp_cpu_ram_efficient_loading: true; fewer workers of the data loader; no offload",
+    ),
+    KnownError(
+        "segfault",
+        (r"exitcode\s*:\s*-11\b", r"return code = -11\b", r"\bSIGSEGV\b", r"Segmentation fault"),
+        "native code crashed: a library or an extension doesn't fit this torch, CUDA or driver",
+        "python -X faulthandler shows where; install torch and its extensions anew in versions that fit together",
+        ("open-mmlab/mmdetection#8916",),
+    ),
+    KnownError(
+        "hangup",
+        (r"got signal: 1\b", r"Received 1 death signal", r"closing signal SIGHUP"),
+        "the terminal or the connection to it ended; torchrun stops the ranks then, even under nohup",
+        "start the job inside tmux or screen, by setsid, or by sbatch",
+        ("zai-org/ChatGLM2-6B#238", "pytorch/pytorch#67538"),
+    ),
+    KnownError(
+        "time-limit",
+        (r"DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE)", r"got signal: 15\b", r"Received 15 death signal"),
+        "the job was ended from outside: by the scheduler's time limit, a preemption, a user, or another machine's end",
+        "sacct -j JOB, or the events of the pod; --time for longer, and resume from the last checkpoint",
+    ),
+    KnownError(
+        "own-address",
+        (
+            r"(c10d|gloo|NCCL)[^\n]*(connect|socket|remote)\S*[^\n]*\b127\.0\.(0|1)\.1\b",
+            r"connect[^\n]*\(127\.0\.(0|1)\.1, \d+\)",
+            r"remote=\[127\.",
+            r"Unable to resolve hostname to a \(local\) address",
+        ),
+        "ranks look for others at their own machine's address: a name is a loopback address in /etc/hosts; "
+        "in a job of one machine, rank 0 has not begun to listen",
+        "its real address beside its name in /etc/hosts; or GLOO_SOCKET_IFNAME; accel-fsdp doctor shows it",
+        ("pytorch/pytorch#67547", "aws-samples/aws-do-eks#50"),
+    ),
+    KnownError(
+        "infiniband",
+        (
+            r"ibv_(modify|poll|post)\w*[^\n]*(failed|error)",
+            r"Got completion (from peer|with)",
+            r"NET/IB[^\n]*async[^\n]*(error|fatal)",
+        ),
+        "InfiniBand or RoCE between the machines fails: a port is down, or NCCL took an address that leads elsewhere",
+        "ibstat on each machine; NCCL_IB_GID_INDEX=3 for RoCE; NCCL_IB_DISABLE=1 shows whether it is that",
+    ),
+    KnownError(
+        "unreachable",
+        (
+            r"connectFullMesh failed",
+            r"(NCCL WARN|gloo|ncclRemoteError|Last error)[^\n]*"
+            r"(Connection refused|No route to host|Network is unreachable|Connection timed out)",
+            r"socket\w*Connect[^\n]*(Connection refused|No route to host|unreachable|timed out)",
+        ),
+        "ranks chose an interface that leads to no other machine (docker0, veth, lo), or a firewall is between them",
+        "accel-fsdp doctor on each machine tests every pair; export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+        ("pytorch/pytorch#68893", "gpustack/gpustack#2125"),
+    ),
+    KnownError(
+        "slow-preparation",
+        (r"(?s)\b(Running tokenizer|Tokenizing|Filter|Map)\b[^\n]*\d+%\|.*collective operation timeout",),
+        "one rank prepares the rows while the others wait for it, for longer than a collective may take",
+        "--ddp_timeout 7200; or prepare the rows before the job",
+        ("hiyouga/LlamaFactory#2424",),
+    ),
+    KnownError(
+        "collective-timeout",
+        (
+            r"Watchdog caught collective operation timeout",
+            r"Timed out waiting \d+ms for (recv|send) operation",
+            r"collective operation timeout",
+            r"monitoredBarrier",
+            r"watchdog got stuck",
+            r"Timeout at NCCL work",
+            r"Detected mismatch between collectives on ranks",
+            r"WorkNCCL.*ran for \d+ milliseconds before timing out",
+        ),
+        "one rank is elsewhere: it skipped a collective, took another branch, waits for data, or has stopped; "
+        "or links between GPUs hang",
+        f"{HANGING}; NCCL_P2P_DISABLE=1 shows whether it is the links",
+        ("huggingface/accelerate#3250", "konstmish/prodigy#35"),
+    ),
+    KnownError(
+        "rendezvous",
+        (
+            r"client socket has timed out",
+            r"client socket has failed to connect",
+            r"RendezvousConnectionError",
+            r"RendezvousTimeoutError",
+            r"gai error: -\d",
+        ),
+        "machine 0 isn't reached: its name is unknown here, nothing listens there yet, or a firewall drops the port",
+        "accel-fsdp doctor on each machine, with the flags of the job; main_process_ip: an address, not a name",
+        ("pytorch/pytorch#69197", "hiyouga/LlamaFactory#3715"),
+    ),
+    KnownError(
+        "missing-ranks",
+        (r"wait timeout after \d+ms, keys", r"\d+/\d+ clients joined"),
+        "another rank never came to the start: it ended before, waits elsewhere, or was given another world size",
+        "look for the first error in the logs of all machines; accel-fsdp doctor on each says who is missing",
+    ),
+    KnownError(
+        "gone",
+        (
+            r"gloo[^\n]*Connection closed by peer",
+            r"remote process exited",
+            r"RendezvousClosedError",
+            r"failed to recv, got 0 bytes",
+        ),
+        "another rank has ended, or the network to it broke; its own error is in the log of its machine",
+        "look for the first error of all logs; exit code -9 is often a machine that ran out of memory (dmesg)",
+    ),
+    KnownError(
+        "nccl-system",
+        (r"ncclSystemError: System call",),
+        "a system call failed under NCCL: /dev/shm is small, or it can't use the network's interface or InfiniBand; "
+        "the line after `Last error` says which",
+        f"NCCL_DEBUG=WARN; accel-fsdp doctor tests all three; {SHM}",
+    ),
+    KnownError(
+        "hub",
+        (
+            r"(huggingface\.co|hf\.co|HTTPS?ConnectionPool|HTTPS?Connection\b)[^\n]*"
+            r"(Max retries|timed out|resol|unreachable|refused|couldn't connect|establish a new connection)",
+            r"couldn't connect to '?https://huggingface\.co",
+            r"(httpx|httpcore)\.(Connect|Read|Network|Proxy)\w*(Error|Timeout)",
+            r"LocalEntryNotFoundError",
+            r"OfflineModeIsEnabled",
+            r"(?s)(urllib3|httpx|httpcore|requests)/.*(Name or service not known|Temporary failure in name resolution)",
+        ),
+        "this machine doesn't reach the Hub, as compute nodes often don't reach the internet",
+        "download where there is a network, and export HF_HUB_OFFLINE=1; HTTPS_PROXY or HF_ENDPOINT if there is one",
+        ("PKU-YuanGroup/Chat-UniVi#12", "yuh-zha/AlignScore#17"),
+    ),
+    KnownError(
+        "slow-network",
+        (r"NET/Socket",),
+        "NCCL uses TCP: the fast network card isn't in the container, or its plugin isn't",
+        "mount /dev/infiniband, or ask for vpc.amazonaws.com/efa; the log should say NET/IB or NET/OFI",
+        ("aws/sagemaker-hyperpod-cli#306",),
     ),
     KnownError(
         "device-unknown",
@@ -222,16 +533,9 @@ KNOWN = (
         ("huggingface/trl#3994",),
     ),
     KnownError(
-        "no-cpu-backend",
-        (r"No backend type associated with device type cpu", r"A CPU backend must be enabled"),
-        "the process group knows NCCL alone, and offload or an asynchronous save needs collectives on the CPU",
-        "backend cpu:gloo,cuda:nccl; train/sft.py makes it so",
-        ("huggingface/accelerate#3574", "pytorch/pytorch#148532"),
-    ),
-    KnownError(
         "every-machine-first",
         (r"^\W*every (node|machine) is (rank|machine|node) 0\W*$",),
-        "a variable such as $SLURM_NODEID was expanded on the head node, so that every machine is told the same",
+        "a variable such as $SLURM_NODEID was expanded on the head node, so that every machine gets the same",
         "srun --ntasks-per-node=1 accel-fsdp launch FILE SCRIPT, which reads it on each machine",
         ("huggingface/accelerate#2816",),
     ),
@@ -242,19 +546,38 @@ KNOWN = (
         "accel-fsdp launch FILE SCRIPT, or torchrun, in place of accelerate launch",
         ("kubeflow/trainer#3930",),
     ),
-    KnownError(
-        "open-files",
-        (r"Too many open files",),
-        "ranks hold sockets to each other, shards and data loaders, and the limit is low",
-        "ulimit -n 65536",
-    ),
 )
 
 
 def find(message: str) -> KnownError | None:
-    """The first row that knows a piece of a message, of special ones first; None if none does."""
-    lines = [line for line in message.splitlines() if not OTHERS.search(line)]
-    telling = [line for line in lines if not CHATTER.search(line)]
-    text = "\n".join(telling or lines)
-    flags = re.IGNORECASE
-    return next((one for one in KNOWN if any(re.search(piece, text, flags) for piece in one.messages)), None)
+    """The first row of the table that knows the message's most telling part; None if none does."""
+    return next((row for text in _texts(message) for row in KNOWN if _matches(row, text)), None)
+
+
+def _matches(row: KnownError, text: str) -> bool:
+    return any(re.search(message, text, re.IGNORECASE | re.MULTILINE) for message in row.messages)
+
+
+def _texts(message: str) -> Iterator[str]:
+    """What torchrun says of the rank that failed first, then all but its report: it ended the other ranks itself."""
+    lines = [line for line in message.splitlines() if not HARMLESS.search(line)]
+    first, rest = _by_report(lines) if any(map(ROOT_CAUSE.search, lines)) else ([], lines)
+    yield "\n".join([*first, *filter(FIRST_FAILURE.search, rest)])
+    yield "\n".join([line for line in rest if not CHATTER.search(line)] or rest)
+
+
+def _by_report(lines: list[str]) -> tuple[list[str], list[str]]:
+    """The root cause of torchrun's report, and the lines outside of the report."""
+    root: list[str] = []
+    rest: list[str] = []
+    others: list[str] = []
+    part = rest
+    for line in lines:
+        if ROOT_CAUSE.search(line):
+            part = root
+        elif OTHER_FAILURES.search(line):
+            part = others
+        elif END_OF_REPORT.search(line):
+            part = rest
+        part.append(line)
+    return root, rest

@@ -82,7 +82,7 @@ def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
             "GPUs",
             "error",
             facts.gpu_problem,
-            known.cause if known else NO_JOB,
+            known.often if known else NO_JOB,
             known.fix if known else "nvidia-smi; a restart of the machine, if it says the same",
         )
     elif not facts.gpus:
