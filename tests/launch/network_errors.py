@@ -1,6 +1,7 @@
 """Makes the real errors of torch's network: `python network_errors.py CASE`, or torchrun of it."""
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -70,6 +71,15 @@ def left() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
     os._exit(0)
+
+
+def first() -> None:
+    """Rank 0 raises; rank 1 doesn't end when it is asked to."""
+    if os.environ["RANK"] == "0":
+        time.sleep(2)  # rank 1 ignores the signal by then
+        raise ValueError("Could not find the transformer layer class in the model")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(120)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_full_shared_memory() -> None:
     assert found.code == 1
     assert re.search(r"error +/dev/shm +0\.0 MiB free of 1\.0 MiB", found.output)
     real = with_full_shared_memory(sys.executable, ERRORS, "shared_memory").output
-    assert "/dev/shm is full or small" in doctor("--explain", real[-2000:]).output
+    assert doctor("--explain", real[-2000:]).output.startswith("shared-memory\n")
 
 
 def test_an_interface_that_is_not_there() -> None:
@@ -83,60 +83,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert found.code == 1
     assert re.search(r"error +disk +No space left on device on tmpfs", found.output)
     assert list(tmp_path.iterdir()) == []
-
-
-REAL = {
-    "interface": "names an interface that this machine hasn't",
-    "unknown_name": "machine 0 isn't reached",
-    "loopback": "a name is a loopback address in /etc/hosts",
-    "port": "listens on the port",
-    "alone": "never came to the start",
-    "mesh": "no dimension to shard over",
-}
-
-
-@pytest.mark.parametrize("case", REAL)
-def test_a_real_message_is_explained(case: str) -> None:
-    said = run([sys.executable, ERRORS, case]).output
-    found = doctor("--explain", said[-2000:])
-    assert found.code == 0, said
-    assert REAL[case] in found.output
-
-
-@pytest.mark.parametrize(
-    ("case", "cause"), {"skipped": "one rank is elsewhere", "left": "another rank has ended"}.items()
-)
-def test_a_real_message_of_ranks_is_explained(case: str, cause: str) -> None:
-    said = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
-    first = next(line for line in said.splitlines() if "RuntimeError" in line)
-    assert cause in doctor("--explain", first).output
-
-
-def test_a_message_of_torchrun_is_explained() -> None:
-    words = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "nosuch.invalid:29500")
-    said = run([*TORCHRUN, *words, "--rdzv-conf", "read_timeout=2", ERRORS, "alone"]).output
-    assert "RendezvousConnectionError" in said
-    assert "machine 0 isn't reached" in doctor("--explain", said[-2000:]).output
-
-
-def test_what_nobody_knows() -> None:
-    found = doctor("--explain", "the printer is on fire")
-    assert found.code == 1
-    assert "nothing is known of it" in found.output
-
-
-@pytest.mark.parametrize(
-    "harmless",
-    [
-        "INFO: world_size=1, local_rank 0\nKeyError: 'x'",
-        "'(MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co', port=443)\"): Network is unreachable",
-        "[W1123 socket.cpp] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family",
-        "node1: NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nKeyError: 'loss'",
-        "ValueError: error 802.1x",
-    ],
-)
-def test_what_is_said_by_the_way_explains_nothing(harmless: str) -> None:
-    assert doctor("--explain", harmless).code == 1
 
 
 def test_a_message_from_a_pipe() -> None:

@@ -16,7 +16,7 @@ SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"
 HARMLESS = re.compile(r"wandb|\(errno: 97 ")
 """Lines of a tracker's network, and torch's complaint where IPv6 is off."""
 CHATTER = re.compile(
-    r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|\bINFO\b|HEAD https?:|Retrying in \d|load from local cache"
+    r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|\bINFO\b|Warning\b|HEAD https?:|Retrying in \d|load from local cache"
 )
 """Lines that don't say that something failed for good. They are read where a text has no others."""
 ROOT_CAUSE = re.compile(r"\bRoot Cause( \(first observed failure\))?:\s*$")
@@ -49,9 +49,21 @@ KNOWN = (
     KnownError(
         "duplicate-gpu",
         (r"Duplicate GPU detected", r"invalid device ordinal"),
-        "there are more ranks on a machine than GPUs, or CUDA_VISIBLE_DEVICES hides some",
-        "num_processes: as many as GPUs; echo $CUDA_VISIBLE_DEVICES",
+        "there are more ranks on a machine than GPUs, CUDA_VISIBLE_DEVICES hides some, "
+        "or the script sets one GPU for all",
+        "num_processes: as many as GPUs; echo $CUDA_VISIBLE_DEVICES; torch.cuda.set_device(local_rank)",
         ("Lightning-AI/pytorch-lightning#4420", "tatsu-lab/stanford_alpaca#67"),
+    ),
+    KnownError(
+        "open-files",
+        (
+            r"Too many open files",
+            r"unable to open shared memory object",
+            r"received 0 items of ancdata",
+        ),
+        "ranks hold sockets to each other, shards and data loaders, and the limit is low",
+        "ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system')",
+        ("pytorch/pytorch#14768", "pytorch/pytorch#973"),
     ),
     KnownError(
         "shared-memory",
@@ -59,7 +71,7 @@ KNOWN = (
             r"posix_fallocate",
             r"/dev/shm.*No space left on device",
             r"creating shared memory segment",
-            r"unable to [^\n]*</torch_\d",
+            r"unable to (allocate|mmap|resize|write)[^\n]*</torch_\d",
             r"(insufficient|out of) shared memory",
             r"DataLoader worker .* killed by signal: Bus error",
             r"exitcode\s*:\s*-7\b",
@@ -92,10 +104,18 @@ KNOWN = (
     ),
     KnownError(
         "address-family",
-        (r"connecting to address with family .* neither AF_INET", r"Address family not supported"),
+        (r"Address family not supported",),
         "the interface that was chosen has no IP address, or one machine uses IPv4 and another IPv6",
         "export NCCL_SOCKET_IFNAME with one that has an address on each machine; export NCCL_SOCKET_FAMILY=AF_INET",
-        ("NVIDIA/nccl#1837", "NVIDIA/nccl#210"),
+        ("NVIDIA/nccl#210",),
+    ),
+    KnownError(
+        "no-address",
+        (r"connecting to address with family .* neither AF_INET",),
+        "a rank sent no address: NCCL_SOCKET_IFNAME names an interface that its machine doesn't have, "
+        "or machines have different versions of NCCL",
+        "accel-fsdp doctor on each machine compares both; unset NCCL_SOCKET_IFNAME and LD_LIBRARY_PATH",
+        ("NVIDIA/nccl#1837", "NVIDIA/nccl#1267"),
     ),
     KnownError(
         "nvlink-sharp",
@@ -145,7 +165,7 @@ KNOWN = (
     ),
     KnownError(
         "driver-lost",
-        (r"Failed to initialize NVML: Unknown Error", r"CUDA unknown error"),
+        (r"Failed to initialize NVML: Unknown Error", r"CUDA (error: )?unknown error"),
         "this process can't use the driver: a container lost its devices when systemd reloaded, "
         "nvidia_uvm was not loaded again after a sleep or an update, or CUDA_VISIBLE_DEVICES was changed too late",
         "start the container again; nvidia-modprobe -u; restart the machine",
@@ -185,6 +205,12 @@ KNOWN = (
         ("huggingface/accelerate#940",),
     ),
     KnownError(
+        "invalid-values",
+        (r"probability tensor contains", r"Assertion `[^\n]*(input_val|<= one|<= 1)\b"),
+        "a kernel got NaN, infinite values, or others outside of the range that it takes",
+        f"look at the loss and the norm of the steps before; mixed_precision: bf16 in place of fp16; {SYNCHRONOUS}",
+    ),
+    KnownError(
         "index-out-of-range",
         (r"device-side assert triggered", r"Assertion `[^`\n]*(srcSelectDimSize|n_classes)"),
         "an index is out of range: a token beyond the embedding, a label beyond the classes, "
@@ -195,7 +221,7 @@ KNOWN = (
         "illegal-access",
         (r"illegal memory access was encountered", r"an illegal instruction was encountered"),
         "a kernel read or wrote outside of its memory: often one of an extension (attention, quantisation, Liger), "
-        "or an index out of range; the line at which the error shows is not the place",
+        "an index out of range, or a failing GPU; the line at which the error shows is not the place",
         f"{SYNCHRONOUS}; compute-sanitizer; turn extensions off one by one",
     ),
     KnownError(
@@ -203,6 +229,13 @@ KNOWN = (
         (r"CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)",),
         "the GPU's memory is full when cuBLAS asks for its own; or an index out of range broke CUDA before",
         f"a smaller batch tells which; accel-fsdp plan --config FILE says what fits; {SYNCHRONOUS}",
+    ),
+    KnownError(
+        "nonsense-size",
+        (r"more than 1EB memory",),
+        "a size that another rank sent is nonsense: ranks are in different collectives, or one of them had timed out",
+        HANGING,
+        ("NVIDIA/nccl#1284",),
     ),
     KnownError(
         "gpu-memory",
@@ -279,7 +312,7 @@ KNOWN = (
             r"setStorage[^\n]*out of bounds for storage of size 0",
         ),
         "a module was used while its parameters were sharded: generate, or a part of the model called by itself, "
-        "outside of the forward pass of its FSDP unit",
+        "outside of the forward pass of its FSDP unit, or by code that doesn't know DTensor",
         "call the wrapped model; FSDP.summon_full_params or model.unshard() around generate, on all ranks",
         ("huggingface/transformers#32285", "pytorch/pytorch#124019", "huggingface/trl#4550"),
     ),
@@ -332,16 +365,10 @@ KNOWN = (
         ("huggingface/accelerate#3574", "pytorch/pytorch#148532"),
     ),
     KnownError(
-        "open-files",
-        (r"Too many open files",),
-        "ranks hold sockets to each other, shards and data loaders, and the limit is low",
-        "ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system')",
-    ),
-    KnownError(
         "locked-memory",
-        (r"ibv_(reg_mr|create)\w* .*Cannot allocate memory",),
+        (r"ibv_(reg_mr|create)[^\n]*Cannot allocate memory",),
         "InfiniBand may lock too little memory",
-        "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity for slurmd",
+        "ulimit -l unlimited; docker run --ulimit memlock=-1 --cap-add=IPC_LOCK; LimitMEMLOCK=infinity for slurmd",
         ("NVIDIA/nccl-tests#206",),
     ),
     KnownError(
@@ -360,7 +387,8 @@ KNOWN = (
     KnownError(
         "port-taken",
         (r"EADDRINUSE", r"address already in use", r"failed to listen on any local network address"),
-        "another job, or the rest of one, listens on the port at which the ranks meet",
+        "another job, or the rest of one, listens on the port at which the ranks meet; "
+        "or two processes take themselves for rank 0",
         "main_process_port: another one; ss -ltnp shows who has it",
         ("meta-pytorch/torchtune#392",),
     ),
@@ -424,7 +452,7 @@ KNOWN = (
         "infiniband",
         (
             r"ibv_(modify|poll|post)\w*[^\n]*(failed|error)",
-            r"Got completion (from peer|with)",
+            r"Got completion",
             r"NET/IB[^\n]*async[^\n]*(error|fatal)",
         ),
         "InfiniBand or RoCE between the machines fails: a port is down, or NCCL took an address that leads elsewhere",
@@ -462,7 +490,7 @@ KNOWN = (
             r"WorkNCCL.*ran for \d+ milliseconds before timing out",
         ),
         "one rank is elsewhere: it skipped a collective, took another branch, waits for data, or has stopped; "
-        "or links between GPUs hang",
+        "or links between GPUs or machines hang",
         f"{HANGING}; NCCL_P2P_DISABLE=1 shows whether it is the links",
         ("huggingface/accelerate#3250", "konstmish/prodigy#35"),
     ),
@@ -474,8 +502,10 @@ KNOWN = (
             r"RendezvousConnectionError",
             r"RendezvousTimeoutError",
             r"gai error: -\d",
+            r"host not found: Name or service not known",
         ),
-        "machine 0 isn't reached: its name is unknown here, nothing listens there yet, or a firewall drops the port",
+        "machine 0 isn't reached: its address is wrong or unknown here, nothing listens there yet, "
+        "or a firewall drops the port",
         "accel-fsdp doctor on each machine, with the flags of the job; main_process_ip: an address, not a name",
         ("pytorch/pytorch#69197", "hiyouga/LlamaFactory#3715"),
     ),
@@ -489,7 +519,6 @@ KNOWN = (
         "gone",
         (
             r"gloo[^\n]*Connection closed by peer",
-            r"remote process exited",
             r"RendezvousClosedError",
             r"failed to recv, got 0 bytes",
         ),
@@ -499,9 +528,9 @@ KNOWN = (
     KnownError(
         "nccl-system",
         (r"ncclSystemError: System call",),
-        "a system call failed under NCCL: /dev/shm is small, or it can't use the network's interface or InfiniBand; "
-        "the line after `Last error` says which",
-        f"NCCL_DEBUG=WARN; accel-fsdp doctor tests all three; {SHM}",
+        "a system call failed inside NCCL, and this text doesn't say which: on /dev/shm, a network interface, "
+        "InfiniBand, or a file that a variable NCCL_* names",
+        "NCCL_DEBUG=WARN names it; accel-fsdp doctor tests the first three; env | grep NCCL",
     ),
     KnownError(
         "hub",
@@ -509,10 +538,12 @@ KNOWN = (
             r"(huggingface\.co|hf\.co|HTTPS?ConnectionPool|HTTPS?Connection\b)[^\n]*"
             r"(Max retries|timed out|resol|unreachable|refused|couldn't connect|establish a new connection)",
             r"couldn't connect to '?https://huggingface\.co",
+            r"Connection error, and we cannot find the requested files",
             r"(httpx|httpcore)\.(Connect|Read|Network|Proxy)\w*(Error|Timeout)",
             r"LocalEntryNotFoundError",
             r"OfflineModeIsEnabled",
-            r"(?s)(urllib3|httpx|httpcore|requests)/.*(Name or service not known|Temporary failure in name resolution)",
+            r"(?s)(urllib3|httpx|httpcore|requests|huggingface_hub)/.*"
+            r"(Name or service not known|Temporary failure in name resolution|Errno 1\d\d\] Connection refused)",
         ),
         "this machine doesn't reach the Hub, as compute nodes often don't reach the internet",
         "download where there is a network, and export HF_HUB_OFFLINE=1; HTTPS_PROXY or HF_ENDPOINT if there is one",
@@ -520,7 +551,7 @@ KNOWN = (
     ),
     KnownError(
         "slow-network",
-        (r"NET/Socket",),
+        (r"\A[^\n]*NET/Socket[^\n]*\Z",),
         "NCCL uses TCP: the fast network card isn't in the container, or its plugin isn't",
         "mount /dev/infiniband, or ask for vpc.amazonaws.com/efa; the log should say NET/IB or NET/OFI",
         ("aws/sagemaker-hyperpod-cli#306",),

@@ -1,0 +1,138 @@
+"""`doctor --explain`: real errors of torch, public reports, and what must not be taken for a cause."""
+
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from conftest import ROOT, Finished, run
+
+from accel_fsdp.launch.doctor import known_errors
+
+ERRORS = ROOT / "tests" / "launch" / "network_errors.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+REAL = {
+    "interface": "no-such-interface",
+    "unknown_name": "rendezvous",
+    "loopback": "own-address",
+    "port": "port-taken",
+    "alone": "missing-ranks",
+    "mesh": "mesh-without-shards",
+}
+PUBLIC: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "data" / "error_texts.json").read_text())["texts"]
+MOST_WRONG = 0.02
+
+
+def explain(message: str) -> Finished:
+    return run([sys.executable, "-m", "accel_fsdp", "doctor", "--explain", message])
+
+
+def known(message: str) -> str | None:
+    row = known_errors.find(message)
+    return row.name if row else None
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_a_real_message_is_explained(case: str) -> None:
+    said = run([sys.executable, ERRORS, case]).output
+    answer = explain(said[-2000:])
+    assert answer.code == 0, said
+    assert answer.output.startswith(f"{REAL[case]}\n")
+
+
+@pytest.mark.parametrize(("case", "row"), {"skipped": "collective-timeout", "left": "gone"}.items())
+def test_a_real_message_of_ranks_is_explained(case: str, row: str) -> None:
+    said = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
+    first = next(line for line in said.splitlines() if "RuntimeError" in line)
+    assert known(first) == row
+
+
+def test_a_message_of_torchrun_is_explained() -> None:
+    words = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "nosuch.invalid:29500")
+    said = run([*TORCHRUN, *words, "--rdzv-conf", "read_timeout=2", ERRORS, "alone"]).output
+    assert "RendezvousConnectionError" in said
+    assert known(said[-2000:]) == "rendezvous"
+
+
+def test_the_rank_that_failed_first_is_the_cause() -> None:
+    """torchrun ends rank 1 by SIGTERM, and by SIGKILL as it ignores that."""
+    said = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, "first"]).output
+    assert re.search(r"exitcode +: -9 ", said), said
+    assert known(said) == "wrong-layer-class"
+    assert known(said[said.index("FAILED") :]) is None
+
+
+def test_a_cause_from_the_table_is_no_certainty() -> None:
+    answer = explain("NCCL WARN Call to posix_fallocate failed : No space left on device").output
+    assert re.search(r"^  often: /dev/shm is full", answer, flags=re.MULTILINE)
+
+
+def test_an_unknown_message() -> None:
+    answer = explain("the printer is on fire")
+    assert answer.code == 1
+    assert "nothing is known of it" in answer.output
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "RuntimeError: Connection reset by peer",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:410, unhandled system error, NCCL version 2.4.8",
+        "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.29.7",
+        "socket.gaierror: [Errno -2] Name or service not known",
+        "W1123 torch/distributed/elastic/multiprocessing/api.py:897] Sending process 74 closing signal SIGTERM",
+        "INFO: world_size=1, local_rank 0\nKeyError: 'x'",
+        "HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded' thrown while requesting HEAD "
+        "https://huggingface.co/gpt2/resolve/main/config.json\nRetrying in 1s [Retry 1/5].\nKeyError: 'x'",
+        "[W1123 socket.cpp] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family",
+        "[rank0]:[W1123 socket.cpp] [c10d] The client socket has failed to connect to [::]:29500\nKeyError: 'x'",
+        "node1: NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nKeyError: 'loss'",
+        "UserWarning: The devices used by this process are currently unknown.\nKeyError: 'loss'",
+        "ValueError: error 802.1x",
+    ],
+)
+def test_what_follows_from_others_or_harms_nothing_explains_nothing(message: str) -> None:
+    assert known(message) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "row"),
+    [
+        ("Watchdog caught collective operation timeout\nCUDA out of memory. Tried to allocate 2 GiB", "gpu-memory"),
+        ("unhandled cuda error\nFailed to bind NVLink SHARP: CUDA error 2 'out of memory'", "nvlink-sharp"),
+        ("unable to open shared memory object </torch_1>\nOSError: [Errno 24] Too many open files", "open-files"),
+        ("ncclSystemError: System call failed.\nLast error:\nCall to posix_fallocate failed", "shared-memory"),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nBroken pipe", "gpu-hardware"),
+        ("httpx.ConnectError: [Errno -3] Temporary failure in name resolution", "hub"),
+        ("requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co'): Max retries", "hub"),
+    ],
+)
+def test_the_more_telling_line_counts(message: str, row: str) -> None:
+    assert known(message) == row
+
+
+@pytest.mark.parametrize("part", sorted({text["part"] for text in PUBLIC}))
+def test_public_reports(part: str) -> None:
+    """Each excerpt's answer is compared with the cause that its thread settled on."""
+    verdicts: Counter[str] = Counter()
+    wrong = []
+    for text in PUBLIC:
+        if text["part"] == part:
+            row = known(text["text"])
+            verdict = "silent" if row is None else "right" if row in text["rows"] else "wrong"
+            verdicts[verdict] += 1
+            if verdict == "wrong":
+                wrong.append((text["source"], row))
+    assert len(wrong) <= MOST_WRONG * verdicts.total(), wrong
+    assert verdicts["right"] > verdicts["silent"]
+
+
+def test_every_row_of_the_public_reports_is_in_the_table() -> None:
+    names = [row.name for row in known_errors.KNOWN]
+    assert len(names) == len(set(names))
+    assert {name for text in PUBLIC for name in text["rows"]} <= set(names)
+    assert len({text["source"] for text in PUBLIC}) == len(PUBLIC) >= 120
