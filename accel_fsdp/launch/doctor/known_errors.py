@@ -207,7 +207,8 @@ KNOWN = (
     KnownError(
         "invalid-values",
         (r"probability tensor contains", r"Assertion `[^\n]*(input_val|<= one|<= 1)\b"),
-        "a kernel got NaN, infinite values, or others outside of the range that it takes",
+        "values are NaN, infinite or out of range: float16 overflowed where the model needs bfloat16, "
+        "or weights or a quantised kernel are faulty",
         f"look at the loss and the norm of the steps before; mixed_precision: bf16 in place of fp16; {SYNCHRONOUS}",
     ),
     KnownError(
