@@ -136,7 +136,9 @@ def _unreachable(subject: str, what: str, error: str) -> Row:
     known = known_errors.find(error)
     first = error.strip().splitlines()[0] if error.strip() else "no answer"
     fix = (
-        known.fix if known else "a firewall between them? All ports above 1024 must be open among the machines of a job"
+        known.fix
+        if known
+        else "another interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or a firewall that opens all ports above 1024"
     )
     return Row(subject, "error", f"{what}: {first}", known.often if known else "ranks on them would hang", fix)
 

@@ -25,7 +25,9 @@ class DoctorCommand(PlaceFlags):
     timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS", help="How long the machines wait for each other.")] = 60
     explain: Annotated[
         Optional[str],
-        tyro.conf.arg(metavar="MESSAGE", help="Say what is behind a pasted error; - reads it from stdin. No tests."),
+        tyro.conf.arg(
+            metavar="MESSAGE", help="Say what is often behind a pasted error; - reads it from stdin. No tests."
+        ),
     ] = None
     json: Annotated[bool, tyro.conf.arg(help="The report as JSON.")] = False
     report: Annotated[
