@@ -16,9 +16,12 @@ SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"
 HARMLESS = re.compile(r"wandb|\(errno: 97 ")
 """Lines of a tracker's network, and torch's complaint where IPv6 is off."""
 CHATTER = re.compile(
-    r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|\bINFO\b|Warning\b|HEAD https?:|Retrying in \d|load from local cache"
+    r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|(?<!=)\bINFO\b|Warning\b"
+    r"|HEAD https?:|Retrying in \d|load from local cache"
 )
 """Lines that don't say that something failed for good. They are read where a text has no others."""
+MOST_CHARACTERS = 2_000_000
+"""Of a log, its end is read."""
 ROOT_CAUSE = re.compile(r"\bRoot Cause( \(first observed failure\))?:\s*$")
 OTHER_FAILURES = re.compile(r"\bFailures:\s*$")
 END_OF_REPORT = re.compile(r"={9}|\*{9}")
@@ -473,7 +476,7 @@ KNOWN = (
     ),
     KnownError(
         "slow-preparation",
-        (r"(?s)\b(Running tokenizer|Tokenizing|Filter|Map)\b[^\n]*\d+%\|.*collective operation timeout",),
+        (r"(?s)\b(Running tokenizer|Tokenizing|Filter|Map)\b[^\n]*\d+%\|.{0,9999}?collective operation timeout",),
         "one rank prepares the rows while the others wait for it, for longer than a collective may take",
         "--ddp_timeout 7200; or prepare the rows before the job",
         ("hiyouga/LlamaFactory#2424",),
@@ -543,7 +546,7 @@ KNOWN = (
             r"(httpx|httpcore)\.(Connect|Read|Network|Proxy)\w*(Error|Timeout)",
             r"LocalEntryNotFoundError",
             r"OfflineModeIsEnabled",
-            r"(?s)(urllib3|httpx|httpcore|requests|huggingface_hub)/.*"
+            r"(?s)(urllib3|httpx|httpcore|requests|huggingface_hub)/.{0,9999}?"
             r"(Name or service not known|Temporary failure in name resolution|Errno 1\d\d\] Connection refused)",
         ),
         "this machine doesn't reach the Hub, as compute nodes often don't reach the internet",
@@ -592,7 +595,7 @@ def _matches(row: KnownError, text: str) -> bool:
 
 def _texts(message: str) -> Iterator[str]:
     """What torchrun says of the rank that failed first, then all but its report: it ended the other ranks itself."""
-    lines = [line for line in message.splitlines() if not HARMLESS.search(line)]
+    lines = [line for line in message[-MOST_CHARACTERS:].splitlines() if not HARMLESS.search(line)]
     first, rest = _by_report(lines) if any(map(ROOT_CAUSE.search, lines)) else ([], lines)
     yield "\n".join([*first, *filter(FIRST_FAILURE.search, rest)])
     yield "\n".join([line for line in rest if not CHATTER.search(line)] or rest)
