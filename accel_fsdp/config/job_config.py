@@ -24,6 +24,16 @@ TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
 """What Accelerate's `str_to_bool` takes for true."""
 FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
+OTHER_TOOLS = {
+    "Axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "num_epochs", "adapter", "val_set_size"},
+    "LLaMA-Factory": {"finetuning_type", "stage", "template", "cutoff_len", "dataset", "dataset_dir", "do_train"},
+    "a training script": {
+        "model_name_or_path", "dataset_name", "output_dir", "learning_rate", "num_train_epochs", "max_steps",
+        "per_device_train_batch_size", "gradient_accumulation_steps",
+    },
+}  # fmt: skip
+"""Who else keeps its settings in a YAML, often with an `fsdp_config` in it, and top-level keys that show it."""
+
 NULL_IS_ABSENT = frozenset({
     "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch", "fsdp_state_dict_type",
     "fsdp_ignored_modules",
@@ -36,12 +46,13 @@ class JobConfig:
     """One YAML. `values` as PyYAML reads them, `source` the text they were read from.
 
     `absent` are keys of `deepspeed_config` whose file isn't there: "beside" if it is beside the YAML, "elsewhere" if
-    not even its folder is.
+    not even its folder is. `doubled` are the keys that stand there more than once, each with its lines.
     """
 
     values: Mapping[str, Any]
     source: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
+    doubled: Mapping[str, list[int]] = field(default_factory=dict)
 
     @cached_property
     def engine(self) -> Engine:
@@ -53,6 +64,14 @@ class JobConfig:
         if kind in DDP_TYPES:
             return Engine.DDP
         return {DISTRIBUTED_TYPES[one]: one for one in (Engine.DEEPSPEED, Engine.TPU)}.get(kind, Engine.NONE)
+
+    @cached_property
+    def other_tool(self) -> str:
+        """Whose configuration it is, if it is not Accelerate's; empty if it is, or may be."""
+        marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
+        likely = max(marks, key=lambda tool: marks[tool])
+        own = "distributed_type" in self.values or "compute_environment" in self.values
+        return "" if own or marks[likely] < 2 else likely
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""

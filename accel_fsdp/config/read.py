@@ -19,13 +19,15 @@ ReadConfig: TypeAlias = tuple[JobConfig, Any]
 """What a file says, and the ruamel.yaml document for lines and edits."""
 
 
-def read_config(path: Path) -> ReadConfig:
+def read_config(path: Path, doubled: bool = False) -> ReadConfig:
     """Returns what the file says and the ruamel.yaml document for lines and edits.
+
+    With `doubled` a key may stand there twice: the last one counts, as for Accelerate.
 
     Raises:
         UsageError: it can't be read.
     """
-    document = yaml_file.load(path)
+    document = yaml_file.load(path, doubled)
     try:
         values = json.loads(document.source) if document.is_json else yaml.safe_load(document.source)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
@@ -35,7 +37,8 @@ def read_config(path: Path) -> ReadConfig:
         raise unreadable(path, "it holds no keys for PyYAML")
     if _expanded(values, frozenset()) > MOST_VALUES:
         raise unreadable(path, "written out, its aliases make more values than any config has")
-    return JobConfig(values, document.source, _absent(values, path)), document
+    twice = yaml_file.doubled_keys(document.source) if doubled else {}
+    return JobConfig(values, document.source, _absent(values, path), twice), document
 
 
 def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = None) -> int:

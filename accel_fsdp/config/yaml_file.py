@@ -30,10 +30,15 @@ def dump(document: Any) -> str:
     if document.is_json:
         return json.dumps(document, indent=_json_indent(source)) + "\n" * source.endswith("\n")
     indent = _indent(source)
-    pristine, edited = (_ruamel_text(one, indent) for one in (_round_trip().load(source), document))
+    from accel_fsdp.config import yaml_splice
+
+    original = _round_trip().load(source)
+    pristine, edited = (_ruamel_text(one, indent) for one in (original, document))
     if pristine == edited:
         return source
     merged = _merge(source, pristine, edited)
+    if not (merged and _reads_as(merged, edited)):
+        merged = yaml_splice.splice(source, original, document)
     return merged if _reads_as(merged, edited) else edited
 
 
@@ -54,10 +59,13 @@ def _reads_as(text: str, wanted: str) -> bool:
 
 
 def _merge(source: str, pristine: str, edited: str) -> str:
-    """ruamel.yaml normalises spacing; where it keeps the number of lines, only the lines that were edited change."""
+    """ruamel.yaml normalises spacing; where it keeps the number of lines, only the lines that were edited change.
+
+    Empty where it doesn't, as with a flow mapping over several lines.
+    """
     theirs, before, after = (text.splitlines(keepends=True) for text in (source, pristine, edited))
     if len(theirs) != len(before):
-        return edited
+        return ""
     lines: list[str] = []
     for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
         lines += theirs[start:end] if kind == "equal" else after[new_start:new_end]
@@ -154,8 +162,26 @@ def _depth(text: str) -> int:
     return max([deepest, *(start.count(" ") // 2 for start in starts)])
 
 
-def load(path: Path) -> Any:
+def doubled_keys(text: str) -> dict[str, list[int]]:
+    """The keys, as dotted paths, that stand more than once in one mapping of a YAML, each with its lines."""
+    import yaml
+
+    top = yaml.compose(text)
+    lines: dict[str, list[int]] = {}
+    if not isinstance(top, yaml.MappingNode):
+        return lines
+    inside = [(f"{key.value}.", value) for key, value in top.value if isinstance(value, yaml.MappingNode)]
+    for section, mapping in [("", top), *inside]:
+        for key, _ in mapping.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault(f"{section}{key.value}", []).append(key.start_mark.line + 1)
+    return {key: found for key, found in lines.items() if len(found) > 1}
+
+
+def load(path: Path, doubled: bool = False) -> Any:
     """Reads an Accelerate YAML with ruamel.yaml: a mapping whose comments, order and spelling survive a later dump.
+
+    With `doubled` a key may stand there twice; such a document isn't to be dumped.
 
     Raises:
         UsageError: no such file, not YAML (with the line), or not a mapping.
@@ -165,7 +191,9 @@ def load(path: Path) -> Any:
 
     text = _text(path)
     try:
-        content = _round_trip().load(text)
+        round_trip = _round_trip()
+        round_trip.allow_duplicate_keys = doubled
+        content = round_trip.load(text)
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UsageError(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,10 @@ def lint(
     if options.fix:
         _repair(path, options, given)
     subject, document = read_subject(path, options, given, read)
-    return sorted(locate(run(subject), document), key=lambda one: (one.line or 0, one.code))
+    found = run(subject)
+    if subject.doubled:  # an edit of one of the two would leave the other
+        found = [replace(one, edits=()) for one in found]
+    return sorted(locate(found, document), key=lambda one: (one.line or 0, one.code))
 
 
 def stops(
@@ -114,9 +117,11 @@ def _repair(path: Path, options: LintOptions, given: RuleInputs) -> None:
 
     Names come first: a rule that misses a key must not add it beside its misspelling.
     """
-    before = yaml_file.load(path).source
+    before = yaml_file.load(path, doubled=True).source
     for _ in range(REPAIR_ROUNDS):
         subject, document = read_subject(path, options, given)
+        if subject.doubled:
+            return
         found = run(subject)
         names = [one for one in found if one.edits and one.code in NAMES]
         if not repair(document, names or found):

@@ -137,11 +137,12 @@ def read_subject(
     """
     sources = sources or Sources()
     given = given or read_given(sources)
-    job, document = read or read_config(path)
+    job, document = read or read_config(path, doubled=True)
     subject = Subject(
         job.values,
         job.source,
         job.absent,
+        job.doubled,
         args=given.args,
         model=given.model,
         versions=installed_versions(),

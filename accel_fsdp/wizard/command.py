@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import JobConfig, read_config, yaml_file
+from accel_fsdp.config import JobConfig, yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.wizard import asking, from_yaml, interview, prompts, to_yaml
 from accel_fsdp.wizard.answers import Answers
@@ -72,6 +72,8 @@ def _preset(name: str | None) -> Mapping[str, str]:
 
 
 def _flags_of(path: Path) -> dict[str, str]:
+    from accel_fsdp.config import read_config
+
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
     job, document = read_config(path)
@@ -80,6 +82,8 @@ def _flags_of(path: Path) -> dict[str, str]:
 
 def _original(path: Path, written: Mapping[str, str], talk: interview.Interview) -> Original:
     """What the file says today, completed where a YAML says nothing: with the model of the interview, and defaults."""
+    from accel_fsdp.config import read_config
+
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in talk.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))

@@ -37,6 +37,12 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
         UsageError: the wizard has no such engine.
     """
     engine = job.engine
+    if job.other_tool:
+        raise UsageError(
+            f"this is a configuration of {job.other_tool}, not of Accelerate",
+            why="it has no answers to read back",
+            fix="make a new file: accel-fsdp config -o FILE",
+        )
     if engine is Engine.NONE:
         kind = job.values.get("distributed_type")
         raise UsageError(

@@ -203,19 +203,32 @@ def rule(
 
 MISSPELT = ("AF102", "AF103", "AF104", "AF105")
 """The rules about names that nothing reads: those of the top level first, as they say what the sections are."""
+OF_THE_ENGINE = ("AF101", "AF203")
+"""The rules about `distributed_type`, which decides what the other keys mean."""
+ENGINE_KEY = "distributed_type"
+FOREIGN = "AF112"
+"""The rule about files of other tools."""
 
 
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     """All findings of all rules, in the order of their codes.
 
-    What is surely a misspelling is one finding: the rules that follow see the file as it was meant.
+    What is surely a misspelling is one finding: the rules that follow see the file as it was meant. Of another tool's
+    file only that is said.
     """
+    if subject.other_tool and FOREIGN in rules:
+        rules = {FOREIGN: rules[FOREIGN]}
     seen = dict.fromkeys(rules, subject)
-    for code in MISSPELT:
+    for code in MISSPELT if len(rules) > 1 else ():
         renamed = _as_meant(subject, [one for found in RULES[code].check(subject) for one in found.edits])
         if renamed is not subject:
             seen |= {other: renamed for other in rules if other not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
+    for code in OF_THE_ENGINE if len(rules) > 1 else ():
+        engines = [edit.value for found in RULES[code].check(subject) for edit in found.edits if edit.key == ENGINE_KEY]
+        if engines:
+            subject = replace(subject, values={**subject.values, ENGINE_KEY: engines[0]})
+            seen |= {other: subject for other in rules if other not in (*MISSPELT, *OF_THE_ENGINE)}
     return [
         replace(
             found,
@@ -251,7 +264,7 @@ def locate(findings: list[Finding], document: Any) -> list[Finding]:
     """Adds line numbers from a ruamel.yaml document, which may spell a name otherwise than the findings do."""
     misspelt = [edit for found in findings if found.code in MISSPELT for edit in found.edits]
     spelt = {(edit.section, edit.new_key): edit.key for edit in misspelt}
-    return [replace(found, line=_line(document, found.key, spelt)) for found in findings]
+    return [replace(found, line=found.line or _line(document, found.key, spelt)) for found in findings]
 
 
 def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> int | None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from accel_fsdp.config import BY_NAME, DISTRIBUTED_TYPES, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
+from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
 
@@ -137,19 +137,21 @@ def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF306", "warning", pains=("P09",))
 def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_auto_wrap_policy` is missing, so the whole model is one unit.
+    """`fsdp_auto_wrap_policy` is missing or NO_WRAP, so the whole model is one unit.
 
-    Then every rank gathers all of it at once. A layer class without the policy is ignored.
+    Then every rank gathers all of it at once. A layer class without the policy is ignored. `--fix` adds what is
+    missing, and leaves a NO_WRAP that somebody wrote.
     """
-    if subject.is_fsdp and not subject.has("fsdp_auto_wrap_policy"):
+    if subject.is_fsdp and _policy(subject) == "NO_WRAP" and subject.strategy != "NO_SHARD":
+        missing = not subject.has("fsdp_auto_wrap_policy")
         edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
         layer = "fsdp_transformer_layer_cls_to_wrap"
         yield Finding(
             "fsdp_config.fsdp_auto_wrap_policy",
-            "fsdp_auto_wrap_policy is missing: NO_WRAP",
+            "fsdp_auto_wrap_policy is missing: NO_WRAP" if missing else "fsdp_auto_wrap_policy: NO_WRAP",
             "every rank gathers the whole model at once" + (f"; {layer} is ignored" if subject.has(layer) else ""),
             "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            (edit,),
+            (edit,) if missing else (),
         )
 
 
@@ -274,8 +276,7 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
             "distributed_type",
             f"fsdp_config stands beside distributed_type: {subject.top('distributed_type')}",
             "FSDP is not used and every GPU holds the whole model",
-            "distributed_type: FSDP",
-            (Edit("", "distributed_type", DISTRIBUTED_TYPES[Engine.FSDP1]),),
+            "distributed_type: FSDP, or remove fsdp_config",
         )
 
 
@@ -363,8 +364,12 @@ def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
 
     0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
+    Silent where the layer classes are no language model's, such as FluxTransformerBlock.
     """
     version = str(subject.fsdp("fsdp_version"))
+    layers = str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap") or "Layer").split(",")
+    if not any(name.strip("[]' ").endswith("Layer") for name in layers):
+        return
     if subject.engine is Engine.FSDP1 and version == "1" and subject.top("mixed_precision") in ("bf16", "fp16"):
         yield Finding(
             "mixed_precision",

@@ -56,15 +56,49 @@ def no_distributed_type(subject: Subject) -> Iterator[Finding]:
     Accelerate stops with "A `distributed_type` must be specified in the config file".
     """
     if subject.values.get("distributed_type") is None:
-        edits = (
-            (Edit("", "distributed_type", DISTRIBUTED_TYPES[Engine.FSDP1]),) if subject.section("fsdp_config") else ()
-        )
+        by_section = {"fsdp_config": Engine.FSDP1, "deepspeed_config": Engine.DEEPSPEED}
+        kinds = [DISTRIBUTED_TYPES[engine] for name, engine in by_section.items() if subject.section(name)]
         yield Finding(
             "distributed_type",
             "distributed_type is missing",
             "Accelerate refuses the file",
-            "distributed_type: FSDP",
-            edits,
+            f"distributed_type: {' or '.join(kinds or ['FSDP', 'MULTI_GPU', 'DEEPSPEED'])}",
+            (Edit("", "distributed_type", kinds[0]),) if len(kinds) == 1 else (),
+        )
+
+
+@rule("AF111")
+def key_stands_twice(subject: Subject) -> Iterator[Finding]:
+    """One key twice in one mapping.
+
+    Accelerate takes the last one without a word. `--fix` repairs nothing in such a file.
+    """
+    for key, lines in subject.doubled.items():
+        yield Finding(
+            key,
+            f"found duplicate key {key.rpartition('.')[2]}, in lines {', '.join(map(str, lines))}",
+            "Accelerate takes the last one without a word, and other readers refuse the file",
+            "remove all but one; before that --fix repairs nothing",
+            line=lines[-1],
+        )
+
+
+TRAINERS = {"Axolotl": "axolotl train FILE", "LLaMA-Factory": "llamafactory-cli train FILE"}
+
+
+@rule("AF112")
+def file_of_another_tool(subject: Subject) -> Iterator[Finding]:
+    """A configuration of Axolotl or LLaMA-Factory, or the arguments of a training script.
+
+    Accelerate refuses it. Only this is said of such a file, and `--fix` leaves it alone.
+    """
+    if tool := subject.other_tool:
+        run_by = TRAINERS.get(tool, "accel-fsdp check ACCELERATE_YAML --args FILE")
+        yield Finding(
+            next(iter(subject.section("")), ""),
+            f"this is a configuration of {tool}, not of Accelerate",
+            "Accelerate refuses it: it has no distributed_type, and unknown keys",
+            f"{run_by}; for an Accelerate YAML: accel-fsdp config -o OTHER_FILE",
         )
 
 
@@ -348,16 +382,16 @@ def _as_number(value: Any) -> int | None:
 
 @rule("AF206", pains=("P65",))
 def names_in_a_list(subject: Subject) -> Iterator[Finding]:
-    """Layer classes as a YAML list, with spaces after the commas, or none at all.
+    """Layer classes as a YAML list, with spaces after the commas, with their module, or none at all.
 
     The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
-    part of the name.
+    part of the name. Accelerate compares the name of a class alone, without its module.
     """
     for path, known, value in written(subject):
         if known.kind is not Kind.NAMES or value is None:
             continue
         parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")
-        wanted = ",".join(part.strip() for part in parts if part.strip())
+        wanted = ",".join(part.strip().rpartition(".")[2] for part in parts if part.strip())
         if not wanted:
             yield Finding(
                 path,
@@ -369,7 +403,7 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 path,
                 f"{known.key} is not one text of names joined by commas",
-                "Accelerate would look for a class with brackets or spaces in its name",
+                "Accelerate would look for a class with brackets, spaces or dots in its name",
                 f"{known.key}: {wanted}",
                 (Edit(known.section, known.key, wanted),),
             )
