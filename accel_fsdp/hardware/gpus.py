@@ -57,7 +57,8 @@ BOARD_WATTS: dict[str, float] = {
     **{"A100": 400, "A100 PCIe": 300, "A100 PCIe 40": 250, "L4": 72, "L40": 300, "L40S": 350},
     **{"RTX 3090": 350, "RTX 4090": 450, "RTX 5090": 575, "RTX 6000 Ada": 300},
     **{"H100": 700, "H100 PCIe": 350, "H100 NVL": 400, "H200": 700, "GH200": 1000},
-    **{"B200": 1000, "GB200": 1200, "MI250X": 280, "MI300X": 750, "MI325X": 1000},
+    **{"A800": 400, "H800": 700, "H20": 400, "RTX PRO 6000": 600, "B300": 1100},
+    **{"B200": 1000, "GB200": 1200, "MI250X": 280, "MI300X": 750, "MI325X": 1000, "MI355X": 1400},
 }
 """Maximum power of the board (TDP) in watts, of the document that the row of `GPUS` names as its `source`. Where one
 may be set to several, the highest: GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that
@@ -156,6 +157,9 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.75, True,  "A100 datasheet (40GB SXM)"),
     _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.75, False, "A100 datasheet (80GB PCIe)"),
     _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.75, False, "A100 datasheet (40GB PCIe)"),
+    # An A100, and further below an H100, with NVLink cut to 400 GB/s for both directions together: NVIDIA's statement
+    # of 2022-11-07 on the A800, and "Insights into DeepSeek-V3" (2025) on the H800.
+    _gpu("A800",          80,    312,  19.5, 2039, 200,  32,   25, 0.75, False, "A100 datasheet, link: NVIDIA, 2022"),
     _gpu("A6000",         48,  154.8,  38.7,  768,  32,  32, 12.5, None, False, "RTX A6000 datasheet"),
     _gpu("L4",            24,    121,  30.3,  300,  32,  32, 12.5, None, False, "L4 datasheet"),
     _gpu("L40",           48,    181,  90.5,  864,  32,  32, 12.5, None, False, "L40 datasheet"),
@@ -167,10 +171,14 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, True,  "Ada Lovelace whitepaper"),
     _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  64,  64, 12.5, None, False, "RTX Blackwell whitepaper"),
     _gpu("RTX 6000 Ada",  48,  364.2,  91.1,  960,  32,  32, 12.5, None, False, "RTX 6000 Ada datasheet"),
+    _gpu("RTX PRO 6000",  96,  503.8,   126, 1792,  64,  64, 12.5, None, False, "RTX PRO 6000 Workstation datasheet"),
     _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.56, True,  "H100 datasheet (SXM)"),
     # Meta's Grand Teton, of which torchtitan's figures are: HBM2e, 500 W. Its peak lies between those of the forms with
     # 400 W (H100 NVL, 835) and 700 W (989.4), by power; torchtitan's benchmarks say as much.
     _gpu("H100",          96,    886,    62, 2400, 450,  64,   50, 0.56, True,  "torchtitan benchmarks, 2024-12"),
+    _gpu("H800",          80,  989.4,    67, 3350, 200,  64,   50, 0.56, False, "H100 datasheet, link: DeepSeek"),
+    # An H100 with 78 of its 132 processors, and all of its NVLink.
+    _gpu("H20",           96,    148,    44, 4000, 450,  64,   50, None, False, "H20 product brief"),
     _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.56, False, "H100 datasheet (PCIe)"),
     _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.56, False, "H100 NVL datasheet"),
     _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.56, False, "H200 datasheet (SXM)"),
@@ -178,15 +186,20 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.56, False, "GH200 datasheet (96GB)"),
     _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.56, False, "GH200 datasheet (144GB)"),
     _gpu("B200",         180,   2250,    75, 7700, 900,  64,   50, None, False, "HGX B200 datasheet"),
+    _gpu("B300",         270,   2250,    75, 7700, 900,  64,  100, None, False, "HGX B300 datasheet"),
     _gpu("GB200",        186,   2500,    80, 8000, 900, 450,   50, None, False, "GB200 NVL72 datasheet"),
     # torch sees each of the two dies of a card as a device: its row is half a card.
     _gpu("MI250X",        64,  191.5, 23.95, 1638, 100,  32,   25, None, False, "MI250X datasheet, halved"),
     _gpu("MI300X",       192, 1307.4, 163.4, 5300, 448,  64,   50, None, False, "MI300X datasheet"),
     _gpu("MI325X",       256, 1307.4, 163.4, 6000, 448,  64,   50, None, False, "MI325X datasheet"),
+    # Seven links of 153.6 GB/s both ways.
+    _gpu("MI355X",       288, 2516.6, 157.3, 8000, 538,  64,   50, None, False, "MI355X datasheet"),
 )
 # fmt: on
 
-_NOISE = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|GENERATION|SXM\d?|HBM\w*|\d+GI?B", re.I)
+_NOISE = re.compile(
+    r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|GENERATION|BLACKWELL|WORKSTATION|EDITION|SXM\d?|AC|HBM\w*|\d+GI?B", re.I
+)
 
 
 def find(name: str, memory_gib: float | None = None) -> Gpu:
@@ -240,7 +253,7 @@ def sold_gib(name: str, reported_gib: float) -> float:
 
 def is_hopper(gpu: Gpu) -> bool:
     """Whether its peak needs Hopper's own instructions (compute capability 9.0)."""
-    return gpu.name.startswith(("H100", "H200", "GH200"))
+    return gpu.name.startswith(("H100", "H20", "H800", "GH200"))
 
 
 def is_known(name: str) -> bool:

@@ -255,6 +255,12 @@ def test_the_optimizer_is_bound_by_memory_and_sharding_divides_it() -> None:
         ("Tesla V100-SXM2-32GB", None, "V100", 32),
         ("AMD Instinct MI300X", None, "MI300X", 192),
         ("AMD Instinct MI325X", None, "MI325X", 256),
+        ("AMD Instinct MI355X", None, "MI355X", 288),
+        ("NVIDIA H20", None, "H20", 96),
+        ("NVIDIA H800", None, "H800", 80),
+        ("NVIDIA A800-SXM4-80GB", None, "A800", 80),
+        ("NVIDIA B300 SXM6 AC", None, "B300", 270),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", None, "RTX PRO 6000", 96),
     ],
 )
 def test_gpus_go_by_many_names(name: str, memory: float | None, found: str, gib: float) -> None:
