@@ -123,6 +123,7 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         "largest_layer_parameters": facts.largest_layer_parameters,
         "persistent_buffers": facts.persistent_buffers,
         **({"auto_class": facts.auto_class} if facts.auto_class != CAUSAL else {}),
+        **({"language_parameters": facts.language_parameters} if facts.language_parameters else {}),
     }
 
 

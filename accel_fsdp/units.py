@@ -15,6 +15,12 @@ def millions(count: int, digits: int = 2) -> str:
     return f"{count / 1e6:,.{digits}f} M"
 
 
+def parameters(count: int, language: int = 0) -> str:
+    """A model's size as `10,642.9 M parameters (language part 9,775.2 M)`; 0 where that part is the model."""
+    part = f" (language part {millions(language, 1)})" if language else ""
+    return f"{millions(count, 1)} parameters{part}"
+
+
 def gib_or_mib(count: float, gib_from: float = GIB) -> str:
     """Bytes as `63.7 GiB`, and as `512.0 MiB` below `gib_from`."""
     return f"{count / GIB:,.1f} GiB" if count >= gib_from else f"{count / MIB:,.1f} MiB"

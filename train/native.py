@@ -28,7 +28,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as states
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import atomic_files, console, cpu
@@ -117,14 +117,13 @@ def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> 
 # Model: rank 0 reads the weights, the others make room for them without touching it
 def load_model(job: Job) -> Any:
     """The whole model in float32 on the CPU, whose values only rank 0 knows."""
+    config = inspect_model.read_config(job.model_name_or_path)
+    kind = inspect_model.text_class(config)
     if dist.get_rank() == 0:
-        model = AutoModelForCausalLM.from_pretrained(
-            job.model_name_or_path, dtype=torch.float32, trust_remote_code=False
-        )
+        model = kind.from_pretrained(job.model_name_or_path, dtype=torch.float32, trust_remote_code=False)
     else:
         with no_init_weights():
-            config = inspect_model.read_config(job.model_name_or_path)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.tie_weights()
     if job.lora_r == 0:
         return model

@@ -13,9 +13,13 @@ from .inspect_model import check_local_path as check_local_path
 from .inspect_model import expert_classes as expert_classes
 from .inspect_model import first_line as first_line
 from .inspect_model import kept_in_float32 as kept_in_float32
+from .inspect_model import language_parameters as language_parameters
 from .inspect_model import model_class as model_class
 from .inspect_model import model_facts as model_facts
+from .inspect_model import on_meta as on_meta
 from .inspect_model import read_config as read_config
 from .inspect_model import read_model as read_model
 from .inspect_model import read_tokenizer as read_tokenizer
+from .inspect_model import text_class as text_class
+from .inspect_model import trained_class as trained_class
 from .inspect_model import wrap_classes as wrap_classes

@@ -134,7 +134,8 @@ def _wrong(key: str, value: Any) -> str:
     if key in WIDTHS:
         if value is None:
             return ""
-        if not isinstance(value, int) or isinstance(value, bool):
+        computed = "position" in key and isinstance(value, float) and value.is_integer()  # some configs scale it
+        if not (isinstance(value, int) or computed) or isinstance(value, bool):
             return "it must be a whole number"
         if value < (1 if key in POSITIVE else 0):
             return f"it must be at least {1 if key in POSITIVE else 0}"
@@ -171,10 +172,14 @@ def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[N
         if isinstance(error, UserError):
             raise
         raise contradictory(name, "it asks for more memory than there is") from error
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name in LIBRARIES:
             raise
-        raise contradictory(name, _said(error)) from error
+        raise UserError(
+            f"the class of {name} needs a package that is not installed: {_said(error)}",
+            why="the layer classes and sizes come from the built model",
+            fix="install that package, and run the same command again",
+        ) from error
     except Exception as error:
         raise contradictory(name, _said(error)) from error
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 CAUSAL, SEQ2SEQ, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
-CLASSIFIER = "AutoModelForSequenceClassification"
-AUTO_CLASSES = (CAUSAL, "AutoModelForImageTextToText", SEQ2SEQ, MASKED, CLASSIFIER)
+CLASSIFIER, IMAGE_TEXT = "AutoModelForSequenceClassification", "AutoModelForImageTextToText"
+AUTO_CLASSES = (CAUSAL, IMAGE_TEXT, SEQ2SEQ, MASKED, CLASSIFIER)
 """What is built, in this order where `architectures` says nothing."""
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -78,6 +78,7 @@ def _facts(name: str, config: Any, model: "nn.Module") -> ModelFacts:
         largest_layer_parameters=max((layer.parameters for layer in found), default=0),
         persistent_buffers=persistent_buffers(model),
         auto_class=auto_class(config),
+        language_parameters=language_parameters(model),
         **_formats(name, config, model),
     )
 
@@ -188,15 +189,56 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """Finds the layer classes that FSDP should make units of.
 
     First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
-    Accelerate), but for those that hold the embedding alone that the head shares. Otherwise the classes of the longest
-    `ModuleList` of equal layers.
+    Accelerate), but for those that hold the embedding alone that the head shares, and of nested ones the layers alone.
+    Otherwise the classes of the longest `ModuleList` of equal layers.
     """
     present = Counter(type(module).__name__ for module in model.modules())
     names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
-    names = [name for name in names if not _parts_tied_embedding(model, name)]
+    names = _outermost(model, [name for name in names if not _parts_tied_embedding(model, name)])
     if not names:
         names = _repeated_layer(model)
     return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
+
+
+def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
+    """Of classes within each other the layers: neither a whole stack that holds some, nor what a layer is made of."""
+    from torch import nn
+
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    around = {path: set(_around(path)) for path, name in classes.items() if name in names}
+    stacks = {
+        classes[outer]
+        for path, outside in around.items()
+        if path.rpartition(".")[0] in lists
+        for outer in outside & around.keys()
+    }
+    kept = {path for path in around if classes[path] not in stacks}
+    free = {classes[path] for path in kept if not around[path] & kept}
+    return [name for name in names if name in free]
+
+
+def _around(path: str) -> Iterator[str]:
+    """The modules that hold the one at `path`."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def language_parameters(model: Any) -> int:
+    """The parameters of the part that text goes through, of a model with others for images or sound; 0 of one without.
+
+    A language model is that part as a whole, and one with an encoder and a decoder is not told apart.
+    """
+    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
+        return 0
+    try:
+        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    except (AttributeError, NotImplementedError):
+        return 0
+    read = {one for part in parts if part is not None for one in part.parameters()}
+    others = any(one not in read for one in model.parameters())
+    return sum(one.numel() for one in read) if read and others else 0
 
 
 def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:
@@ -343,55 +385,131 @@ def architectures(config: Any) -> list[str]:
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers that a config's `architectures` names, else the one for causal language models."""
+    """The class of transformers that a config's `architectures` names, else the one that is trained.
+
+    AutoModelForCausalLM where neither is known: it loads what brings its own code.
+    """
+    import transformers
+
+    return _named_class(config) or trained_class(config) or transformers.AutoModelForCausalLM
+
+
+def _named_class(config: Any) -> Any:
+    """The class that `architectures` names, if transformers has it and builds it from such a config; else None."""
     import transformers
 
     names = architectures(config)
     named = getattr(transformers, names[0], None) if names else None
-    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-    return named if is_model else transformers.AutoModelForCausalLM
+    if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
+        return None
+    kind: Any = named
+    fits = kind.config_class and (isinstance(config, kind.config_class) or _reads_text_part(kind, config))
+    return kind if fits else None
+
+
+def _reads_text_part(kind: Any, config: Any) -> bool:
+    """Whether a class is built from the part of a config that is about text, as the Auto classes decide it."""
+    return bool(kind.config_class == config.sub_configs.get("text_config"))
+
+
+def trained_class(config: Any) -> Any:
+    """The class that is trained: the one that `architectures` names, else that of `auto_class`; None for neither.
+
+    A class without a head is not trained itself. Without `architectures` a config with several parts is of the class
+    for all of them, not of the one for text that AutoModelForCausalLM builds from a part.
+    """
+    named, known = _named_class(config), _known(config)
+    headless = bool(known) and _has_no_head(named, config)
+    if named is not None and not headless and not (named is known.get(MASKED) and _is_decoder(config)):
+        return named
+    kind = auto_class(config)
+    if kind == MASKED and CAUSAL in known:
+        return known[CAUSAL]  # the same layers
+    if kind == CAUSAL and _reads_text_part(known[CAUSAL], config):
+        return known.get(IMAGE_TEXT, known[CAUSAL])
+    return known.get(kind)
+
+
+def _known(config: Any) -> dict[str, Any]:
+    """The class that each of `AUTO_CLASSES` builds from this config, of those that know it."""
+    import transformers
+
+    mappings = {kind: getattr(transformers, kind)._model_mapping for kind in AUTO_CLASSES}
+    return {kind: mapping[type(config)] for kind, mapping in mappings.items() if type(config) in mapping}
+
+
+def _has_no_head(kind: Any, config: Any) -> bool:
+    import transformers
+
+    mapping = transformers.AutoModel._model_mapping
+    return type(config) in mapping and mapping[type(config)] is kind
+
+
+def _is_decoder(config: Any) -> bool:
+    """Whether the config of a model that could fill in masked words says that it predicts the next one."""
+    return bool(getattr(config, "is_decoder", False))
 
 
 def auto_class(config: Any) -> str:
-    """The Auto class that trains what a config's `architectures` name, else the first that knows the config.
+    """The Auto class that trains the class that a config's `architectures` names, else the first that knows the config.
 
-    Empty if there is none. An encoder that could also be a decoder, such as BERT, reads both ways and is trained to
-    fill in masked words.
+    The class's own name where no Auto class of `AUTO_CLASSES` builds it; empty if nothing is known of the config. What
+    AutoModelForCausalLM knows is trained on text, with its parts for images too. An encoder that could also be a
+    decoder, such as BERT, reads both ways and is trained to fill in masked words.
     """
-    import transformers
-
-    known = [kind for kind in AUTO_CLASSES if type(config) in getattr(transformers, kind)._model_mapping]
-    if any(each.endswith("ForSequenceClassification") for each in architectures(config)) and CLASSIFIER in known:
+    known, named = _known(config), _named_class(config)
+    fits = [kind for kind, built in known.items() if built is named]
+    if named is not None and not fits and not (known and _has_no_head(named, config)):
+        return str(named.__name__)
+    if CLASSIFIER in fits:
         return CLASSIFIER
     if config.is_encoder_decoder:
         return SEQ2SEQ if SEQ2SEQ in known else ""
-    if MASKED in known and not getattr(config, "is_decoder", False):
+    if MASKED in known and not _is_decoder(config):
         return MASKED
     return next(iter(known), "")
 
 
-def build(name: str, config: Any, **options: Any) -> "nn.Module":
-    """The model on the meta device, without weights, of the kind that `auto_class` finds.
-
-    Raises:
-        UserError: it is no kind of language model, or no model can have its config.
-        ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
-    """
-    import torch
+def text_class(config: Any) -> Any:
+    """The Auto class with which a script that trains on text loads the model, such as train/sft.py."""
     import transformers
 
-    kind = auto_class(config)
-    if kind == MASKED and type(config) in transformers.AutoModelForCausalLM._model_mapping:
-        kind = CAUSAL  # the same layers
-    if not kind:
+    known = _known(config)
+    whole = IMAGE_TEXT in known and trained_class(config) is known[IMAGE_TEXT]
+    return transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+
+
+def build(name: str, config: Any, **options: Any) -> "nn.Module":
+    """The model on the meta device, without weights, of the class that is trained.
+
+    Raises:
+        UserError: transformers knows no class for it, or no model can have its config.
+        ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
+    """
+    kind = trained_class(config)
+    if kind is None:
         raise UserError(
             f"{name} ({config.model_type}) is not a language model",
             why="none of " + ", ".join(AUTO_CLASSES) + " can build it",
-            fix="choose a model that one of them can build",
+            fix="choose a model that one of them can build, or name its class in its config: architectures",
         )
     asked = (ValueError, ImportError) if "attn_implementation" in options else ()
-    with config_json.believed(name, asked), torch.device("meta"), config_json.bounded(name):
-        model: nn.Module = getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
+    return on_meta(name, kind, config, asked, **options)
+
+
+def on_meta(
+    name: str, kind: Any, config: Any, passing: tuple[type[Exception], ...] = (), **options: Any
+) -> "nn.Module":
+    """A model of a class of transformers on the meta device, without weights.
+
+    Raises:
+        UserError: no model of that class can have the config. What `passing` names is raised as it is.
+    """
+    import torch
+
+    part = config.get_text_config() if _reads_text_part(kind, config) else config
+    with config_json.believed(name, passing), torch.device("meta"), config_json.bounded(name):
+        model: nn.Module = kind._from_config(part, **options)
     return model
 
 

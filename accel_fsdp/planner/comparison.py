@@ -15,7 +15,7 @@ from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in
 from accel_fsdp.prediction.memory import Prediction, Recipe
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.svg import Range
-from accel_fsdp.units import about_gib, gib_of, millions, two_digits
+from accel_fsdp.units import about_gib, gib_of, parameters, two_digits
 
 SCHEMA_VERSION = 1
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -71,9 +71,9 @@ class Comparison:
         job, work = self.job, self.work
         much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
         usual = ", as nobody said how many (--tokens, --dataset-rows)" if self.assumed else ""
-        numel = millions(capacity.model_numel(job.shape), 1)
+        numel = parameters(capacity.model_numel(job.shape), job.shape.language)
         return (
-            f"{job.shape.name}: {numel} parameters, {job.recipe.method} training on {much}{usual}, "
+            f"{job.shape.name}: {numel}, {job.recipe.method} training on {much}{usual}, "
             f"{job.recipe.length:,} tokens per sequence; all of it predicted."
         )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import console
@@ -106,7 +106,7 @@ def _without_weights(options: ModelArguments) -> Any:
     config = inspect_model.read_config(options.model_name_or_path, options.model_revision, options.trust_remote_code)
     dtype, _ = weight_dtype(options)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
+        model = inspect_model.text_class(config).from_config(
             config,
             dtype=dtype,
             attn_implementation=options.attn_implementation,
@@ -120,7 +120,8 @@ def _without_weights(options: ModelArguments) -> Any:
 
 
 def _with_weights(options: ModelArguments) -> Any:
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    model, loading = inspect_model.text_class(inspect_model.read_config(*asked)).from_pretrained(
         options.model_name_or_path,
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,

@@ -12,7 +12,7 @@ from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.models import ModelFacts, inspect_model, remote_code
 from accel_fsdp.prediction.memory import Recipe
 from accel_fsdp.prediction.tracing import by_name
-from accel_fsdp.units import millions
+from accel_fsdp.units import parameters
 from accel_fsdp.wizard import notes
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
@@ -178,8 +178,9 @@ def _introduce(name: str) -> None:
     model = read_model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""
+    size = parameters(model.parameters, model.language_parameters)
     console.say(
-        f"{model.name}: {model.model_type}, {millions(model.parameters, 1)} parameters, {layers}{origin}",
+        f"{model.name}: {model.model_type}, {size}, {layers}{origin}",
         style="cyan",
         wrap=True,
     )

@@ -94,15 +94,8 @@ def _on_meta(name: str, config: Any) -> "nn.Module":
     Raises:
         UserError: it is no language model, or no model can have its config.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
     kind = models.model_class(config)
-    if kind is AutoModelForCausalLM:
-        return models.build(name, config)
-    with config_json.believed(name), torch.device("meta"), config_json.bounded(name):
-        model: nn.Module = kind._from_config(config)
-    return model
+    return models.build(name, config) if kind.__name__ == models.CAUSAL else models.on_meta(name, kind, config)
 
 
 def _tokenizer(name: str) -> Any:

@@ -63,7 +63,7 @@ class ModelShape:
     and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
     window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
     places of the blocks that images go through, whose activations aren't known. `eager_only`: transformers has no other
-    attention for the model.
+    attention for the model. `language` counts the parameters of the part that text goes through, 0 without another.
     """
 
     name: str
@@ -82,6 +82,7 @@ class ModelShape:
     positions: int = 0
     untraced: tuple[int, ...] = ()
     eager_only: bool = False
+    language: int = 0
 
     def __hash__(self) -> int:
         """Of a part: shapes have hundreds of parameters, and are keys of what is remembered."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import wrap_classes
+from accel_fsdp.models import language_parameters, wrap_classes
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, ParameterKind
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         positions=int(_first(text, "max_position_embeddings", "n_positions")),
         untraced=tuple(place for place, group in enumerate(groups.values()) if not traced.intersection(group)),
         eager_only=not getattr(model, "_supports_sdpa", True),
+        language=language_parameters(model),
     )
 
 

@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,28 @@ class Recorder:
         self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
         self._dtype: dict[int, torch.dtype] = {}
+        self._leave_out(set(self._text) - self._reached())
+
+    def _reached(self) -> set[int]:
+        """The layers of text that a row without images runs: those that attend to images alone are passed over."""
+        ran: set[int] = set()
+
+        def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            ran.add(index)
+            return _split(args, kwargs)[0]
+
+        if self.shape.language:
+            self._stages(max(self._text) + 1, seen)
+            with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
+                self._forward(self._ids(At(1, STEP, 0)))
+        return ran or set(self._text)
+
+    def _leave_out(self, silent: set[int]) -> None:
+        """Counts the blocks that no text reaches among those that aren't traced."""
+        if silent:
+            self._text = [index for index in self._text if index not in silent]
+            more = (n for n, first in enumerate(self._firsts) if first in silent)
+            self.shape = replace(self.shape, untraced=tuple(sorted({*self.shape.untraced, *more})))
 
     def _layer(self, index: int, rank: int) -> nn.Module:
         """A block with its adapters of one rank."""

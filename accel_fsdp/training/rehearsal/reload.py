@@ -19,9 +19,10 @@ def main() -> None:
 
 def _logits(folder: str) -> "torch.Tensor":
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+    from accel_fsdp.models import model_class, read_config
+
+    model = model_class(read_config(folder)).from_pretrained(folder, trust_remote_code=False).eval()
     tokens = torch.arange(1, TOKENS + 1).remainder(model.config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         logits: torch.Tensor = model(tokens).logits
