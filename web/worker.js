@@ -1,5 +1,5 @@
 // Runs the planner, which is Python, beside the page, so that the page stays responsive.
-let latest = 0, waiting = null, browser = null, busy = false, loaded = 0, told = 0;
+let latest = 0, waiting = null, browser = null, busy = false, loaded = 0, told = 0, broken = "";
 const TELL_MS = 100;
 
 // Counts what comes, as the page shows it.
@@ -59,11 +59,13 @@ async function work() {
 
 const fails = (error) => {
   busy = false;
-  postMessage({ failed: `The planner stopped: ${String(error.message).trim().split("\n").pop()}` });
+  broken = `The planner stopped: ${String(error?.message ?? error).trim().split("\n").pop()}`;
+  postMessage({ failed: broken });
 };
 
 self.onmessage = ({ data }) => {
   if (data.planner) return start(data.planner).catch(fails);
+  if (broken) return postMessage({ failed: broken });
   latest = data.id;
   waiting = data;
   work().catch(fails);

@@ -13,7 +13,7 @@ from accel_fsdp import flag_words
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
 from accel_fsdp.flag_words import Flag
 from accel_fsdp.hardware import gpus
-from accel_fsdp.models import catalogue
+from accel_fsdp.models import catalogue, first_line
 from accel_fsdp.planner import html_report
 from accel_fsdp.planner.command import make_plan, options_of
 from accel_fsdp.planner.flags import PlanCommand
@@ -119,9 +119,9 @@ def cards() -> list[str]:
 
 def answer(text: str) -> Iterator[str]:
     """Yields JSON for a JSON object of inputs: first `plan`, then a `section` of the page at a time, or an `error`."""
-    given = json.loads(text)
-    words = _words(given)
+    given, words = json.loads(text), list[str]()
     try:
+        words = _words(given)
         told = make_plan(options_of(_command(given, words)))
         yield json.dumps({"plan": _plan(told, words)})
         for section in html_report.sections(told.job, told.plan, told.headline(), list(told.advice())):
@@ -130,6 +130,16 @@ def answer(text: str) -> Iterator[str]:
         yield _refusal(_takes_torch("This choice", words))
     except UserError as error:
         yield _refusal(error)
+    except Exception as error:  # in a browser nobody reads a traceback
+        yield _refusal(_mistake(error))
+
+
+def _mistake(error: Exception) -> UserError:
+    return UserError(
+        f"The planner stopped: {type(error).__name__}: {first_line(error)}",
+        why="no input should stop it: this is a mistake of the planner",
+        fix="change what you entered last; and please report it, with this page's link",
+    )
 
 
 def _refusal(error: UserError) -> str:
@@ -159,7 +169,10 @@ def _words(given: Mapping[str, str]) -> list[str]:
     flags, words = _flags(), []
     for name, value in given.items():
         switch = name in flags and flags[name].is_switch
-        words += [f"--{name}" if value == "true" else f"--{name}={value}"] if switch else [f"--{name}", value]
+        if switch and value == "true":
+            words.append(f"--{name}")
+        else:
+            words += [f"--{name}={value}"] if switch or value.startswith("-") else [f"--{name}", value]
     return words
 
 

@@ -33,6 +33,8 @@ from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
 DEFAULT_LENGTH = 2048
+MOST_TOKENS = 1_000_000_000
+"""More tokens in a step are a slip of the finger: the largest that are known have some 100 million."""
 ReadShape: TypeAlias = Callable[[str, Recipe], tuple[ModelShape, by_name.Recorded]]
 
 
@@ -316,6 +318,7 @@ def make_job(
         accumulation=accumulation,
         attention="sdpa" if shape.eager_only else options.recipe.attention,
     )
+    _check_step(recipe, options.global_rows or 0)
     return PlanJob(
         *(shape, tapes, recipe, gpu, ranks, layout.ranks_per_node if layout else machine.count),
         fixed_rows=layout is not None or options.rows is not None,
@@ -424,4 +427,23 @@ def _check_numbers(options: PlanOptions, nodes: int) -> None:
     }
     for flag, value in numbers.items():
         if value is not None and value < 1:
-            raise UsageError(f"{flag} {value} is less than 1", why="there would be nothing to train", fix=f"{flag} 1")
+            memory = flag == "--host-memory"
+            why = "a machine has some memory to load the model" if memory else "there would be nothing to train"
+            raise UsageError(f"{flag} {value} is less than 1", why=why, fix=f"{flag} {512 if memory else 1}")
+
+
+def _check_step(recipe: Recipe, global_rows: int) -> None:
+    """Refuses steps beyond what the table's columns hold.
+
+    Raises:
+        UsageError: a GPU would compute too many tokens in one.
+    """
+    rows = {"--batch": recipe.rows, "--accumulation": recipe.accumulation, "--global-batch": global_rows}
+    flag, most = max(rows.items(), key=lambda row: row[1])
+    tokens = max(recipe.rows * recipe.accumulation, global_rows) * recipe.length
+    if tokens > MOST_TOKENS:
+        raise UsageError(
+            f"{flag} {most} makes a step of {tokens:,} tokens",
+            why=f"a step of more than {MOST_TOKENS:,} takes days",
+            fix=f"{flag} {max(most * MOST_TOKENS // tokens, 1)} or less",
+        )

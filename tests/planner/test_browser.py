@@ -1,12 +1,15 @@
 """What the page in a browser asks of the planner, asked without one: `test_site.py` has the page itself."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import fields
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import accel_fsdp
+from conftest import ROOT, accel_fsdp
 
 from accel_fsdp import api
 from accel_fsdp.errors import NotInstalled
@@ -87,6 +90,8 @@ def test_the_answer_is_the_commands() -> None:
         ({"model": "gpt2", "gpus": "2xA100", "chunked_loss": "no"}, "--chunked-loss takes no value, and no is one"),
         ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method takes one of full, lora, qlora, not dora"),
         ({"model": "gpt2"}, "--gpus is missing"),
+        ({"model": "gpt2", "gpus": "2xA100", "seq_len": "--help"}, "--seq-len takes a whole number, not --help"),
+        ({"model": "gpt2", "gpus": "2xA100", "dtype": "--json"}, "--dtype takes one of float32, bfloat16, float16"),
     ],
     ids=lambda one: " ".join(one.values()) if isinstance(one, dict) else "",
 )
@@ -119,3 +124,37 @@ def test_what_takes_torch_or_files_is_told_to_the_command(given: dict[str, str],
     [message] = asked(**{"model": "gpt2", "gpus": "2xA100", **given})
     assert what in message["error"]["what"]
     assert "accel-fsdp plan --model" in message["error"]["fix"]
+
+
+def test_a_mistake_of_the_planner_is_told_as_an_error_and_not_as_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(_: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(browser, "make_plan", stops)
+    [message] = asked(model="gpt2", gpus="2xA100")
+    assert message["error"]["what"] == "The planner stopped: KeyError: 'lost'"
+    assert "report it" in message["error"]["fix"]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the worker is JavaScript")
+def test_where_python_could_not_be_loaded_every_question_is_told_so(tmp_path: Path) -> None:
+    """A page that asks again would wait for an answer forever."""
+    script = tmp_path / "asks.mjs"
+    script.write_text(
+        f"""
+        globalThis.self = globalThis;
+        const said = [];
+        globalThis.postMessage = (message) => said.push(message);
+        globalThis.fetch = async () => {{ throw new Error("blocked"); }};
+        await import({json.dumps((ROOT / "web/worker.js").as_uri())});
+        await self.onmessage({{ data: {{ planner: "planner.zip" }} }});
+        await self.onmessage({{ data: {{ id: 1, inputs: "{{}}" }} }});
+        await self.onmessage({{ data: {{ id: 2, inputs: "{{}}" }} }});
+        console.log(JSON.stringify(said));
+        process.exit(0);
+        """
+    )
+    ran = subprocess.run(["node", script], capture_output=True, text=True, check=True, timeout=60)
+    failed = [message["failed"] for message in json.loads(ran.stdout)]
+    assert len(failed) == 3
+    assert all(message.startswith("The planner stopped: ") for message in failed)
