@@ -1,7 +1,7 @@
 """The comment at the top of a YAML that was made here: what it is, the command that made it, how to launch it."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from accel_fsdp import __version__
@@ -28,10 +28,13 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
     return [f"# {title}", *made, LAUNCH, f"#   {launch}"]
 
 
-def launch_line(path: str, script: Iterable[str], on_several_machines: bool = False) -> str:
-    """The command that runs a script, with its arguments, on the YAML at `path`."""
+def launch_line(
+    path: str, script: Iterable[str], on_several_machines: bool = False, environment: Mapping[str, str] | None = None
+) -> str:
+    """The command that runs a script, with its arguments and variables, on the YAML at `path`."""
     rank = ("--machine_rank", "0") if on_several_machines else ()
-    return shlex.join(["accelerate", "launch", "--config_file", path, *rank, *script])
+    variables = (f"{name}={value}" for name, value in (environment or {}).items())
+    return shlex.join([*variables, "accelerate", "launch", "--config_file", path, *rank, *script])
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:

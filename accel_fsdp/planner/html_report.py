@@ -11,6 +11,7 @@ from accel_fsdp.prediction import (
     Candidate,
     Plan,
     PlanJob,
+    capacity,
     checkpointing_in,
     name_of,
     rows_in,
@@ -169,14 +170,19 @@ def _strategies(job: PlanJob, found: Plan) -> str:
         + html_page.figure(
             [svg.bars(words, rows, _capacity(job), width) for width in WIDTHS],
             "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
-            "that ends just before it is over. An arrow: the bar goes on beyond the edge.",
+            "that ends just before it is over. An arrow: the bar goes on beyond the edge."
+            + (
+                f" Expandable: fits {capacity.NEEDS_EXPANDABLE}."
+                if any("expandable" in row.note for row in rows)
+                else ""
+            ),
         ),
     )
 
 
 def _bar(one: Candidate, name: str) -> Bar:
     live = one.prediction.peak.live
-    fits = {"yes": "fits", "expandable": "tight", "tight": "tight", "no": "over", "fails": "fails"}[one.verdict]
+    fits = {"yes": "fits", "no": "over"}.get(one.verdict, one.verdict)
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
     return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)}, {fits}", parts)
 

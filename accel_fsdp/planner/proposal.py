@@ -4,6 +4,7 @@ The plan proposes nothing that the wizard refuses or `accel-fsdp check --strict`
 """
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,17 +99,20 @@ class Proposer:
             activation_checkpointing=in_yaml(recipe, layout),
         )
 
-    def written(self, recipe: Recipe, layout: Layout) -> str:
-        """The YAML's text, as the wizard writes it for the model itself.
+    def written(self, recipe: Recipe, layout: Layout, environment: Mapping[str, str]) -> str:
+        """The YAML's text, as the wizard writes it for the model itself, with all of the job in its launch command.
 
         Raises:
             UserError: the model can't be read.
         """
         if layout.engine == "single":
-            return self._of_one_process(recipe, layout)
-        return to_yaml.to_text(_settled(self._flags(recipe, layout)))
+            return self._of_one_process(recipe, layout, environment)
+        answers, words = _settled(self._flags(recipe, layout)), _argument_words(recipe, layout)
+        script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
+        launch = header.launch_line(THIS_FILE, script, answers.num_machines > 1, environment)
+        return to_yaml.to_text(answers, launch)
 
-    def _of_one_process(self, recipe: Recipe, layout: Layout) -> str:
+    def _of_one_process(self, recipe: Recipe, layout: Layout, environment: Mapping[str, str]) -> str:
         """What is predicted for one GPU: no engine, where the wizard would write FSDP with nobody to share with."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
@@ -118,7 +122,8 @@ class Proposer:
             "num_machines": 1,
         }
         title = f"{self.model}, {recipe.method} training with one process, which has nothing to shard."
-        launch = header.launch_line(THIS_FILE, header.example_run(self.model, _argument_words(recipe, layout)))
+        script = header.example_run(self.model, _argument_words(recipe, layout))
+        launch = header.launch_line(THIS_FILE, script, environment=environment)
         return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
     def command(self, recipe: Recipe, layout: Layout) -> str:

@@ -32,7 +32,7 @@ from accel_fsdp.prediction.memory import (
     shards,
     units_of,
 )
-from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, millions, number_in_figure
+from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, number_in_figure, parameters
 
 SCHEMA_VERSION = 2
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -40,7 +40,7 @@ COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step 
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
 BAR_CELLS, NARROW_CELLS = 20, 12
 MOST_PADDING = 1.1
-COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ")
+COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ", "  export ")
 """Lines that stay whole, so that they can be copied."""
 COLOURS = dict(
     zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
@@ -68,7 +68,7 @@ class PlanReport:
             UserError: the model can't be read.
         """
         found = self._proposed()
-        return found[0].written(found[1].recipe, found[1].layout) if found else ""
+        return found[0].written(found[1].recipe, found[1].layout, self.environment()) if found else ""
 
     def command(self) -> str:
         """The command that writes the recommended YAML; empty where there is none."""
@@ -76,6 +76,11 @@ class PlanReport:
         if found is None or found[1].layout.engine == "single":  # the wizard has FSDP for one GPU, which isn't it
             return ""
         return found[0].command(found[1].recipe, found[1].layout)
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the job needs on every machine."""
+        choice = self.plan.choice
+        return capacity.EXPANDABLE_SEGMENTS if choice and choice.verdict == "expandable" else {}
 
     def _proposed(self) -> tuple[Proposer, Candidate] | None:
         """What writes the YAML, and for which way; None where nothing is recommended."""
@@ -86,7 +91,8 @@ class PlanReport:
         """What was asked, in a sentence."""
         job, recipe = self.job, self.job.recipe
         return (
-            f"{job.shape.name}: {millions(capacity.model_numel(job.shape), 1)} parameters, {recipe.method} training on "
+            f"{job.shape.name}: {parameters(capacity.model_numel(job.shape), job.shape.language)}, "
+            f"{recipe.method} training on "
             f"{job.ranks} x {job.gpu.name} with {gib_or_mib(job.capacity_bytes)}, "
             f"{recipe.rows} x {recipe.length:,} tokens per GPU"
             + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")
@@ -127,7 +133,7 @@ class PlanReport:
         nccl = " and NCCL" * (self.job.ranks > 1)
         words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
         if "expandable" in seen:
-            words.append(f"expandable so only with {capacity.EXPANDABLE}")
+            words.append(f"expandable {capacity.NEEDS_EXPANDABLE}")
         if "tight" in seen:
             words.append("tight with less to spare, so it may run out")
         yield f"fits: {'; '.join(words)}."
@@ -168,6 +174,9 @@ class PlanReport:
         if self.proposer:
             yield "The script's arguments:"
             yield f"  {proposal.argument_line(choice.recipe, choice.layout)}"
+        if environment := self.environment():
+            yield "On every machine, before the launch:"
+            yield from (f"  export {name}={value}" for name, value in environment.items())
         yield "Assumed: " + " ".join((*job.notes, *choice.step.assumptions, *self._full_rows()))
 
     def _full_rows(self) -> tuple[str, ...]:
@@ -299,6 +308,7 @@ class PlanReport:
             "schema_version": SCHEMA_VERSION,
             "model": job.shape.name,
             "parameters": capacity.model_numel(job.shape),
+            "language_parameters": job.shape.language or capacity.model_numel(job.shape),
             "method": recipe.method,
             "precision": recipe.precision,
             "sequence_length": recipe.length,
@@ -317,6 +327,7 @@ class PlanReport:
             "longest_sequence": found.longest.chosen,
             "longest_sequence_alone": found.longest.alone,
             "config_command": self.command(),
+            "environment": self.environment(),
             "script_arguments": proposal.arguments(choice.recipe, choice.layout) if choice else {},
             "changes": changes,
             "cost": cost_report.as_json(self.spent, job.gpu) if self.spent else None,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from accel_fsdp.hardware import Gpu
+from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
     AllocatorSettings,
@@ -54,7 +54,10 @@ HOPPER_WORKSPACE_BYTES = 2 * 33_554_432
 """The same on compute capability 9.0: 4096 KiB x 8."""
 
 Verdict = Literal["yes", "expandable", "tight", "no"]
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+EXPANDABLE = "=".join(*EXPANDABLE_SEGMENTS.items())
+NEEDS_EXPANDABLE = f"so only with {EXPANDABLE}"
+"""What the verdict "expandable" means, of what else is said to fit."""
 
 
 def outside_bytes(gpu: Gpu | None, ranks: int) -> int:
@@ -68,8 +71,7 @@ def outside_bytes(gpu: Gpu | None, ranks: int) -> int:
 
 def workspace_bytes(gpu: Gpu | None) -> int:
     """What cuBLAS holds on this GPU, or on most where it isn't known."""
-    hopper = gpu is not None and gpu.name.startswith(("H100", "H200", "GH200"))
-    return HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES
+    return HOPPER_WORKSPACE_BYTES if gpu is not None and gpus.is_hopper(gpu) else WORKSPACE_BYTES
 
 
 def predicted(
@@ -101,6 +103,11 @@ class Device:
         return low + self.outside, high + self.outside
 
     @property
+    def fits(self) -> bool:
+        """Whether it fits with the margin, if need be with expandable segments."""
+        return self.verdict in ("yes", "expandable")
+
+    @property
     def needed(self) -> int:
         """What must be there: the allocated bytes, and what CUDA and NCCL hold outside of the allocator."""
         return self.allocated + self.outside
@@ -122,6 +129,11 @@ def replay_of(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, lay
     return replayed
 
 
+def spared_bytes(capacity_bytes: int) -> int:
+    """What of a GPU's memory may be used with the margin to spare."""
+    return round(capacity_bytes / (1 + MARGIN))
+
+
 def device(
     prediction: Prediction,
     layout: Layout,
@@ -139,7 +151,7 @@ def device(
     they can't: the allocator is replayed on a GPU of that size.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
-    room, spared = capacity_bytes - outside, round(capacity_bytes / (1 + MARGIN)) - outside
+    room, spared = capacity_bytes - outside, spared_bytes(capacity_bytes) - outside
     low, usual, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
     ranged = (min(low, max(room, allocated)), min(high, max(room, allocated)))
     phase = prediction.peak.phase

@@ -19,6 +19,8 @@ TIE = RANGE[0]
 than its prediction."""
 ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
+FINE = 64
+"""A limit that the allocator's replay tells, which takes a second for some, is as fine as this part of it."""
 HOST_PER_GPU = 3
 """Host memory that a machine is taken to have, as a multiple of its GPUs': 3.2 in a DGX H100 (2 TB), 3.6 in AWS
 p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
@@ -113,7 +115,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether it works, and fits with the margin, if need be with expandable segments."""
-        return self.verdict in ("yes", "expandable")
+        return not self.refused and self.device.fits
 
     @property
     def tokens_per_s(self) -> float:
@@ -155,18 +157,42 @@ def table(job: PlanJob) -> list[Candidate]:
     return [evaluate(job, job.recipe, layout) for layout in layouts(job.ranks, job.ranks_per_node)]
 
 
-def largest_rows(job: PlanJob, recipe: Recipe, layout: Layout) -> int:
-    """The largest micro-batch that fits; 0 if not even one row does."""
+def largest_rows(job: PlanJob, recipe: Recipe, layout: Layout, like: Candidate | None = None) -> int:
+    """The largest micro-batch that fits, in the way of `like` at least as many rows; 0 if not even one does."""
     return _largest(
-        lambda rows: _memory(job, replace(recipe, rows=rows), layout, True)[1], job.capacity_bytes, MOST_ROWS
+        lambda rows: _room(job, replace(recipe, rows=rows), layout, like),
+        job.capacity_bytes,
+        MOST_ROWS,
+        like.recipe.rows if like else 0,
     )
 
 
-def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int) -> int:
-    """The longest sequence up to `most` that fits; 0 if not even one token does."""
+def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int, like: Candidate | None = None) -> int:
+    """The longest sequence up to `most` that fits, in the way of `like` at least as long; 0 if no token does."""
     return _largest(
-        lambda length: _memory(job, replace(recipe, length=length), layout, True)[1], job.capacity_bytes, most
+        lambda length: _room(job, replace(recipe, length=length), layout, like),
+        job.capacity_bytes,
+        most,
+        like.recipe.length if like else 0,
     )
+
+
+def _room(job: PlanJob, recipe: Recipe, layout: Layout, like: Candidate | None) -> Device:
+    """What a recipe needs, and whether it fits: with what the allocator usually wastes, or by its replay as `like`."""
+    device = _memory(job, recipe, layout, quick=True)[1]
+    if like is None or device.verdict == "no":
+        return device
+    spared = capacity.spared_bytes(job.capacity_bytes) - device.outside
+    if device.allocated > spared:
+        return device
+    found = job.replay(recipe, layout)(like.verdict == "expandable", spared)
+    wasted = found.failed_at or (like.verdict == "yes" and found.thrashes)
+    return replace(device, verdict="tight" if wasted else "yes")
+
+
+def _replayed(job: PlanJob, one: Candidate) -> Candidate | None:
+    """A way that fits by the allocator's replay alone, which then tells its limits; None for what fits anyhow."""
+    return None if one.verdict == "yes" and has_room(job, one.recipe, one.layout) else one
 
 
 def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
@@ -174,20 +200,21 @@ def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
     return _memory(job, recipe, layout, quick=True)[1].verdict == "yes"
 
 
-def _largest(needs: Callable[[int], Device], has: int, most: int) -> int:
-    """The largest number from 1 up to `most` that fits.
+def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int = 0) -> int:
+    """The largest number from 1 up to `most` that fits; `fitting` is known to, and then one within 2 % will do.
 
     Memory grows about evenly, so the line through the two numbers around the limit tells which one to try next; every
     third time, in case it misleads, it is the one in the middle.
     """
-    low, high, known = 0, most + 1, dict[int, int]()
-    while high - low > 1:
+    low, high, step = fitting, max(most, fitting) + 1, 1 + fitting // FINE
+    known = {number: needs(number).needed for number in {1 + fitting // 2, fitting} if fitting > 1}
+    while high - low > step:
         tries = len(known)
         number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _meets(known, low, high, has)
         number = min(max(number, low + 1), high - 1)
         device = needs(number)
         known[number] = device.needed
-        low, high = (number, high) if device.verdict == "yes" else (low, number)
+        low, high = (number, high) if device.fits else (low, number)
     return low
 
 
@@ -284,16 +311,16 @@ def judge(job: PlanJob, layout: Layout) -> Plan:
     one = evaluate(job, job.recipe, layout)
     if not one.fits:
         return Plan((one,), None, None, (), "", Longest())
-    most = replace(job.recipe, rows=largest_rows(job, job.recipe, layout))
+    most = replace(job.recipe, rows=largest_rows(job, job.recipe, layout, _replayed(job, one)))
     return Plan((one,), one, None, (), f"It fits, up to {rows_in(most)} per GPU.", _longest(job, one))
 
 
 def _longest(job: PlanJob, one: Candidate) -> Longest:
-    most = job.shape.positions or MOST_TOKENS
+    most, like = job.shape.positions or MOST_TOKENS, _replayed(job, one)
     chosen, alone = (
-        longest_sequence(job, recipe, one.layout, most) for recipe in (one.recipe, replace(one.recipe, rows=1))
+        longest_sequence(job, recipe, one.layout, most, like) for recipe in (one.recipe, replace(one.recipe, rows=1))
     )
-    return Longest(chosen, alone)
+    return Longest(chosen, max(chosen, alone))
 
 
 def _is_hosted(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:

@@ -25,6 +25,9 @@ from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import is_ddp
 from accel_fsdp.wizard.questions import applying
 
+OWN_SCRIPT = "YOUR_SCRIPT.py"
+"""Stands for a script that trains what ours doesn't."""
+
 
 def engine_of(answers: Answers) -> Engine:
     """What these answers train with."""
@@ -105,9 +108,12 @@ _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
 }
 
 
-def to_text(answers: Answers) -> str:
-    """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic."""
-    return "\n".join([*header(answers), yaml_file.dump(_quoted(to_mapping(answers)))])
+def to_text(answers: Answers, launch: str = "") -> str:
+    """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic.
+
+    `launch` takes the place of the command that launches it, where more is known of the job than the answers.
+    """
+    return "\n".join([*header(answers, launch), yaml_file.dump(_quoted(to_mapping(answers)))])
 
 
 def _quoted(value: Any) -> Any:
@@ -115,10 +121,10 @@ def _quoted(value: Any) -> Any:
     return {key: _quoted(inner) for key, inner in value.items()} if isinstance(value, dict) else as_scalar(value)
 
 
-def header(answers: Answers) -> list[str]:
+def header(answers: Answers, launch: str = "") -> list[str]:
     """Comment lines: what the file is, the command that made it, and the one that uses it."""
     title = f"{answers.model}, {answers.method} training, {_engine_in_words(answers)}."
-    return config_header.comment(title, command_line(answers), launch_line(answers, THIS_FILE))
+    return config_header.comment(title, command_line(answers), launch or launch_line(answers, THIS_FILE))
 
 
 def _engine_in_words(answers: Answers) -> str:
@@ -147,7 +153,7 @@ def flag_text(value: Any) -> str:
 
 def launch_line(answers: Answers, path: str) -> str:
     """The command that trains with the YAML at `path`."""
-    script = ["YOUR_SCRIPT.py"] if answers.own_script else _our_script(answers, path)
+    script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
     return config_header.launch_line(path, script, on_several_machines=answers.num_machines > 1)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,12 @@ def told(model: str, machine: str, method: Method = "full", **options: Any) -> t
     return planner.make_plan(planner.PlanOptions(model, machine, None, recipe, **options))
 
 
+def launch_words(path: Path) -> list[str]:
+    """The launch command in the header of a YAML."""
+    lines = path.read_text().splitlines()
+    return shlex.split(lines[lines.index("# Launch:") + 1].removeprefix("#"))
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -68,13 +75,19 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
     words = shlex.split(content["config_command"])
     assert words[:5] == ["accel-fsdp", "config", "--yes", "-o", "fsdp.yaml"]
     here("config", "--yes", "-o", path, *words[5:])
-    assert path.read_text() == own.read_text()
+    launched = launch_words(own)
+    short, whole = (one.read_text().splitlines() for one in (path, own))
+    at = short.index("# Launch:") + 1
+    assert short[:at] + short[at + 1 :] == whole[:at] + whole[at + 1 :]
     line = tmp_path / "arguments"
     arguments = " ".join(f"--{name} {value}" for name, value in content["script_arguments"].items())
     line.write_text(f"accelerate launch --config_file fsdp.yaml train/sft.py {arguments}\n")
     checked = accel_fsdp("check", path, "--args", line, "--model", content["model"], "--strict")
     assert checked.code == 0, checked.output
     script = content["script_arguments"]
+    assert {name: launched[launched.index(f"--{name}") + 1] for name in script} == {
+        name: to_yaml.flag_text(value) for name, value in script.items()
+    }
     batch = ("--batch", str(choice["batch_per_gpu"]), "--accumulation", str(choice["accumulation"]))
     checkpointing = ("--checkpointing", "full") if "gradient_checkpointing" in script else ()
     rest = [flag for flag in flags if flag not in ("--global-batch", "64")]
@@ -234,6 +247,10 @@ def test_a_micro_batch_is_no_larger_than_pays() -> None:
         (("--global-batch", "64", "--accumulation", "4"), "leave out one of them"),
         (("--global-batch", "0"), "--global-batch 0 is less than 1"),
         (("--host-memory", "-1"), "--host-memory -1 is less than 1"),
+        (("--host-memory", "-3"), "a machine has some memory to load the model"),
+        (("--batch", "1000000000"), "--batch 1000000000 makes a step of 2,048,000,000,000 tokens"),
+        (("--accumulation", "1000000000"), "--accumulation 1000000000 makes a step of"),
+        (("--global-batch", "1000000000"), "--global-batch 1000000000 makes a step of"),
         (("--config", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "-o", "x.yaml"), "recommends no other one"),
     ],
 )
@@ -289,6 +306,48 @@ def test_the_table_explains_itself(word: str, flags: tuple[str, ...]) -> None:
         assert any(" tight " in line for line in text.splitlines())
     assert word in " ".join(text.split())
     assert " row" not in text
+
+
+TIGHT = [
+    ("llama-3.1-8b", "4xA100-40GB", 4096),
+    ("llama-3.1-8b", "4xL40S", 8192),
+    ("llama-3.1-8b", "2xH100", 16384),
+    ("llama-3.1-8b", "8xA100-40GB", 4096),
+]
+"""Jobs that fit with expandable segments alone."""
+
+
+@pytest.mark.parametrize(("model", "machine", "length"), TIGHT)
+def test_what_fits_with_expandable_segments_alone_is_said_so_everywhere(
+    model: str, machine: str, length: int, tmp_path: Path
+) -> None:
+    path, page = tmp_path / "fsdp.yaml", tmp_path / "plan.html"
+    flags = ("--model", model, "--gpus", machine, "--seq-len", str(length))
+    text = here("plan", *flags, "-o", path, "--html", page)
+    content = planned(*flags)
+    assert content["choice"]["fits"] == "expandable"
+    assert content["longest_sequence_alone"] >= content["longest_sequence"] >= length
+    assert not re.search(r"\b0 (tokens|sequences)", text)
+    assert content["environment"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert "  export PYTORCH_ALLOC_CONF=expandable_segments:True" in text.splitlines()
+    launched = launch_words(path)
+    assert launched[:3] == ["PYTORCH_ALLOC_CONF=expandable_segments:True", "accelerate", "launch"]
+    assert launched[launched.index("--max_length") + 1] == str(length)
+    bars = re.findall(r"Recommended, \d+ sequences?: [\d.]+ GiB, (\w+)", page.read_text())
+    assert set(bars) <= {"expandable"}
+    assert content["choice"]["batch_per_gpu"] == 1 or bars
+    assert "Expandable: fits so only with PYTORCH_ALLOC_CONF=expandable_segments:True." in page.read_text()
+    judged = ("--config", str(path), "--batch", str(content["choice"]["batch_per_gpu"]))
+    told = shown(*flags, *judged, "--checkpointing", content["choice"]["checkpointing"])
+    assert "up to 0 sequences" not in told
+    assert "export PYTORCH_ALLOC_CONF" in told
+
+
+def test_what_fits_anyhow_needs_no_variable(tmp_path: Path) -> None:
+    flags = ("--model", "llama-3.1-8b", "--gpus", "8xH100")
+    here("plan", *flags, "-o", tmp_path / "fsdp.yaml")
+    assert planned(*flags)["environment"] == {}
+    assert launch_words(tmp_path / "fsdp.yaml")[:2] == ["accelerate", "launch"]
 
 
 @pytest.mark.parametrize("length", [3872, 4096])
