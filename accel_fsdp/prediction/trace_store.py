@@ -20,8 +20,6 @@ from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, Si
 
 RECORDING = 4
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
-WITH_ALL_PARTS = {"recorded": "with all parts"}
-"""Part of the key of a config with several parts: older records are of its text part alone."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")
 TraceRecord: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
@@ -87,7 +85,7 @@ def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
 
 def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]) -> tuple[ModelShape, Tapes]:
     """The shape and tapes of a config's model in one variant, from the cache or else recorded and kept there."""
-    key = key_of({**config, **WITH_ALL_PARTS} if "text_config" in config else config, (variant,))
+    key = key_of(config, (variant,))
     found = cached(key)
     if found is None:
         found = record()
