@@ -8,6 +8,10 @@ from math import prod
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """How the names begin by which Accelerate hands the YAML to the ranks."""
 FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
+MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
+"""The variable by which `accel-fsdp launch` tells its ranks the number that the user or engine gave their machine."""
+MEETING = "ACCEL_FSDP_MEETING"
+"""The variable by which it tells them where the launchers of all machines meet: port and address."""
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 
@@ -60,8 +64,14 @@ class LaunchEnvironment:
 
     @property
     def machine_rank(self) -> int:
-        """Of this machine, from 0."""
-        return int(self.variables.get("GROUP_RANK", "0"))
+        """Of this machine, from 0; torchrun's own number under other launchers."""
+        return int(self.variables.get(MACHINE_RANK, self.variables.get("GROUP_RANK", "0")))
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Address and port at which the launchers of all machines meet; the address is empty where none says it."""
+        port, _, address = self.variables.get(MEETING, "0").partition(" ")
+        return address, int(port)
 
     @property
     def machines(self) -> int:

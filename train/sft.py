@@ -13,7 +13,7 @@ from typing import Any
 from accel_fsdp import atomic_files, console, training
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
-from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record
+from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record, together
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
 
 
@@ -21,35 +21,40 @@ def main() -> None:
     # Parse
     model_args, data_args, training_args = arguments.parse()
     output = Path(training_args.output_dir)
-    checkpoint = resuming.chosen(training_args)
-    atomic_files.check_writable(output)
-    training.begin(training_args)
-    given = run_record.arguments_of(model_args, data_args, training_args)
-    record = run_record.RunRecord(output, given, first_rank=training_args.process_index == 0)
 
-    # Data: one rank per node tokenizes on all cores, the others read its cache
-    tokenizer = load_model.load_tokenizer(model_args)
-    chat_template.use_template(tokenizer, data_args.chat_template_path)
-    tokens, longest = tokenize(tokenizer, data_args, training_args)
-    history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
-    record.lap("data")
+    with together.Ranks(training_args.ddp_timeout) as ranks:  # which end together if one fails, or was told otherwise
+        ranks.compare("arguments", together.of_arguments(model_args, data_args, training_args))
+        checkpoint = resuming.chosen(training_args)
+        atomic_files.check_writable(output)
+        training.begin(training_args)
+        given = run_record.arguments_of(model_args, data_args, training_args)
+        record = run_record.RunRecord(output, given, first_rank=training_args.process_index == 0)
 
-    # Model and Trainer
-    model = load_model.load_model(model_args, tokenizer)
-    batching.check_length(model, longest)
-    collator = batching.collator(tokenizer, model, data_args.packing)
-    trainer = training.SftTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=tokens["train"],
-        eval_dataset=tokens.get("test"),
-        processing_class=tokenizer,
-        data_collator=collator,
-        history=history,
-    )
-    if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
-        trainer.add_callback(batching.IsolationCheck(collator))
-    record.begin(trainer.report.plan())
+        # Data: one rank per node tokenizes on all cores, the others read its cache
+        tokenizer = load_model.load_tokenizer(model_args)
+        chat_template.use_template(tokenizer, data_args.chat_template_path)
+        tokens, longest = tokenize(tokenizer, data_args, training_args)
+        history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
+        ranks.compare("data", together.of_data(history.settings, tokens.get("test"), tokenizer))
+        record.lap("data")
+
+        # Model and Trainer
+        model = load_model.load_model(model_args, tokenizer)
+        ranks.compare("model", together.of_model(model, load_model.receives_weights(model_args)))
+        batching.check_length(model, longest)
+        collator = batching.collator(tokenizer, model, data_args.packing)
+        trainer = training.SftTrainer(
+            model=model,
+            args=training_args,
+            train_dataset=tokens["train"],
+            eval_dataset=tokens.get("test"),
+            processing_class=tokenizer,
+            data_collator=collator,
+            history=history,
+        )
+        if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
+            trainer.add_callback(batching.IsolationCheck(collator))
+        record.begin(trainer.report.plan())
     record.lap("model")
 
     # Train

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import re
+import socket
 import sys
 import warnings
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import rendezvous, roll_call
+from accel_fsdp.launch import agreement, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
-from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.launch.store import FAILED, Address
+from accel_fsdp.launch_environment import MACHINE_RANK, MEETING, LaunchEnvironment
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
@@ -32,6 +34,9 @@ ON_CPU = ("-m", "accel_fsdp.launch.ranks")
 
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
+
+TELL_SECONDS = 2.0
+"""To reach the other launchers, of which one may have ended."""
 
 C10D = "c10d"
 """torchrun's rendezvous in which machines may come in any order."""
@@ -270,14 +275,17 @@ def launch(args: Any, wait_seconds: float = 600.0) -> int:
     if meeting:
         parsed.local_addr = rendezvous.own_address(meeting) or None  # else what its name is resolved to elsewhere
     if meeting and parsed.rdzv_backend == C10D:
-        _meet(args.place, meeting, wait_seconds)
+        _meet(args, meeting, wait_seconds)
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
         with leaving.ends_after_its_ranks() if meeting else contextlib.nullcontext():
             launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"accel-fsdp: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+        said = f"rank {rank} ended with exit code {failure.exitcode}"
+        print(f"accel-fsdp: {said}", file=sys.stderr)
+        if meeting:
+            _tell_failure(said)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
@@ -292,7 +300,28 @@ def launch(args: Any, wait_seconds: float = 600.0) -> int:
     return 0
 
 
-def _meet(place: Place, address: str, seconds: float) -> None:
-    """Waits until all machines have connected."""
+def _meet(args: Any, address: str, seconds: float) -> None:
+    """Waits until all machines have connected, and compares what each was told."""
+    place: Place = args.place
     own = roll_call.Machine.here(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
-    roll_call.attend(own, address, int(place.value("main_process_port", DEFAULT_PORT)), seconds)
+    with warnings.catch_warnings():  # which the launcher itself repeats
+        warnings.simplefilter("ignore")
+        variables = {**os.environ, **environment(copy.copy(args))}
+    words = [args.training_script, *args.training_script_args]
+    script, *words = words[1:] if args.module else words
+    told = agreement.of_job(variables, Path(script), words)
+    port = int(place.value("main_process_port", DEFAULT_PORT))
+    roll_call.attend(own, address, port, seconds, told)
+    os.environ[MACHINE_RANK] = str(own.rank)  # torchrun numbers the machines by itself
+    os.environ[MEETING] = f"{port} {address}"
+
+
+def _tell_failure(what: str) -> None:
+    """Says for the ranks of the other machines what has failed on this one, at the place where the launchers meet."""
+    launch = LaunchEnvironment.now()
+    address, port = launch.meeting
+    if not address:
+        return
+    with contextlib.suppress(RuntimeError):
+        board = Address(address, port, hosts=False).open(TELL_SECONDS)
+        board.agree(FAILED, f"machine {launch.machine_rank} ({socket.gethostname()}) failed: {what}")

@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch import agreement, rendezvous
+from accel_fsdp.launch.agreement import Member, Settings
 from accel_fsdp.launch.store import Address, Board
 from accel_fsdp.units import counted
 
@@ -51,11 +52,11 @@ class Machine:
         return f"machine {self.rank} ({self.host})"
 
 
-def attend(own: Machine, address: str, port: int, seconds: float) -> None:
-    """Waits until all machines have connected, and the port is free again.
+def attend(own: Machine, address: str, port: int, seconds: float, told: Settings) -> None:
+    """Waits until all machines have connected and compared what they were told, and the port is free again.
 
     Raises:
-        UserError: some didn't connect in time, two have one rank, or they were told different numbers.
+        UserError: some didn't connect in time, two have one rank, or they were told different things.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -68,6 +69,7 @@ def attend(own: Machine, address: str, port: int, seconds: float) -> None:
         ) from error
     try:
         _call(board, own, seconds, deadline)
+        agreement.compare(board.store, "told", Member(own.rank, own.rank), own.machines, told, OPEN_SECONDS)
         _part(board, own)
     except RuntimeError as error:  # a DistError is one
         raise UserError(

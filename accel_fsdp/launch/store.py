@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PREFIX = "accel_fsdp/machines"
 EVERY_SECONDS = 0.05
+FAILED = "failed"
+"""The name under which a launcher says that a rank of its machine has failed."""
 ANSWER_SECONDS = 3.0
 """Beyond the time that a store gives itself."""
 

@@ -10,6 +10,7 @@ from . import preflight as preflight
 from . import resuming as resuming
 from . import run_plan as run_plan
 from . import run_record as run_record
+from . import together as together
 from . import trainer as trainer
 from .arguments import ModelArguments as ModelArguments
 from .arguments import SftArguments as SftArguments

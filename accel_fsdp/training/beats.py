@@ -62,6 +62,12 @@ def own_beat(rank: int) -> Beat:
     return Beat(rank, host, machine, os.getpid(), has_store=rendezvous.is_own(LaunchEnvironment.now().main_address))
 
 
+def store_of_job(prefix: str) -> Any:
+    """A client of its own for the store of this job; of a process alone, a store of its own."""
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return dist.PrefixStore(prefix, store.clone() if store else dist.HashStore())  # type: ignore[attr-defined]
+
+
 class Board:
     """The place where ranks read what the others wrote; each call goes to the job's store.
 
@@ -71,8 +77,7 @@ class Board:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
-        self._store: Any = dist.PrefixStore(PREFIX, store.clone() if store else dist.HashStore())  # type: ignore[attr-defined]
+        self._store = store_of_job(PREFIX)
 
     def put(self, beat: Beat, stack: str) -> None:
         """Shows this rank's sign of life, and where it stands."""

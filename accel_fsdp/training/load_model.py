@@ -63,7 +63,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
         UserError: the weights can't be read, the vocabulary is too small, or no module matches `lora_target_modules`.
     """
     with _unloadable(options.model_name_or_path):
-        model = _without_weights(options) if _receives_weights(options) else _with_weights(options)
+        model = _without_weights(options) if receives_weights(options) else _with_weights(options)
     if _first_rank():
         if not options.load_in_4bit:
             causal.check_model(model, options.model_name_or_path)
@@ -86,7 +86,7 @@ def _unloadable(name: str) -> Iterator[None]:
         ) from error
 
 
-def _receives_weights(options: ModelArguments) -> bool:
+def receives_weights(options: ModelArguments) -> bool:
     """Whether rank 0 sends this rank its shards, so that what it reads itself would be thrown away.
 
     transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
@@ -206,7 +206,7 @@ def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: Mod
             why="a token without a row stops training with an index error",
             fix="--resize_vocab adds the rows, or use the tokenizer that belongs to this model",
         )
-    model.resize_token_embeddings(tokens, mean_resizing=not _receives_weights(options))
+    model.resize_token_embeddings(tokens, mean_resizing=not receives_weights(options))
 
 
 def _vocabulary_rows(model: Any) -> int:

@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import __version__, atomic_files, svg
+from accel_fsdp import atomic_files, svg
 from accel_fsdp.checkpoints import file_names, summary
+from accel_fsdp.launch import agreement
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.linter import inputs
 from accel_fsdp.svg import Curve, Words
 
 CURVE_WIDTH = 720
@@ -90,7 +90,7 @@ def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of Python, this package and the libraries that a run depends on."""
-    return {"python": platform.python_version(), "accel-fsdp": __version__, **inputs.installed_versions()}
+    return {"python": platform.python_version(), **agreement.versions()}
 
 
 def _device() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import hosts
 import psutil
 import pytest
-from conftest import ROOT, Finished, ended
+from conftest import ROOT, Finished, ended, made_yaml
 from hosts import Host, changed
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
@@ -111,6 +111,21 @@ def test_machines_that_were_told_other_numbers(machines: list[Host]) -> None:
     first, _ = hosts.all_ended(processes, SECONDS)
     assert first.code == 1
     assert "num_processes: 2 on 1 machine (0); 4 on 1 machine (1)" in first.output
+
+
+def test_machines_with_other_yamls_and_variables_that_change_results(machines: list[Host], tmp_path: Path) -> None:
+    """What `accel-fsdp launch` would refuse, before a job."""
+    processes = []
+    for number, resharding in enumerate(("true", "false")):
+        file = tmp_path / f"n{number}.yaml"
+        made = made_yaml(model="llama-3.1-8b", num_processes="2", num_machines="2", main_process_ip="n1")
+        file.write_text(re.sub("(fsdp_reshard_after_forward): .*", rf"\1: {resharding}", made))
+        processes.append(started(machines[number], number, 2, file, NVIDIA_TF32_OVERRIDE=str(number)))
+    first, _ = hosts.all_ended(processes, SECONDS)
+    assert first.code == 1
+    resharding = "fsdp_config.fsdp_reshard_after_forward: True on 1 machine (0); False on 1 machine (1)"
+    assert f"error    job            {resharding}" in first.output, first.output
+    assert re.search(r"error +variables +NVIDIA_TF32_OVERRIDE: 0 on 1 machine \(0\); 1 on", first.output)
 
 
 def test_machines_that_were_all_told_to_be_the_first(machines: list[Host]) -> None:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from accel_fsdp.launch import agreement
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import Facts
 from accel_fsdp.launch.doctor.meeting import Found
 from accel_fsdp.launch.doctor.probing import PairResult
-from accel_fsdp.launch.doctor.rows import Row
+from accel_fsdp.launch.doctor.rows import Row, Verdict
 from accel_fsdp.units import counted, per_second
 
 CLOCK_SECONDS = 1.0
@@ -45,19 +46,12 @@ def _missing(found: Found) -> Iterator[Row]:
 
 def _differing(found: Found, told: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The names under which machines tell different values, with the values and who tells them."""
-    tables = {number: told(facts) for number, facts in found.facts.items()}
-    for name in dict.fromkeys(name for table in tables.values() for name in table):
-        values: dict[str, list[int]] = {}
-        for number, table in tables.items():
-            values.setdefault(str(table.get(name, "none")) or "none", []).append(number)
-        if len(values) > 1:
-            yield (
-                name,
-                "; ".join(
-                    f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
-                    for value, machines in values.items()
-                ),
-            )
+    for odd in agreement.differences({number: {"": told(facts)} for number, facts in found.facts.items()}):
+        values = (
+            f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
+            for value, machines in odd.values.items()
+        )
+        yield odd.name, "; ".join(values)
 
 
 def _told_differently(found: Found) -> Iterator[Row]:
@@ -87,7 +81,8 @@ def _variables(found: Found) -> Iterator[Row]:
     for name, values in _differing(found, lambda facts: facts.variables):
         if name not in PER_MACHINE:
             why = "what one machine's ranks do, the others' don't"
-            yield Row("variables", "warning", f"{name}: {values}", why, f"export {name} alike on all machines")
+            verdict: Verdict = "error" if agreement.is_compared(name) else "warning"
+            yield Row("variables", verdict, f"{name}: {values}", why, f"export {name} alike on all machines")
 
 
 def _clocks(found: Found) -> Iterator[Row]:

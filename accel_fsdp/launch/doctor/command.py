@@ -8,7 +8,7 @@ from typing import Any
 from accel_fsdp import console, flag_words
 from accel_fsdp.config import DEFAULT_PORT, read_config
 from accel_fsdp.errors import UsageError, UserError, require
-from accel_fsdp.launch import Address, place, rendezvous
+from accel_fsdp.launch import Address, agreement, place, rendezvous
 from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
 from accel_fsdp.launch.doctor.flags import DoctorCommand
 from accel_fsdp.launch.doctor.meeting import Meeting, Team
@@ -19,6 +19,8 @@ from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.units import counted
 
 MOST_RANKS_ON_CPU = 8
+OF_A_MACHINE = ("gpu_ids", "rdzv_backend", "same_network")
+"""Keys of a YAML that may differ between machines, beside those of its place."""
 OTHER_FIRST_SECONDS = 5.0
 """How long a machine 0 looks for another one, if it is to be reached at an address that it hasn't."""
 
@@ -153,7 +155,8 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
 def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
     """What all machines must have been told alike."""
     told = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
-    return {**{name: values[name] for name in ("distributed_type", "mixed_precision") if name in values}, **told}
+    in_file = agreement.flat(values)
+    return {**{name: value for name, value in in_file.items() if name not in (*place.FLAGS, *OF_A_MACHINE)}, **told}
 
 
 def _read(options: DoctorCommand) -> tuple[Mapping[str, Any], list[Row]]:

@@ -1,6 +1,5 @@
 """What one machine tells of itself, as data that travels to the others; torch isn't imported."""
 
-import contextlib
 import os
 import platform
 import re
@@ -12,20 +11,16 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import __version__, atomic_files
+from accel_fsdp import atomic_files
 from accel_fsdp.errors import is_installed
 from accel_fsdp.hardware import host, machines
-from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch import agreement, rendezvous
 from accel_fsdp.units import MIB
 
-LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors", "numpy", "deepspeed")
-NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""The packages that torch's wheels bring it in."""
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 COMMAND_SECONDS = 60
@@ -96,7 +91,7 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         addresses=_interfaces(),
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        versions={"accel-fsdp": __version__, **_versions()},
+        versions=agreement.versions(),
         torch_cuda=_torch_cuda(),
         gpus=gpus,
         driver=driver,
@@ -114,11 +109,13 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         disk_bytes_per_second=speed,
         disk_problem=disk_problem,
         folder=str(folder),
-        variables={
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES) and name != SET_HERE
-        },
+        variables={name: value for name, value in sorted(os.environ.items()) if _matters(name)},
         asks_for=asks_for,
     )
+
+
+def _matters(variable: str) -> bool:
+    return (variable.startswith(PREFIXES) and variable != SET_HERE) or agreement.is_compared(variable)
 
 
 def measure_disk(folder: Path) -> tuple[float | None, str]:
@@ -152,17 +149,6 @@ def _interfaces() -> dict[str, list[str]]:
         for name, addresses in psutil.net_if_addrs().items():
             names[name] = [one.address.partition("%")[0] for one in addresses if one.family in kinds]
     return names
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    for name in NCCL:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found["nccl"] = metadata.version(name)
-    return found
 
 
 def _torch_cuda() -> str:

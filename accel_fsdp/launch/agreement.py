@@ -1,0 +1,323 @@
+"""What the machines of a job must have been told alike, and the comparison of it before anything is trained.
+
+Each member (a launcher, a rank) leaves its settings in the store at which the job meets. The first one compares them,
+and all members of a job that differs end with the same table.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import __version__
+from accel_fsdp.errors import UserError, one_line
+from accel_fsdp.units import counted
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Names and values, by the group that they belong to."""
+
+LIBRARIES = (
+    *("torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "trl", "safetensors", "numpy"),
+    *("deepspeed", "bitsandbytes", "liger-kernel", "flash-attn", "torchao", "triton"),
+)
+NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+"""The packages that torch's wheels bring it in."""
+VARIABLES = re.compile(
+    r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|CUBLAS|CUBLASLT|CUDNN|TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|DS|LIGER"
+    r"|FLASH_ATTENTION|ROCBLAS|HIPBLASLT|MIOPEN|TRITON)_\w+"
+    r"|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|NCCL_(ALGO|PROTO)|XLA_FLAGS"
+)
+"""Environment variables that change results, or which collectives a rank calls."""
+OWN_VARIABLES = re.compile(
+    r"\w+_(DIR|PATH|HOME|FILE|ADDR|PORT|ACCELERATOR)|\w*(CACHE|LOG|DEBUG)\w*|ACCELERATE_TORCH_DEVICE"
+)
+"""Of those, variables that may differ between machines: paths, caches, logs, devices."""
+CONFIG_FILES = ("ACCELERATE_DEEPSPEED_CONFIG_FILE",)
+"""Variables that name a file, whose content is compared."""
+OWN_FLAGS = re.compile(
+    r"(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)(_(dir|path|folder|root|file))?"
+    r"|(local|node|machine)_?(rank|id|index)|rank|host|host_?name|node_?name|run_name"
+    r"|(gpu|device)(s|_ids?)?|(\w+_)?(addr|address|ip|port)"
+)
+"""Flags of any script whose values may differ between machines."""
+SECRET_FLAGS = re.compile(r"(\w+_)?(token|password|secret|key)")
+"""Flags whose values are compared and not shown."""
+MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
+"""The variable that names, on any machine, what else may differ."""
+NAMED = ("arguments", "environment", "versions")
+"""Groups of which the variable names one thing; of others it names the group."""
+SHOWN_NAMES = 6
+"""Of each group: thousands of tensors may differ."""
+SHOWN_MACHINES = 4
+LONGEST_VALUE = 60
+POLL_SECONDS, LEAVE_SECONDS = 0.05, 10.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of those that compare: its number among them, and its machine."""
+
+    number: int
+    machine: int
+    host: str = field(default_factory=socket.gethostname)
+    digest: str = ""
+    may_differ: Sequence[str] = field(default_factory=lambda: _allowed(os.environ.get(MAY_DIFFER, "")))
+
+    @property
+    def place(self) -> str:
+        """Its machine, for people."""
+        return f"{self.machine} ({self.host})"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A name under which there are several values, and the numbers of those who hold each."""
+
+    group: str
+    name: str
+    values: Mapping[str, Sequence[int]]
+
+
+def differences(settings: Mapping[int, Settings]) -> list[Difference]:
+    """The names whose values differ, with who holds which; a group that somebody hasn't is not compared with theirs."""
+    found = []
+    for group in dict.fromkeys(group for own in settings.values() for group in own):
+        tables = {number: own[group] for number, own in settings.items() if group in own}
+        for name in dict.fromkeys(name for table in tables.values() for name in table):
+            values: dict[str, list[int]] = {}
+            for number, table in tables.items():
+                values.setdefault(_shown(table.get(name)), []).append(number)
+            if len(values) > 1:
+                found.append(Difference(group, name, values))
+    return found
+
+
+def _shown(value: Any) -> str:
+    """In full: two long values may differ at their ends alone."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return "none" if value is None or value == "" else str(value)
+
+
+# What is compared
+
+
+def versions() -> dict[str, str]:
+    """Of this package and the libraries that a job depends on; none is imported."""
+    found = {"accel-fsdp": __version__}
+    for name in (*LIBRARIES, *NCCL):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["nccl" if name in NCCL else name] = metadata.version(name)
+    return found
+
+
+def is_compared(variable: str) -> bool:
+    """Whether an environment variable must have the same value on all machines."""
+    return bool(VARIABLES.fullmatch(variable)) and not OWN_VARIABLES.fullmatch(variable)
+
+
+def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
+    """What is known of a job on this machine, whatever its script is: `variables` are those of its ranks."""
+    plain = {name: _portable(value) for name, value in variables.items() if is_compared(name)}
+    files = {name: digest_of(Path(value)) for name, value in variables.items() if name in CONFIG_FILES}
+    return {
+        "environment": dict(sorted({**plain, **files}.items())),
+        "script": {script.name: digest_of(script)},
+        "arguments": flags_of(words),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
+
+
+def digest_of(content: Path | bytes) -> str:
+    """A short hash of bytes, or of a file's; of a file that can't be read, that it is missing."""
+    try:
+        found = content if isinstance(content, bytes) else content.read_bytes()
+    except OSError:
+        return "missing"
+    return hashlib.sha256(found).hexdigest()[:16]
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings within as `name.key`, and what JSON doesn't know as text."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found.update({f"{name}.{key}": inner for key, inner in flat(value).items()})
+        else:
+            found[name] = value if value is None or isinstance(value, (str, int, float)) else str(value)
+    return found
+
+
+def flags_of(words: Sequence[str]) -> dict[str, str]:
+    """The arguments of a script by flag, without those that are each machine's own."""
+    found: dict[str, list[str]] = {}
+    flag = "arguments"
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, _, value = word.partition("=")
+            flag = name if name.startswith("--") else word
+            found[flag] = [value] if value and flag == name else []
+        else:
+            found.setdefault(flag, []).append(word)
+    told = {flag: " ".join(map(_portable, values)) or "given" for flag, values in found.items()}
+    return {
+        flag: digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
+        for flag, value in told.items()
+        if not OWN_FLAGS.fullmatch(_key(flag))
+    }
+
+
+def _portable(value: str) -> str:
+    """A value as another machine would have it: of a path the last part, and no host name."""
+    host = socket.gethostname()
+    text = re.sub(rf"\b{re.escape(host)}\b", "HOST", value) if host else value
+    return Path(text).name if os.sep in text and "://" not in text and not text.startswith(("{", "[")) else text
+
+
+def _allowed(text: str) -> list[str]:
+    return [_key(name) for name in re.split(r"[,\s]+", text) if name]
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+# The comparison
+
+
+class Differs(UserError):
+    """Raised by all members alike; `lines` are those of a table."""
+
+    def __init__(self, what: str, *, why: str, fix: str, lines: Sequence[str] = ()) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.lines = lines
+
+    def __str__(self) -> str:
+        first, *rest = super().__str__().split("\n")
+        return "\n".join([first, *(f"    {one_line(line)}" for line in self.lines), *rest])
+
+
+def compare(store: "Store", name: str, own: Member, members: int, settings: Settings, seconds: float) -> None:
+    """Goes on if all members were told the same. Call on all of them; `name` is that of one comparison.
+
+    Raises:
+        Differs: they differ, or not all come in time.
+        UserError: the store is gone.
+    """
+    text = json.dumps(settings, sort_keys=True, default=str)
+    own = Member(own.number, own.machine, own.host, hashlib.sha256(text.encode()).hexdigest(), own.may_differ)
+    try:
+        if not store.check([f"{name}/settings/{own.digest}"]):
+            store.set(f"{name}/settings/{own.digest}", text)
+        store.set(f"{name}/{own.number}", json.dumps(asdict(own)))
+        if own.number == 0:
+            verdict = _judge(store, name, members, seconds)
+            store.set(f"{name}/verdict", json.dumps(verdict))
+        else:
+            store.wait([f"{name}/verdict"], timedelta(seconds=seconds + LEAVE_SECONDS))
+            verdict = json.loads(store.get(f"{name}/verdict"))
+        if verdict:  # the store ends with the first process that leaves, or with its launcher
+            others = [f"{name}/heard/{number}" for number in verdict.pop("members")]
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{name}/heard/{own.number}", "")
+                store.wait(others, timedelta(seconds=LEAVE_SECONDS))
+    except RuntimeError as error:  # torch's DistError is one
+        raise UserError(
+            f"machine 0 doesn't answer while the machines compare what they were told: {str(error).splitlines()[0]}",
+            why="it has ended, or can't be reached any more",
+            fix="look at the log of machine 0",
+        ) from error
+    if verdict:
+        raise Differs(**verdict)
+
+
+def _judge(store: "Store", name: str, members: int, seconds: float) -> dict[str, Any]:
+    """The error of all, and the numbers of those who will hear it; empty where the members agree."""
+    came, deadline = list[Member](), time.monotonic() + seconds
+    for number in range(members):
+        while not (here := store.check([f"{name}/{number}"])) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)  # not store.wait, which prints a warning when its time is over
+        came += [Member(**json.loads(store.get(f"{name}/{number}")))] if here else []
+    numbers = [one.number for one in came]
+    if len(came) < members:
+        what = f"{len(came)} of {counted(members, 'process', 'processes')} came to compare settings"
+        why = f"the others have ended, or load for longer than machine {_places(came, by_rank=True)}"
+        fix = "look at the logs of all machines; --ddp_timeout SECONDS waits longer"
+        return {"what": what, "why": why, "fix": fix, "members": numbers}
+    first = {one.digest: one.number for one in reversed(came)}
+    if len(first) == 1:
+        return {}
+    told = {number: json.loads(store.get(f"{name}/settings/{digest}")) for digest, number in first.items()}
+    allowed = {one for member in came for one in member.may_differ}
+    odd = [one for one in differences(told) if _key(one.name) not in allowed and _key(one.group) not in allowed]
+    if not odd:
+        return {}
+    holders = {number: [one for one in came if one.digest == digest] for digest, number in first.items()}
+    named = list(dict.fromkeys(_key(one.name) if one.group in NAMED else one.group for one in odd))
+    names = ",".join(named[:SHOWN_NAMES]) + (",..." if len(named) > SHOWN_NAMES else "")
+    return {
+        "what": "the machines of this job were told different things",
+        "lines": _table(odd, holders),
+        "members": numbers,
+        "why": "each rank would train its part of one model in another way, and the result would look complete",
+        "fix": "the same files, arguments, versions and environment on all machines; "
+        f"{MAY_DIFFER}={names} on one of them if they are meant to differ",
+    }
+
+
+def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -> list[str]:
+    """A line for each value of each name, the value of the first machine first."""
+    rows, shown, left = [("what", "value", "machine")], dict[str, int](), dict[str, int]()
+    for one in odd:
+        shown[one.group] = shown.get(one.group, 0) + 1
+        if shown[one.group] > SHOWN_NAMES:
+            left[one.group] = left.get(one.group, 0) + 1
+            continue
+        told = {
+            value: sorted((m for number in one.values[whole] for m in holders[number]), key=lambda m: m.machine)
+            for value, whole in zip(_shortened(list(one.values)), one.values, strict=True)
+        }
+        by_rank = len({m.place for members in told.values() for m in members}) < sum(
+            len({m.place for m in members}) for members in told.values()
+        )
+        name = f"{one.group}: {one.name}"
+        for value, members in sorted(told.items(), key=lambda item: item[1][0].machine):
+            rows.append((name, value, _places(members, by_rank)))
+            name = ""
+    rows += [(f"{group}: {count} more", "", "") for group, count in left.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows]
+
+
+def _places(members: Sequence[Member], by_rank: bool) -> str:
+    """Machines, or ranks where those of one machine differ."""
+    named = list(dict.fromkeys(f"{m.place} rank {m.number}" if by_rank else m.place for m in members))
+    more = len(named) - SHOWN_MACHINES
+    return ", ".join(named[:SHOWN_MACHINES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shortened(values: Sequence[str]) -> list[str]:
+    """Long values from where they begin to differ."""
+    if all(len(value) <= LONGEST_VALUE for value in values):
+        return list(values)
+    shortest = min(map(len, values))
+    same = next((n for n, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), shortest)
+    start = max(same - LONGEST_VALUE // 3, 0)
+    before = "..." if start else ""
+    return [
+        before + value[start : start + LONGEST_VALUE] + ("..." if value[start + LONGEST_VALUE :] else "")
+        for value in values
+    ]

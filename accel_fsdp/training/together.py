@@ -1,0 +1,212 @@
+"""Until training begins: the ranks compare what they were told and what they loaded, and end together when one fails.
+
+Data and weights that differ between machines are trained without an error, each rank its shards of them. A rank that
+fails while it loads would leave the others waiting in a collective; what follows is watched by `hang_watch`.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from accel_fsdp import console, errors
+from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError
+from accel_fsdp.launch import FAILED, Address, Board, agreement
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.training import beats, lineage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PREFIX = "accel_fsdp/together"
+_jobs = itertools.count()
+"""One for each job of this process: their ranks may share a store."""
+POLL_SECONDS, MEET_SECONDS = 1.0, 10.0
+RANKS_PER_SECOND = 100
+"""How many ranks ask the store for a failure in a second."""
+OWN = frozenset(
+    {
+        *("output_dir", "run_name", "project", "report_to", "local_rank", "disable_tqdm", "log_level"),
+        *("log_level_replica", "log_on_each_node", "hub_token", "dataset_num_proc", "dataloader_num_workers"),
+        *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "accelerate_config"),
+        *("ddp_timeout", "hang_timeout", "deepspeed_plugin", "_n_gpu"),
+    }
+)
+"""Arguments that may differ between machines: places, logs, trackers, and how fast data are read."""
+PATHS = frozenset({"model_name_or_path", "dataset_name", "chat_template_path", "resume_from_checkpoint"})
+"""Arguments of which the last part is compared: machines may keep the same thing in other places."""
+OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+"""What a model's config says of where it came from."""
+SAMPLED, BLOCKS = 1024, 16
+"""Of each tensor so many elements are compared, in so many evenly spaced stretches, the last at its end."""
+
+
+class Ranks:
+    """The ranks of this job before training. Around what loads: `with together.Ranks(seconds) as ranks`."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` is how long one rank may load for longer than the others."""
+        launch = LaunchEnvironment.now()
+        self.seconds, self.local_rank = seconds, launch.local_rank
+        self.own = agreement.Member(launch.rank, launch.machine_rank)
+        self.several = dist.is_initialized() and dist.get_world_size() > 1
+        self.machines = launch.machines
+        self._prefix = f"{PREFIX}/{next(_jobs)}"
+        self._over, self._fails_itself = threading.Event(), False
+
+    def __enter__(self) -> "Ranks":
+        if self.several:
+            self.store = beats.store_of_job(self._prefix)
+            if self.machines > 1:  # on one machine the launcher ends the others
+                threading.Thread(target=self._watch, args=(beats.store_of_job(self._prefix),), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.compare("ready", {})  # none leaves while another may still fail
+        elif self.several and self.machines > 1:
+            self._fails_itself = isinstance(error, UserError)
+            if not self._fails_itself:  # often a collective without the rank that failed: the watch knows which
+                time.sleep(2 * self._every)
+            self._tell(error)
+        self._over.set()
+
+    def compare(self, name: str, settings: agreement.Settings) -> None:
+        """Goes on if all ranks have the same settings. Call on all of them.
+
+        Raises:
+            UserError: they differ.
+        """
+        if self.several:
+            agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds)
+
+    # When a rank fails
+
+    @property
+    def _every(self) -> float:
+        return max(POLL_SECONDS, dist.get_world_size() / RANKS_PER_SECOND)
+
+    def _tell(self, error: BaseException) -> None:
+        """Says for the other machines why this rank ends, and gives them time to hear it."""
+        if isinstance(error, agreement.Differs):  # all raise it
+            return
+        what = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
+        note = {"rank": self.own.number, "what": f"rank {self.own.number} on machine {self.own.place} failed: {what}"}
+        with contextlib.suppress(RuntimeError):
+            self.store.compare_set("failed", "", json.dumps(note))
+            heard = [f"heard/{machine}" for machine in range(self.machines) if machine != self.own.machine]
+            self.store.wait(heard, timedelta(seconds=3 * self._every))
+
+    def _watch(self, store: Any) -> None:
+        launchers = _board_of_launchers()
+        while not self._over.wait(self._every):
+            try:
+                what = self._failure(store, launchers)
+            except RuntimeError:
+                what = f"no answer from {LaunchEnvironment.now().main_address}, where the ranks meet"
+            if what and self._fails_itself:
+                return
+            if what and not self._over.is_set():
+                self._end(what)
+
+    def _failure(self, store: Any, launchers: Board | None) -> str:
+        """What has failed elsewhere, as its rank or its launcher says; empty where nothing has."""
+        if not store.check(["failed"]):
+            return (launchers.get(FAILED) or "") if launchers is not None else ""
+        note = json.loads(store.get("failed"))
+        store.set(f"heard/{self.own.machine}", "")
+        return "" if note["rank"] == self.own.number else str(note["what"])
+
+    def _end(self, what: str) -> NoReturn:
+        """Ends this process: its main thread may wait in a collective that never returns."""
+        why, fix = "training has not begun, and can't without it", "mend the cause there, then start again"
+        error = UserError(what, why=why, fix=fix)
+        errors.tell_launcher(error)
+        if self.local_rank:
+            time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
+        else:
+            console.say(str(error), lines=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+def _board_of_launchers() -> Board | None:
+    """Where `accel-fsdp launch` says that its ranks have failed: a rank that the system killed says nothing itself."""
+    address, port = LaunchEnvironment.now().meeting
+    with contextlib.suppress(RuntimeError):
+        return Address(address, port, hosts=False).open(MEET_SECONDS) if address else None
+    return None
+
+
+# What is compared
+
+
+def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
+    """What this rank was told: arguments, what Accelerate made of the YAML, script, versions, environment."""
+    told = {**asdict(model), **asdict(data), **training.to_dict()}
+    kept = {name: value for name, value in told.items() if name not in OWN}
+    arguments = {name: _last_part(value) if name in PATHS else value for name, value in kept.items()}
+    return {**agreement.of_job(os.environ, Path(sys.argv[0])), "arguments": agreement.flat(arguments)}
+
+
+def _last_part(value: Any) -> Any:
+    return lineage.last_part(value) if isinstance(value, str) else value
+
+
+def of_data(settings: agreement.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:
+    """The tokenizer, and the rows where this rank has read them: their number and a digest of their tokens."""
+    own = settings.get("data", {})
+    rows = {f"training: {name}": own[name] for name in ("rows", lineage.CONTENT) if name in own}
+    if rows and held_out is not None:
+        rows |= {"evaluation: rows": len(held_out), f"evaluation: {lineage.CONTENT}": lineage.digest(held_out)}
+    return {"tokenizer": _of_tokenizer(tokenizer), **({"data": rows} if rows else {})}
+
+
+def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return {
+        "vocabulary and rules": agreement.digest_of(content.encode()),
+        "chat template": agreement.digest_of(str(tokenizer.chat_template).encode()),
+        **{name: str(getattr(tokenizer, name)) for name in ("eos_token", "pad_token", "padding_side")},
+    }
+
+
+def of_model(model: "nn.Module", receives_weights: bool) -> agreement.Settings:
+    """The model's config, and of each of its tensors a digest of a sample, unless they come from rank 0."""
+    config: Any = model.config
+    described = {name: value for name, value in config.to_dict().items() if name not in OF_CONFIG}
+    weights = {} if receives_weights else {"weights": dict(_tensors(model))}
+    return {"model": agreement.flat(described), **weights}
+
+
+def _tensors(model: "nn.Module") -> Iterator[tuple[str, str]]:
+    import xxhash
+
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        yield name, f"{kind} {xxhash.xxh3_64_hexdigest(_sample(tensor.detach()))}"
+
+
+def _sample(tensor: torch.Tensor) -> memoryview | bytes:
+    """Some elements; none of a tensor without memory (ZeRO-3's, those on the meta device)."""
+    if not tensor.numel() or tensor.is_meta:
+        return b""
+    flat = tensor.reshape(-1)
+    if len(flat) > SAMPLED:
+        length = SAMPLED // BLOCKS
+        step, rest = divmod(len(flat) - length, BLOCKS - 1)
+        flat = flat[rest:].as_strided((BLOCKS, length), (step, 1)).reshape(-1)
+    return flat.cpu().view(torch.uint8).numpy().data

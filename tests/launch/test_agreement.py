@@ -1,0 +1,116 @@
+"""What machines of one job compare, and how what differs is said."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch import agreement
+from accel_fsdp.launch.agreement import Member, Settings
+
+FLAGS: Mapping[str, tuple[str, dict[str, str]]] = {
+    "values": ("--lr 1e-3 --name=a --flag", {"--lr": "1e-3", "--name": "a", "--flag": "given"}),
+    "several values": ("train --columns a b --x -1", {"arguments": "train", "--columns": "a b", "--x": "-1"}),
+    "paths": ("--model /mnt/a/llama --data ./rows.jsonl", {"--model": "llama", "--data": "rows.jsonl"}),
+    "addresses of pages": ("--data https://example.org/a", {"--data": "https://example.org/a"}),
+    "each machine's own": ("--output_dir a --cache-dir b --local_rank 1 --gpu 0 --master_port 1 --log_dir c", {}),
+    "as short as these": ("--logging_steps 1 --output_dim 2", {"--logging_steps": "1", "--output_dim": "2"}),
+}
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_arguments_that_are_compared(kind: str) -> None:
+    words, compared = FLAGS[kind]
+    assert agreement.flags_of(words.split()) == compared
+
+
+def test_the_host_itself_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for host in ("n1", "n2"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        found.append(agreement.flags_of(["--experiment", f"run-on-{host}", "--n10", "n10"]))
+    assert found[0] == found[1]
+
+
+def test_secrets_are_compared_and_not_shown() -> None:
+    (value,) = agreement.flags_of(["--hub_token", "hf_abc"]).values()
+    assert "hf_abc" not in value
+    assert value != agreement.flags_of(["--hub_token", "hf_abd"])["--hub_token"]
+
+
+def test_variables_that_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text("{}")
+    variables = {
+        "FSDP_VERSION": "2",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "TRITON_CACHE_DIR": "/tmp/a",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "RANK": "1",
+        "HF_TOKEN": "hf_abc",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "zero.json"),
+    }
+    found = agreement.of_job(variables, tmp_path / "train.py")
+    assert found["environment"].keys() == {"FSDP_VERSION", "NVIDIA_TF32_OVERRIDE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    assert found["script"] == {"train.py": "missing"}
+
+
+def outcomes(members: list[tuple[Member, Settings]], seconds: float = 30.0, expected: int = 0) -> list[str]:
+    """What each member of one comparison says; empty where it goes on."""
+    store = HashStore()
+
+    def one(member: Member, settings: Settings) -> str:
+        try:
+            agreement.compare(store, "test", member, expected or len(members), settings, seconds)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(one, *zip(*members, strict=True)))
+
+
+def rank(number: int, machine: int, **settings: object) -> tuple[Member, Settings]:
+    return Member(number, machine, f"n{machine}", may_differ=[]), {"arguments": settings}
+
+
+def test_all_members_say_the_same() -> None:
+    found = outcomes([rank(0, 0, seed=1), rank(1, 1, seed=1), rank(2, 2, seed=2)])
+    assert len(set(found)) == 1
+    table = [line.split() for line in found[0].splitlines()[1:4]]
+    assert table[1:] == [["arguments:", "seed", "1", "0", "(n0),", "1", "(n1)"], ["2", "2", "(n2)"]]
+
+
+def test_ranks_of_one_machine_are_named() -> None:
+    (said, _) = outcomes([rank(0, 0, seed=1), rank(1, 0, seed=2)])
+    assert "0 (n0) rank 1" in said
+
+
+def test_a_group_that_a_member_has_not_is_not_compared() -> None:
+    """Ranks that get their weights from another one, or have not read the rows themselves."""
+    (member, settings) = rank(1, 1, seed=1)
+    full = rank(0, 0, seed=1)
+    assert outcomes([(full[0], {**full[1], "weights": {"a": "1"}}), (member, settings)]) == ["", ""]
+
+
+def test_what_one_machine_allows_may_differ() -> None:
+    (member, settings) = rank(1, 1, seed=2)
+    allowing = Member(member.number, member.machine, member.host, may_differ=["seed"])
+    assert outcomes([rank(0, 0, seed=1), (allowing, settings)]) == ["", ""]
+
+
+def test_many_differences_and_long_values_are_cut() -> None:
+    sides = [rank(n, n, **{f"flag_{i}": f"{'x' * 200}{n}" for i in range(20)}) for n in range(2)]
+    said = outcomes(sides)[0]
+    assert "arguments: 14 more" in said
+    assert "x0 " in said
+    assert "x1 " in said
+    assert max(map(len, said.splitlines()[:10])) < 120
+
+
+def test_a_member_that_does_not_come() -> None:
+    (said,) = outcomes([rank(0, 0, seed=1)], seconds=0.5, expected=2)
+    assert "1 of 2 processes came" in said
+    assert "machine 0 (n0) rank 0" in said
