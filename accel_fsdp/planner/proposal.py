@@ -29,6 +29,7 @@ from accel_fsdp.wizard import Answers, interview, to_yaml
 
 ADDRESS = "HOST"
 """Stands for the first machine's address, which a plan doesn't know."""
+ANY_ADDRESS = "10.0.0.1"
 OUTPUT = "fsdp.yaml"
 
 
@@ -71,7 +72,7 @@ class Proposer:
             except UserError as error:
                 self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
-                found = _findings(Subject(values, args=arguments(recipe, layout)))
+                found = _findings(Subject(_addressed(values), args=arguments(recipe, layout)))
                 self._faults[key] |= {one.code: sentence(one) for one in found if one.severity != "note"}
         return self._faults[key]
 
@@ -150,6 +151,11 @@ class Proposer:
         if layout.engine == "zero":
             words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
         return words | ({"main_process_ip": ADDRESS} if machines > 1 else {})
+
+
+def _addressed(values: dict[str, Any]) -> dict[str, Any]:
+    """The YAML as its user completes it, with an address in the place of `ADDRESS`, which the linter warns of."""
+    return {**values, "main_process_ip": ANY_ADDRESS} if values.get("main_process_ip") == ADDRESS else values
 
 
 def _settled(given: dict[str, str]) -> Answers:
