@@ -8,10 +8,14 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 OLDEST ?= .venv-oldest
 PIP_OLDEST := $(OLDEST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt
 
+# The newest torch with all else as in constraints.txt, in an environment of its own.
+NEWEST ?= .venv-newest
+PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --constraint $(NEWEST)/constraints.txt
+
 # The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
 ENGINES ?= .venv-engines
 
-.PHONY: demo site test test-oldest test-engines lint check docs clean
+.PHONY: demo site test test-oldest test-newest test-engines lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -37,6 +41,10 @@ test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
 test-oldest: $(OLDEST)/.test
 	python -m pytest -m oldest $$(grep -rl mark.oldest --include 'test_*.py' tests)
 
+test-newest: export PATH := $(CURDIR)/$(NEWEST)/bin:$(PATH)
+test-newest: $(NEWEST)/.test
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
 test-engines: $(ENGINES)/.test
 	PYTHONPATH=. $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/launch/test_script.py -k "for_the_models or for_its"
 
@@ -51,7 +59,7 @@ docs: $(VENV)/.base
 	python -m accel_fsdp.reference_docs
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(ENGINES) demo runs site web/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) demo runs site web/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -67,6 +75,13 @@ $(OLDEST)/.test: constraints-oldest.txt pyproject.toml
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(PIP_OLDEST) torch
 	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pyte pytest pytest-rerunfailures pytest-timeout pytest-xdist tensorboard
+	touch $@
+
+$(NEWEST)/.test: constraints.txt constraints-newest.txt pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep --invert-match '^torch==' constraints.txt | cat - constraints-newest.txt > $(NEWEST)/constraints.txt
+	$(PIP_NEWEST) torch
+	$(PIP_NEWEST) --editable '.[test]'
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base

@@ -2,8 +2,8 @@
 
 Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
 closes that gap for tests, rehearsals and laptops. It acts only when torch sees no device that Accelerate can shard on,
-says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. Each patch names its reason and
-the version it was needed for; this module and `peft_patches.py` are the only ones that patch a library.
+says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. This module and `peft_patches.py`
+are the only ones that patch a library.
 """
 
 import contextlib
@@ -16,31 +16,16 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from accel_fsdp import library_internals
+from accel_fsdp.errors import is_installed
 from accel_fsdp.launch_environment import OFFLOAD_DEVICES, LaunchEnvironment
-from accel_fsdp.library_internals import Internal
+from accel_fsdp.library_internals import Internal, patch
 
 INIT_UTILS = "torch.distributed.fsdp._init_utils"
-HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
 OPTIM_UTILS = "torch.distributed.fsdp._optim_utils"
-RELIES_ON_ACCELERATE = (
-    Internal("accelerate:PartialState._prepare_backend", "self cpu sagemaker_dp backend"),
-    Internal("accelerate.utils:FullyShardedDataParallelPlugin.__post_init__", "self"),
-    Internal("accelerate.utils:FullyShardedDataParallelPlugin.sync_module_states"),
-    Internal("accelerate.utils:FullyShardedDataParallelPlugin.cpu_ram_efficient_loading"),
-    Internal("accelerate.utils:FullyShardedDataParallelPlugin.param_init_fn"),
-)
-RELIES_ON_FSDP1 = (
-    Internal(f"{INIT_UTILS}:_init_intra_and_inter_node_groups", "global_process_group num_devices_per_node"),
-    Internal(f"{INIT_UTILS}:_check_module_states_for_sync_module_states", "module_states"),
-    Internal(f"{HANDLE}.to_cpu", "self"),
-    Internal("torch.distributed.fsdp:FullyShardedDataParallel.__init__", "self module *"),
-    Internal(f"{OPTIM_UTILS}:_unflatten_orig_param_states", "fsdp_param_info output_states state_name *"),
-)
-RELIES_ON_TRANSFORMERS = (
-    Internal("transformers.utils:is_torch_bf16_gpu_available", ""),
-    Internal("transformers.training_args:is_torch_bf16_gpu_available", ""),
-)
+RELIES_ON = (Internal("transformers.training_args:is_torch_bf16_gpu_available", ""),)
+PLUGIN = "accelerate.utils:FullyShardedDataParallelPlugin"
+UNSHARDED = "on CPU processes it would train every rank unsharded"
+FSDP1_FAILS = "FSDP1 on CPU tensors would fail, or save wrong states"
 _patched = False
 
 
@@ -71,14 +56,13 @@ def enable() -> bool:
     launch = LaunchEnvironment.now()
     if _patched or not launch.is_rank or not launch.shards:
         return True
-    library_internals.check(*RELIES_ON_ACCELERATE, why="on CPU processes it would train every rank unsharded")
+    choose_gloo()
     _announce(launch)
-    _patch_backend_choice()
     _patched = True
     if launch.uses_deepspeed:
         _prepare_deepspeed()
         return True
-    _patch_plugin()
+    let_plugin_sync()
     mend_fsdp1()
     return True
 
@@ -90,7 +74,8 @@ def begin_rank() -> None:
         UserError: as of `enable`.
     """
     if enable():
-        allow_bf16()
+        if is_installed("transformers"):
+            allow_bf16()
         if not LaunchEnvironment.now().shards:
             os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
 
@@ -102,34 +87,28 @@ def mend_fsdp1() -> None:
     Raises:
         UserError: torch has changed inside, so that this can't be done.
     """
-    library_internals.check(*RELIES_ON_FSDP1, why="FSDP1 on CPU tensors would fail, or save wrong states")
-    _patch_device()
-    _patch_hybrid_groups()
-    _patch_sync_module_states()
-    _patch_full_state_dict()
-    _patch_full_optimizer_state()
+    for mend in (default_to_cpu, shard_within_machines, sync_cpu_tensors, keep_full_state, copy_full_optimizer_state):
+        mend()
 
 
+@patch(Internal("transformers.utils:is_torch_bf16_gpu_available", ""), why="bf16 would be refused on CPU")
 def allow_bf16() -> None:
-    """transformers 5.23: `TrainingArguments` refuses bf16 without a GPU, unless `use_cpu` is set; CPUs compute in it.
+    """`TrainingArguments` refuses bf16 without a GPU, unless `use_cpu` is set; CPUs compute in it.
 
     For scripts that don't set it, such as TRL's, whose default is bf16. Others who ask are told that no GPU has bf16.
     """
-    with contextlib.suppress(ModuleNotFoundError):
-        from transformers import utils
+    from transformers import utils
 
-        library_internals.check(RELIES_ON_TRANSFORMERS[0], why="bf16 would be refused on CPU")
+    original = utils.is_torch_bf16_gpu_available
 
-        original = utils.is_torch_bf16_gpu_available
+    def available() -> bool:
+        return sys._getframe(1).f_globals.get("__name__") == "transformers.training_args" or original()
 
-        def available() -> bool:
-            return sys._getframe(1).f_globals.get("__name__") == "transformers.training_args" or original()
+    utils.is_torch_bf16_gpu_available = available
+    if "transformers.training_args" in sys.modules:
+        from transformers import training_args
 
-        utils.is_torch_bf16_gpu_available = available
-        if "transformers.training_args" in sys.modules:
-            from transformers import training_args
-
-            training_args.is_torch_bf16_gpu_available = available
+        training_args.is_torch_bf16_gpu_available = available
 
 
 def init_process_group(timeout_seconds: float) -> None:
@@ -185,8 +164,9 @@ def _prepare_deepspeed() -> None:
         compatible["deepspeed_shm_comm"] = False
 
 
-def _patch_device() -> None:
-    """torch 2.13: FSDP1 takes an accelerator's device for modules on the CPU, unless it is told `device_id`."""
+@patch(Internal("torch.distributed.fsdp:FullyShardedDataParallel.__init__", "self module *"), why=FSDP1_FAILS)
+def default_to_cpu() -> None:
+    """FSDP1 takes an accelerator's device for modules on the CPU, unless it is told `device_id`."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -202,8 +182,9 @@ def _patch_device() -> None:
     FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
-def _patch_backend_choice() -> None:
-    """accelerate 1.15: `_prepare_backend` offers FSDP only to device types on its list, and CPU is not on it.
+@patch(Internal("accelerate:PartialState._prepare_backend", "self cpu sagemaker_dp backend"), why=UNSHARDED)
+def choose_gloo() -> None:
+    """`_prepare_backend` offers FSDP only to device types on its list, and CPU is not on it.
 
     `MULTI_GPU` is the name under which Accelerate then turns FSDP on; the device comes from `ACCELERATE_TORCH_DEVICE`.
     """
@@ -219,8 +200,15 @@ def _patch_backend_choice() -> None:
     PartialState._prepare_backend = gloo_on_cpu
 
 
-def _patch_plugin() -> None:
-    """accelerate 1.15: the plugin refuses `sync_module_states` without a GPU, and torch 2.13 refuses CPU offload.
+@patch(
+    Internal(f"{PLUGIN}.__post_init__", "self"),
+    Internal(f"{PLUGIN}.sync_module_states"),
+    Internal(f"{PLUGIN}.cpu_ram_efficient_loading"),
+    Internal(f"{PLUGIN}.param_init_fn"),
+    why=UNSHARDED,
+)
+def let_plugin_sync() -> None:
+    """The plugin refuses `sync_module_states` without a GPU, and torch refuses CPU offload.
 
     Syncing from rank 0 works on gloo once the plugin is past its device look-up. Offload would move CPU tensors to the
     CPU, so it is turned off.
@@ -261,8 +249,12 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _patch_hybrid_groups() -> None:
-    """torch 2.13: FSDP1 takes ranks per node from `torch.cpu.device_count()`, always 1: hybrid would shard nothing."""
+@patch(
+    Internal(f"{INIT_UTILS}:_init_intra_and_inter_node_groups", "global_process_group num_devices_per_node"),
+    why=FSDP1_FAILS,
+)
+def shard_within_machines() -> None:
+    """FSDP1 takes ranks per node from `torch.cpu.device_count()`, always 1: hybrid would shard nothing."""
     import torch.distributed.fsdp._init_utils as init_utils
 
     original = init_utils._init_intra_and_inter_node_groups
@@ -273,15 +265,17 @@ def _patch_hybrid_groups() -> None:
     init_utils._init_intra_and_inter_node_groups = groups
 
 
-def _patch_sync_module_states() -> None:
-    """torch 2.13: FSDP1 rejects CPU tensors under `sync_module_states` because NCCL could not broadcast them."""
+@patch(Internal(f"{INIT_UTILS}:_check_module_states_for_sync_module_states", "module_states"), why=FSDP1_FAILS)
+def sync_cpu_tensors() -> None:
+    """FSDP1 rejects CPU tensors under `sync_module_states` because NCCL could not broadcast them."""
     import torch.distributed.fsdp._init_utils as init_utils
 
     init_utils._check_module_states_for_sync_module_states = lambda module_states: None
 
 
-def _patch_full_state_dict() -> None:
-    """torch 2.13: FSDP1's full state dict with `offload_to_cpu` segfaults on CPU.
+@patch(Internal("torch.distributed.fsdp._flat_param:FlatParamHandle.to_cpu", "self"), why=FSDP1_FAILS, until="2.14")
+def keep_full_state() -> None:
+    """FSDP1's full state dict with `offload_to_cpu` segfaults on CPU.
 
     `FlatParamHandle.to_cpu` frees the unsharded parameter after copying it to the CPU; on CPU the "copy" is the same
     storage. The parameter is where it should be already, so there is nothing to do.
@@ -297,8 +291,12 @@ def _patch_full_state_dict() -> None:
     FlatParamHandle.to_cpu = to_cpu  # type: ignore[method-assign, assignment]
 
 
-def _patch_full_optimizer_state() -> None:
-    """torch 2.13: on CPU, FSDP1's full optimizer state holds the last gathered tensor under every name.
+@patch(
+    Internal(f"{OPTIM_UTILS}:_unflatten_orig_param_states", "fsdp_param_info output_states state_name *"),
+    why=FSDP1_FAILS,
+)
+def copy_full_optimizer_state() -> None:
+    """On CPU, FSDP1's full optimizer state holds the last gathered tensor under every name.
 
     `_unflatten_orig_param_states` hands out views of one gather buffer, relying on `.cpu()` to copy them before the
     next state is gathered into it. On CPU `.cpu()` copies nothing, so `exp_avg` turns into `exp_avg_sq`, silently.

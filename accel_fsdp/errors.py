@@ -120,13 +120,13 @@ def is_installed(library: str) -> bool:
 
 
 TESTED = {
-    "torch": ("2.11.0", "2.13.0"),
+    "torch": ("2.11.0", "2.15.0"),
     "accelerate": ("1.15.0", "1.15.0"),
     "transformers": ("5.17.0", "5.23.0"),
     "peft": ("0.21.0", "0.21.2"),
     "datasets": ("4.0.0", "5.2.0"),
 }
-"""The oldest and the newest version that the tests run with: constraints-oldest.txt and constraints.txt."""
+"""The oldest and the newest version that the tests run with: constraints-oldest.txt and constraints-newest.txt."""
 
 
 def lacks(library: str, found: str, why: str) -> UserError:

@@ -1,12 +1,13 @@
 """What this package replaces, overrides or calls inside of its libraries, and the check that it is there as expected.
 
 Such names belong to their library and may change in any version. A patch of something that is gone would do nothing,
-or half of what it is for. So each module that reaches inside declares what it expects (`RELIES_ON`) and checks it
-before it relies on it; a library that has changed then stops the command with what is missing and which versions have
-it. (What old versions do to a step's memory is another matter: `prediction/memory/library_versions.py`.)
+or half of what it is for. So each module that reaches inside declares what it expects (`RELIES_ON`, `@patch`) and
+checks it before it relies on it; a library that has changed then stops the command with what is missing and which
+versions have it. (What old versions do to a step's memory is another matter: `prediction/memory/library_versions.py`.)
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -33,6 +34,54 @@ class Internal:
         """As one would write it in code."""
         return self.path.replace(":", ".")
 
+    @property
+    def library(self) -> str:
+        """The library that it belongs to."""
+        return self.path.partition(":")[0].partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change to a library that has a fault, which the docstring of `apply` describes. Called, it mends the library.
+
+    `until` is the library's first version without the fault, in which a call does nothing; empty: every version so far
+    has it. `why` says what would follow without the patch. A test shows the fault of each patch.
+    """
+
+    apply: Callable[[], None]
+    relies_on: tuple[Internal, ...]
+    why: str
+    until: str = ""
+
+    @property
+    def library(self) -> str:
+        """The library that is changed."""
+        return self.relies_on[0].library
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the installed version has the fault."""
+        from importlib import metadata
+
+        from packaging.version import Version
+
+        return not self.until or Version(metadata.version(self.library)) < Version(self.until)
+
+    def __call__(self) -> None:
+        """Changes the library, if it has the fault.
+
+        Raises:
+            UserError: the library has changed inside, so that this can't be done.
+        """
+        if self.is_needed:
+            check(*self.relies_on, why=self.why)
+            self.apply()
+
+
+def patch(*relies_on: Internal, why: str, until: str = "") -> Callable[[Callable[[], None]], Patch]:
+    """Makes a `Patch` of the function that applies it; the first of `relies_on` is in the library that it changes."""
+    return lambda apply: Patch(apply, relies_on, why, until)
+
 
 def check(*internals: Internal, why: str) -> None:
     """Holds the installed libraries against what is expected of them.
@@ -42,7 +91,7 @@ def check(*internals: Internal, why: str) -> None:
     """
     for one in internals:
         if found := flaw(one):
-            raise lacks(one.path.partition(".")[0].partition(":")[0], found, why)
+            raise lacks(one.library, found, why)
 
 
 def flaw(one: Internal) -> str:

@@ -8,74 +8,84 @@ names from a state dict that may be empty on all ranks but the first). And torch
 unsharded model. `enable()` mends all of it; this module and `cpu.py` are the only ones that patch a library.
 """
 
+from functools import cache
 from typing import Any
 
-from accel_fsdp import library_internals
 from accel_fsdp.checkpoints import clean_name
 from accel_fsdp.errors import UserError
-from accel_fsdp.library_internals import Internal
+from accel_fsdp.library_internals import Internal, patch
 
 HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
-RELIES_ON = (
-    Internal("peft.tuners.tuners_utils:_get_tuner_state_dict_key_prefixes", "model adapter_name"),
-    Internal("peft:set_peft_model_state_dict", "model peft_model_state_dict adapter_name *"),
-    Internal(
-        "peft.tuners.tuners_utils:BaseTuner._remap_adapter_state_dict_for_load",
-        "* model config adapter_name state_dict",
-    ),
-    Internal("peft.utils.save_and_load:PEFT_TYPE_TO_TUNER_MAPPING"),
-    Internal("torch.distributed.fsdp._runtime_utils:_catch_all_reshard", "state"),
-    Internal(f"{HANDLE}._use_sharded_views", "self"),
-    Internal(f"{HANDLE}.uses_sharded_strategy"),
-)
+EMPTY = "checkpoints and exports would lack the adapter's tensors"
 
 
+@cache
 def enable() -> None:
-    """Makes PEFT find adapter tensors in wrapped models (needed for peft 0.21.2, torch 2.13). Idempotent.
+    """Makes PEFT find adapter tensors in wrapped models. Idempotent.
 
     Raises:
         UserError: peft or torch have changed inside, so that this can't be done.
     """
-    import peft
-    import torch.distributed.fsdp._runtime_utils as runtime
+    save_wrapped_adapters()
+    load_through_fsdp1()
+    keep_frozen_units()
+
+
+@patch(
+    Internal("peft.tuners.tuners_utils:_get_tuner_state_dict_key_prefixes", "model adapter_name"),
+    why=EMPTY,
+)
+def save_wrapped_adapters() -> None:
+    """State dict keys are clean, so the prefixes they are chosen by must be."""
     from peft.tuners import tuners_utils
 
-    if getattr(peft, "accel_fsdp_enabled", False):
-        return
-    library_internals.check(*RELIES_ON, why="checkpoints and exports would lack the adapter's tensors")
-    tuners_utils._get_tuner_state_dict_key_prefixes = _clean(tuners_utils._get_tuner_state_dict_key_prefixes)
-    peft.set_peft_model_state_dict = _load_through_fsdp1(peft.set_peft_model_state_dict)
-    runtime._catch_all_reshard = _with_parameters_again(runtime._catch_all_reshard)
-    peft.accel_fsdp_enabled = True
-
-
-def _clean(original: Any) -> Any:
-    """Saving: state dict keys are clean, so the prefixes they are chosen by must be."""
+    original = tuners_utils._get_tuner_state_dict_key_prefixes
 
     def prefixes(model: Any, adapter_name: str | None = None) -> set[str]:
         return {clean_name(prefix) for prefix in original(model, adapter_name=adapter_name)}
 
-    return prefixes
+    tuners_utils._get_tuner_state_dict_key_prefixes = prefixes
 
 
-def _with_parameters_again(original: Any) -> Any:
-    """After backward: torch 2.13's FSDP1 leaves the frozen units of NO_SHARD without parameters.
+@patch(
+    Internal("torch.distributed.fsdp._runtime_utils:_catch_all_reshard", "state"),
+    Internal(f"{HANDLE}._use_sharded_views", "self"),
+    Internal(f"{HANDLE}.uses_sharded_strategy"),
+    why=EMPTY,
+)
+def keep_frozen_units() -> None:
+    """After backward, FSDP1 leaves the frozen units of NO_SHARD without parameters.
 
     A unit whose inputs need no gradient, such as the first layer, isn't resharded by a hook, and the catch-all takes it
     for resharded because NO_SHARD's whole and own part are the same memory. Its weights stay plain tensors, and the
     next state dict stops at the first one that it misses.
     """
+    import torch.distributed.fsdp._runtime_utils as runtime
+
+    original = runtime._catch_all_reshard
 
     def catch_all(state: Any) -> None:
         original(state)
         if state._handle is not None and not state._handle.uses_sharded_strategy:
             state._handle._use_sharded_views()
 
-    return catch_all
+    runtime._catch_all_reshard = catch_all
 
 
-def _load_through_fsdp1(original: Any) -> Any:
-    """Loading into the wrapped model, whose state dicts have the names of files."""
+@patch(
+    Internal("peft:set_peft_model_state_dict", "model peft_model_state_dict adapter_name *"),
+    Internal(
+        "peft.tuners.tuners_utils:BaseTuner._remap_adapter_state_dict_for_load",
+        "* model config adapter_name state_dict",
+    ),
+    Internal("peft.utils.save_and_load:PEFT_TYPE_TO_TUNER_MAPPING"),
+    why=EMPTY,
+)
+def load_through_fsdp1() -> None:
+    """Loads into the wrapped model, whose state dicts have the names of files."""
+    import peft
+
+    original = peft.set_peft_model_state_dict
 
     def set_state_dict(model: Any, state_dict: dict[str, Any], adapter_name: str = "default", **options: Any) -> Any:
         from accelerate.utils import broadcast_object_list
@@ -99,4 +109,4 @@ def _load_through_fsdp1(original: Any) -> Any:
             )
         return result
 
-    return set_state_dict
+    peft.set_peft_model_state_dict = set_state_dict
