@@ -46,7 +46,7 @@ def test_a_real_message_is_explained(case: str) -> None:
 def test_a_real_message_of_ranks_is_explained(case: str, row: str) -> None:
     said = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
     first = next(line for line in said.splitlines() if "RuntimeError" in line)
-    assert known(first) == row
+    assert known(first) == row, first
 
 
 def test_a_message_of_torchrun_is_explained() -> None:

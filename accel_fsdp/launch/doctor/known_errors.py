@@ -522,7 +522,7 @@ KNOWN = (
     KnownError(
         "gone",
         (
-            r"gloo[^\n]*Connection (closed|reset) by peer",
+            r"gloo[^\n]*(Connection (closed|reset) by peer|Broken pipe)",
             r"RendezvousClosedError",
             r"failed to recv, got 0 bytes",
         ),
