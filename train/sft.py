@@ -41,8 +41,8 @@ def main() -> None:
         # Model and Trainer
         model = load_model.load_model(model_args, tokenizer)
         ranks.compare("model", together.of_model(model, load_model.receives_weights(model_args)))
-        batching.check_length(model, longest)
         collator = batching.collator(tokenizer, model, data_args.packing)
+        collator.check_length(longest)
         trainer = training.SftTrainer(
             model=model,
             args=training_args,
@@ -62,11 +62,11 @@ def main() -> None:
         with load.reading(data_args.dataset_name):  # a stream may break only now
             trainer.train(resume_from_checkpoint=checkpoint)
     except Diverged:
-        record.trained(history.segments(trainer.state.global_step))
+        record.trained(history.account(trainer.state.global_step))
         record.finish(trainer.state.log_history, trainer.report.totals(), status="diverged")
         raise
     record.lap("training")
-    record.trained(history.segments(trainer.state.global_step))
+    record.trained(history.account(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
     rounding = trainer.expected.rounding
@@ -85,7 +85,7 @@ def main() -> None:
 def tokenize(
     tokenizer: Any, data_args: DataArguments, training_args: arguments.SftArguments
 ) -> tuple[dict[str, Any], int]:
-    """The rows to train on and to evaluate on, and the length of the longest."""
+    """The rows to train on and to evaluate on, and the length of the longest that is known: a stream's come later."""
     wanted = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
         wanted["test"] = data_args.dataset_test_split
@@ -96,7 +96,6 @@ def tokenize(
             rows = load.split(splits, name)
             if data_args.streaming and role == "train":
                 tokens[role] = tokenizing.stream(rows, tokenizer, data_args, training_args.seed)
-                longest = data_args.max_length
                 continue
             tokens[role], summary = tokenizing.tokenize(
                 load.whole(rows), tokenizer, data_args, training_args.per_device_train_batch_size

@@ -39,8 +39,10 @@ SCHEDULE = (
     *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha"),
 )
 CONTENT = "content of the rows"
-TOLD = frozenset({"length", "precision"})
-"""Groups whose changes are said and kept, and need no permission: people train for longer, or in another precision."""
+STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+TOLD = frozenset({"length", "precision", "ranks"})
+"""Groups whose changes are said and kept, and need no permission: people train for longer, in another precision, or
+the same steps on another number of ranks."""
 HASHED_ROWS = 10_000
 
 
@@ -68,6 +70,8 @@ class History:
     changes: list[SettingChange] = field(default_factory=list)
     unknown: bool = False
     """The checkpoint holds no settings to compare with."""
+    step: int = 0
+    """The last step before this session."""
 
     def lines(self, checkpoint: str | None) -> list[str]:
         """For the user: where the run goes on from, and what it changes from there on."""
@@ -78,14 +82,15 @@ class History:
             lines.append("that checkpoint doesn't say what it was trained with: data and schedule aren't compared")
         return [*lines, *(f"changed from here on: {change}" for change in self.changes)]
 
-    def segments(self, last_step: int) -> list[dict[str, Any]]:
-        """Stretches of steps with what each was trained with, oldest first."""
+    def account(self, last_step: int) -> dict[str, Any]:
+        """For `run.json`: this session's steps; and the run's stretches of steps, oldest first, with their settings."""
         ends = [*self.before, {"last_step": last_step, "settings": self.settings}]
         starts = [1, *(int(one["last_step"]) + 1 for one in self.before)]
-        return [
+        segments = [
             {"first_step": start, "last_step": one["last_step"], "settings": one["settings"]}
             for start, one in zip(starts, ends, strict=True)
         ]
+        return {"session": {"first_step": self.step + 1, "last_step": last_step}, "segments": segments}
 
 
 def of_run(checkpoint: str | None, model: Any, data: Any, training: Any, rows: Any) -> History:
@@ -138,6 +143,7 @@ def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | Non
         },
         "length": limit,
         "precision": {"mixed_precision": LaunchEnvironment.now().mixed_precision},
+        "ranks": {"ranks": LaunchEnvironment.now().world_size, **{name: getattr(training, name) for name in STEP}},
     }
     plain: Settings = json.loads(json.dumps(found, default=lambda value: str(getattr(value, "value", value))))
     return plain
@@ -174,7 +180,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
         return History(here)
     origin = completeness.origin_of(checkpoint)
     if origin is None or not origin.settings:
-        return History(here, unknown=True)
+        return History(here, unknown=True, step=step_of(checkpoint))
     found = list(changes(origin.settings, here))
     told = TOLD if skips_data else TOLD | {"order"}
     step = step_of(checkpoint)
@@ -187,7 +193,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
             fix="the settings of before; or --resume_with_changes true, which keeps both in run.json and the card",
         )
     ended = [{"last_step": step, "settings": origin.settings}] if found else []
-    return History(here, [*origin.before, *ended], found)
+    return History(here, [*origin.before, *ended], found, step=step)
 
 
 def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:

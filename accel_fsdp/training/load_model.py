@@ -1,12 +1,12 @@
 """The model and tokenizer as `train/sft.py` loads them: explicit dtypes, vocabulary, adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import console
@@ -229,6 +229,8 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         modules_to_save=options.lora_modules_to_save or None,
         task_type="CAUSAL_LM",
     )
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    ties = {part: names for part in parts if (names := part.get_expanded_tied_weights_keys(all_submodels=False))}
     try:
         adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
@@ -237,4 +239,21 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
             why="nothing would be trained",
             fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
         ) from error
+    _rename_ties(ties)
     return adapted
+
+
+def _rename_ties(ties: Mapping[PreTrainedModel, Mapping[str, str]]) -> None:
+    """Names tied weights by where PEFT has put them: Accelerate has transformers tie them again, by name, under FSDP2.
+
+    An adapter on a tied head moves its weight from `lm_head` to `lm_head.base_layer`.
+    """
+    for part, names in ties.items():
+        part._tied_weights_keys = {_name_inside(part, tied): _name_inside(part, to) for tied, to in names.items()}
+        part.all_tied_weights_keys = dict(part._tied_weights_keys)
+
+
+def _name_inside(model: Any, name: str) -> str:
+    """The name of a weight of a module that may have an adapter."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name

@@ -1,5 +1,6 @@
 """The model card of an export: what was trained, from what, how, and how far it got."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,7 @@ def _body(
     yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
     yield f"- method: supervised fine-tuning of {method}"
     if run["plan"]:
-        ranks, device = run["machine"]["ranks"], run["machine"]["device"]
-        where = f"with {run['plan']['strategy']} on {ranks} ranks" if ranks > 1 else "in one process"
-        yield f"- trained {where}, {device}"
+        yield f"- trained {_where(run)}, {run['machine']['device']}"
     yield from _segments(run.get("segments", []))
     yield "\n## Results\n"
     yield "| | first | best | last |\n|---|---|---|---|"
@@ -87,6 +86,16 @@ def _body(
     yield "\n## Versions\n"
     yield "| package | version |\n|---|---|"
     yield from (f"| {name} | {version} |" for name, version in run["versions"].items())
+
+
+def _where(run: Mapping[str, Any]) -> str:
+    """The strategy of the last stretch, and the ranks of each."""
+    ranks = [run["machine"]["ranks"]]
+    stretches = [one["settings"].get("ranks", {}).get("ranks") for one in run.get("segments", [])]
+    ranks = [count for count, _ in itertools.groupby(filter(None, stretches))] or ranks
+    if ranks == [1]:
+        return "in one process"
+    return f"with {run['plan']['strategy']} on {', then '.join(map(str, ranks))} ranks"
 
 
 def _arguments(given: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:

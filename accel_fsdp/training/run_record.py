@@ -56,9 +56,9 @@ class RunRecord:
         now = time.perf_counter()
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 
-    def trained(self, segments: list[dict[str, Any]]) -> None:
-        """Which steps were trained with which settings; more than one stretch where a resumed run changed some."""
-        self.content["segments"] = segments
+    def trained(self, account: Mapping[str, Any]) -> None:
+        """Which steps were trained in this session and with which settings, as `History.account` says."""
+        self.content.update(account)
 
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
         """The run is over: all that was logged, its losses, what was counted, and the loss curve where there is one."""

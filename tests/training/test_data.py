@@ -3,11 +3,12 @@
 import errno
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHAT_DATA, ROOT
+from conftest import CHAT_DATA, ROOT, Finished
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -258,6 +259,21 @@ def test_a_file_that_is_not_there_is_no_matter_of_the_hub(
         assert "Did you mean train.jsonl?" in str(refused.value)
     with pytest.raises(UserError, match="there is no file or folder of that name here"):
         load.load("data/nothing")
+
+
+def test_a_stream_of_short_rows_needs_no_length(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Its rows were taken to be as long as --max_length, 1,024, which this model hasn't; a longer one stops the run."""
+    words = ("--model_name_or_path", tiny_model, "--streaming", "--max_steps", "2", "--dataset_name")
+    trained = sft(*words, text_data, "--output_dir", tmp_path / "run")
+    assert trained.code == 0, trained.output
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"text": "a b " * 400}) + "\n")
+    refused = sft(*words, long, "--output_dir", tmp_path / "refused")
+    assert refused.code == 1
+    assert "and the model 256 positions" in refused.output
+    assert "--max_length 256" in refused.output
 
 
 def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

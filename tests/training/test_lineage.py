@@ -100,6 +100,23 @@ def test_what_was_allowed_is_told_by_card_and_account_for_good(
     assert "| 5 to 5 | 7 | 0.0001 | 5 |" in card
 
 
+def test_the_account_says_which_steps_are_of_this_session(
+    stopped: Path, sft: Sft, tiny_model: Path, text_data: Path
+) -> None:
+    """Log and losses are the whole run's, tokens and arguments the last session's, which may have another batch."""
+    more = {"resume_from_checkpoint": "true", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    second = sft(*words(tiny_model, text_data, stopped, **more))
+    assert second.code == 0, second.output
+    assert "changed from here on: per_device_train_batch_size 4 → 2" in second.output
+    record = json.loads((stopped / "run.json").read_text())
+    assert record["session"] == {"first_step": 3, "last_step": 4}
+    assert [row["step"] for row in record["log"] if "loss" in row] == [1, 2, 3, 4]
+    card = (stopped / "final" / "README.md").read_text()
+    assert "| steps | ranks: per_device_train_batch_size | ranks: gradient_accumulation_steps |" in card
+    assert "| 1 to 2 | 4 | 1 |" in card
+    assert "Those under Arguments are of its last stretch." in card
+
+
 def test_spoilt_bytes_are_passed_over_and_named(stopped: Path, sft: Sft, tiny_model: Path, text_data: Path) -> None:
     """The newest one has a flipped byte, which resumed into another model before; the one before it is whole."""
     again = words(tiny_model, text_data, stopped, resume_from_checkpoint="true")

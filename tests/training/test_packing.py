@@ -119,17 +119,23 @@ def test_flash_attention_finds_the_documents_in_a_flat_batch(packed: tuple[Datas
 
 def test_the_attention_decides_the_batch_format(tokenizer: PreTrainedTokenizerBase, tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert batching.collator(tokenizer, model, packed=True) == Collator(PAD, packed=True, flat=False)
+    assert batching.collator(tokenizer, model, packed=True) == Collator(PAD, packed=True, positions=256)
     model.config._attn_implementation = "flash_attention_2"
-    assert batching.collator(tokenizer, model, packed=True) == Collator(PAD, packed=True, flat=True)
-    assert batching.collator(tokenizer, model, packed=False) == Collator(PAD)
+    assert batching.collator(tokenizer, model, packed=True) == Collator(PAD, packed=True, flat=True, positions=256)
+    assert batching.collator(tokenizer, model, packed=False) == Collator(PAD, positions=256)
 
 
-def test_rows_longer_than_the_model_has_positions_are_refused(tiny_model: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    batching.check_length(model, 256)
+def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
+    """Also in a batch, as the lengths of a stream aren't known before; a packed row is as long as its documents."""
+    ids = list(range(256))
+    row, longer = ({"input_ids": one, "labels": one} for one in (ids, [*ids, 3]))
+    Collator(PAD, positions=256)([row])
     with pytest.raises(UserError, match="a row has 257 tokens, and the model 256 positions"):
-        batching.check_length(model, 257)
+        Collator(PAD, positions=256)([row, longer])
+    packed = {"input_ids": ids * 2, "labels": ids * 2}
+    Collator(PAD, packed=True, positions=256)([{**packed, "position_ids": ids * 2}])
+    with pytest.raises(UserError, match="a row has 512 tokens"):
+        Collator(PAD, packed=True, positions=256)([{**packed, "position_ids": list(range(512))}])
 
 
 def test_a_model_whose_documents_see_one_another_is_refused(tiny_model: Path, tmp_path: Path) -> None:

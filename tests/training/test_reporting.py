@@ -322,6 +322,22 @@ def test_a_card_says_what_is_rounded_and_which_revision(tmp_path: Path) -> None:
     assert "rounded" not in model_card.text(run, [])
 
 
+def test_a_card_names_the_ranks_of_each_stretch() -> None:
+    given = {"model": {"model_name_or_path": "me/model", "model_revision": "main", "use_peft": False}}
+    given |= {"data": {"dataset_name": "me/data", "dataset_train_split": "train"}, "training": {"max_steps": 2}}
+    machine = {"ranks": 3, "device": "cpu"}
+    run: dict[str, Any] = {"arguments": given, "versions": {}, "plan": {"strategy": "FSDP2 FULL_SHARD"}}
+    run["machine"] = machine
+    assert "- trained with FSDP2 FULL_SHARD on 3 ranks, cpu" in model_card.text(run, [])
+    run["segments"] = [
+        {"first_step": first, "last_step": first, "settings": {"ranks": {"ranks": ranks}}}
+        for first, ranks in ((1, 2), (2, 3), (3, 3))
+    ]
+    card = model_card.text(run, [])
+    assert "- trained with FSDP2 FULL_SHARD on 2, then 3 ranks, cpu" in card
+    assert "| 1 to 1 | 2 |\n| 2 to 2 | 3 |" in card
+
+
 def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

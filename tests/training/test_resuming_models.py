@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, Finished, accelerate_launch, made_yaml
+from conftest import PROBE, SFT, Finished, accelerate_launch, made_yaml
 from reference import job_words, losses_of
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -111,6 +113,26 @@ def test_what_had_no_state_has_none_after_a_resume(name: str, runs: Path) -> Non
     assert any(name.startswith("state.model.language_model.") for name in before)
     assert not [name for name in before if name.startswith(f"state.{UNREACHED}")]
     assert after == before
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True. and a tied layer:UserWarning")
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True.:UserWarning")
+def test_an_adapter_on_a_tied_head_trains_under_fsdp2(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Accelerate has transformers tie the weights again, by a name that PEFT has moved: a KeyError."""
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = written(tmp_path / "tied", LlamaForCausalLM(config), tiny_model)
+    lora = ("--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "embed_tokens", "lm_head")
+    alone = sft(*job_words(model, text_data, tmp_path / "alone", STEPS, 4), *lora)
+    assert alone.code == 0, alone.output
+    yaml = tmp_path / "fsdp2.yaml"
+    yaml.write_text(made_yaml(model=str(model), num_processes=str(RANKS), mixed_precision="no", fsdp_version="2"))
+    words = [*job_words(model, text_data, tmp_path / "sharded", STEPS, 2), *lora]
+    sharded = accelerate_launch(yaml, SFT, *words)
+    assert sharded.code == 0, sharded.output
+    assert losses_of(tmp_path / "sharded", STEPS) == pytest.approx(losses_of(tmp_path / "alone", STEPS), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["with_images", "with_experts"])

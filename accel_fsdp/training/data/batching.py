@@ -32,30 +32,48 @@ class Collator:
     """Makes a batch of rows: padded on the right, or `flat`, all in one row, which FlashAttention needs if packed.
 
     `may_lack_labels` is for rows that are not trained on: then a batch without any label just counts nothing.
+    `positions` is the longest document that the model takes; 0: any.
     """
 
     pad_token_id: int
     packed: bool = False
     flat: bool = False
     may_lack_labels: bool = False
+    positions: int = 0
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, "Tensor"]:
         """Returns `input_ids`, `labels`, and `attention_mask` or, packed, `position_ids`; int64, [rows, longest].
 
         Raises:
-            UserError: no token of the batch is trained; its loss would be 0/0.
+            UserError: no token of the batch is trained; its loss would be 0/0. Or a document, of a stream, is longer
+                than `positions`.
         """
         parts = {name: [np.asarray(row[name]) for row in rows] for name in ("input_ids", "labels")}
         if not self.may_lack_labels and not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
             raise _nothing_trained()
         if self.packed:
             parts["position_ids"] = [np.asarray(row["position_ids"]) for row in rows]
+            self.check_length(max(int(places.max()) + 1 for places in parts["position_ids"]))
         else:
+            self.check_length(max(map(len, parts["input_ids"])))
             parts["attention_mask"] = [np.ones_like(ids) for ids in parts["input_ids"]]
         if self.flat:
             return {name: _tensor(np.concatenate(lines)[None]) for name, lines in parts.items()}
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0, "position_ids": None}
         return {name: _tensor(_padded(lines, fills[name])) for name, lines in parts.items()}
+
+    def check_length(self, longest: int) -> None:
+        """Stops before a document is longer than the positions that the model was made for.
+
+        Raises:
+            UserError: it is; some models would stop in the middle of the run, others learn positions they never saw.
+        """
+        if self.positions and longest > self.positions:
+            raise UserError(
+                f"a row has {longest:,} tokens, and the model {self.positions:,} positions",
+                why="beyond them it fails with an index error, or trains on positions that it wasn't made for",
+                fix=f"--max_length {self.positions}",
+            )
 
 
 def _padded(lines: Sequence["np.ndarray[Any, Any]"], fill: int | None) -> "np.ndarray[Any, Any]":
@@ -75,24 +93,10 @@ def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: b
     """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it."""
     from transformers.utils.generic import is_flash_attention_requested
 
-    pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-    return Collator(pad, packed, flat=packed and is_flash_attention_requested(model.config))
-
-
-def check_length(model: "nn.Module", longest: int) -> None:
-    """Stops before a document is longer than the positions that the model was made for.
-
-    Raises:
-        UserError: it is; some models would stop in the middle of the run, others learn positions they never saw.
-    """
     config: Any = model.config
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit and longest > limit:
-        raise UserError(
-            f"a row has {longest:,} tokens, and the model {limit:,} positions",
-            why="beyond them it fails with an index error, or trains on positions that it wasn't made for",
-            fix=f"--max_length {limit}",
-        )
+    pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return Collator(pad, packed, flat=packed and is_flash_attention_requested(config), positions=positions)
 
 
 class IsolationCheck(TrainerCallback):  # type: ignore[misc]
