@@ -125,11 +125,11 @@ def test_an_adapter_on_a_tied_head_trains_under_fsdp2(
     torch.manual_seed(0)
     model = written(tmp_path / "tied", LlamaForCausalLM(config), tiny_model)
     lora = ("--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "embed_tokens", "lm_head")
-    alone = sft(*job_words(model, text_data, tmp_path / "alone", STEPS, 4), *lora)
+    alone = sft(*job_words(model, text_data, tmp_path / "alone", STEPS, 4, STEPS), *lora)
     assert alone.code == 0, alone.output
     yaml = tmp_path / "fsdp2.yaml"
     yaml.write_text(made_yaml(model=str(model), num_processes=str(RANKS), mixed_precision="no", fsdp_version="2"))
-    words = [*job_words(model, text_data, tmp_path / "sharded", STEPS, 2), *lora]
+    words = [*job_words(model, text_data, tmp_path / "sharded", STEPS, 2, STEPS), *lora]
     sharded = accelerate_launch(yaml, SFT, *words)
     assert sharded.code == 0, sharded.output
     assert losses_of(tmp_path / "sharded", STEPS) == pytest.approx(losses_of(tmp_path / "alone", STEPS), abs=1e-5)
