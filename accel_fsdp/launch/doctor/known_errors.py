@@ -442,7 +442,7 @@ KNOWN = (
     KnownError(
         "own-address",
         (
-            r"(c10d|gloo|NCCL)[^\n]*(connect|socket|remote)\S*[^\n]*\b127\.0\.(0|1)\.1\b",
+            r"(c10d|gloo|NCCL)[^\n]*\bconnect(ing)?\b[^\n]*\b127\.0\.(0|1)\.1\b",
             r"connect[^\n]*\(127\.0\.(0|1)\.1, \d+\)",
             r"remote=\[127\.",
             r"Unable to resolve hostname to a \(local\) address",
