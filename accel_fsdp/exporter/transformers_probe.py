@@ -17,7 +17,7 @@ from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
 from accel_fsdp.errors import NotInstalled, UserError, is_installed
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.exporter.second_process import SecondProcess
-from accel_fsdp.models import catalogue, first_line, model_class, read_config, read_tokenizer, remote_code
+from accel_fsdp.models import catalogue, first_line, model_class, part_for, read_config, read_tokenizer, remote_code
 
 if TYPE_CHECKING:
     import torch
@@ -123,9 +123,10 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
         config = read_config(str(folder))
         with _creating(dtype):
             kind = model_class(config)
-            model = (
-                kind.from_config(config, trust_remote_code=False) if kind.__name__.startswith("Auto") else kind(config)
-            )
+            if kind.__name__.startswith("Auto"):
+                model = kind.from_config(config, trust_remote_code=False)
+            else:
+                model = kind(part_for(kind, config))
     except remote_code.NeedsCode:
         raise
     except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like

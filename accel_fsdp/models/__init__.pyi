@@ -17,6 +17,7 @@ from .inspect_model import language_parameters as language_parameters
 from .inspect_model import model_class as model_class
 from .inspect_model import model_facts as model_facts
 from .inspect_model import on_meta as on_meta
+from .inspect_model import part_for as part_for
 from .inspect_model import read_config as read_config
 from .inspect_model import read_model as read_model
 from .inspect_model import read_tokenizer as read_tokenizer

@@ -507,10 +507,14 @@ def on_meta(
     """
     import torch
 
-    part = config.get_text_config() if _reads_text_part(kind, config) else config
     with config_json.believed(name, passing), torch.device("meta"), config_json.bounded(name):
-        model: nn.Module = kind._from_config(part, **options)
+        model: nn.Module = kind._from_config(part_for(kind, config), **options)
     return model
+
+
+def part_for(kind: Any, config: Any) -> Any:
+    """The config that a class is built from: that of the text alone for a class of its own."""
+    return config.get_text_config() if _reads_text_part(kind, config) else config
 
 
 def _looks_like_hub_id(name: str) -> bool:

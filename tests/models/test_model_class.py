@@ -9,6 +9,7 @@ import transformers
 
 from accel_fsdp import models, planner
 from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.models import inspect_model
 from accel_fsdp.prediction.memory import Recipe
 
@@ -91,3 +92,8 @@ def test_a_package_that_a_class_needs_is_not_blamed_on_the_config(tmp_path: Path
     """transformers builds its image encoders from timm, which nothing here needs."""
     with pytest.raises(UserError, match=r"needs a package that is not installed: .*timm"):
         models.read_model(str(written("FastVlmForConditionalGeneration", tmp_path)))
+
+
+def test_an_export_of_the_text_alone_is_described_by_its_own_part(tmp_path: Path) -> None:
+    transformers.MllamaConfig(architectures=["MllamaForCausalLM"]).save_pretrained(tmp_path)
+    assert type(transformers_probe.build(tmp_path)).__name__ == "MllamaForCausalLM"
