@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import file_names, safetensors_header, summary
 from accel_fsdp.errors import LIBRARIES, NotInstalled, UserError, did_you_mean, is_installed, require
 from accel_fsdp.hardware import MachineFacts, gpus, host
-from accel_fsdp.models import catalogue, config_json, remote_code
+from accel_fsdp.models import catalogue, config_json, counting, remote_code
 from accel_fsdp.models.config_json import first_line as first_line
 from accel_fsdp.models.facts import LayerClass, ModelFacts
 from accel_fsdp.units import GIB
@@ -238,7 +238,7 @@ def language_parameters(model: Any) -> int:
         return 0
     read = {one for part in parts if part is not None for one in part.parameters()}
     others = any(one not in read for one in model.parameters())
-    return sum(one.numel() for one in read) if read and others else 0
+    return sum(map(counting.numel, read)) if read and others else 0
 
 
 def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:

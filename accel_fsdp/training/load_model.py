@@ -12,10 +12,10 @@ from transformers.initialization import no_init_weights
 from accel_fsdp import console
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.models import causal, inspect_model
+from accel_fsdp.models import causal, counting, inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.arguments import ModelArguments
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, millions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,6 +69,10 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
             causal.check_model(model, options.model_name_or_path)
         dtype, reason = weight_dtype(options)
         console.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
+        if language := inspect_model.language_parameters(model):
+            whole = sum(map(counting.numel, model.parameters()))
+            part = f"language part {millions(language, 1)} of {millions(whole, 1)}"
+            console.say(f"{type(model).__name__}, {part}: rows of text reach no other weights", style="cyan")
     _fit_vocabulary(model, tokenizer, options)
     return _with_adapter(model, options) if options.use_peft else model
 
