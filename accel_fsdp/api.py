@@ -70,12 +70,15 @@ def check(
     """
     from accel_fsdp import linter
 
-    read = (_path(args), _path(checkpoint), _path(script))
-    return linter.lint(Path(path), linter.LintOptions(model, read[0], read[1], read[2], here))
+    _refuse_value("model", model, str | None)
+    named = {"args": args, "checkpoint": checkpoint, "script": script}
+    paths = {name: None if given is None else _path(name, given) for name, given in named.items()}
+    return linter.lint(_path("path", path), linter.LintOptions(model, here=here, **paths))
 
 
-def _path(given: File | None) -> Path | None:
-    return None if given is None else Path(given)
+def _path(name: str, given: File) -> Path:
+    _refuse_value(name, given, Path)
+    return Path(given)
 
 
 def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
@@ -97,6 +100,10 @@ def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:
     """
     from accel_fsdp import planner
 
+    if isinstance(machines, str) or not all(isinstance(one, str) for one in machines):
+        raise UsageError(
+            f"machines={machines!r}", why="each machine is a text of its own", fix='machines: ["8xH100-80GB"]'
+        )
     named = ",".join(machines)
     return planner.compare(_plan_command("compare", WRITING - {"compare"}, model=model, compare=named, **flags))
 
@@ -122,7 +129,7 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
     from accel_fsdp.config import MigrationTarget
 
     _refuse_value("to", to, MigrationTarget)
-    drawn, _, text = migration.drawn_up(Path(path), to, layer_class)
+    drawn, _, text = migration.drawn_up(_path("path", path), to, layer_class)
     return Migrated(text, drawn.changes, drawn.broken)
 
 
@@ -145,10 +152,11 @@ def export(
     from accel_fsdp import exporter
 
     known = get_type_hints(exporter.ExportCommand)
+    paths = _path("src", src), _path("out", out)
     for name, value in {"dtype": dtype, "verify": verify}.items():
         _refuse_value(name, value, known[name])
     how = exporter.ExportCommand(
-        Path(src), Path(out), model=model, dtype=dtype, merge_adapter=merge_adapter, verify=verify, force=force
+        *paths, model=model, dtype=dtype, merge_adapter=merge_adapter, verify=verify, force=force
     )
     return exporter.exported(how)
 

@@ -56,6 +56,13 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
         (lambda: api.plan("gpt2", 8), "gpus=8"),  # type: ignore[arg-type]
         (lambda: api.migrate("nowhere.yaml", "fsdp9"), "to='fsdp9'. Did you mean fsdp2?"),  # type: ignore[arg-type]
         (lambda: api.export("nowhere", "out", verify="bites"), "verify='bites'. Did you mean bytes?"),  # type: ignore[arg-type]
+        (lambda: api.check({}), "path={}"),  # type: ignore[arg-type]
+        (lambda: api.check("nowhere.yaml", args=3), "args=3"),  # type: ignore[arg-type]
+        (lambda: api.check("nowhere.yaml", model=3), "model=3"),  # type: ignore[arg-type]
+        (lambda: api.migrate(None, "fsdp2"), "path=None"),  # type: ignore[arg-type]
+        (lambda: api.export("nowhere", 3), "out=3"),  # type: ignore[arg-type]
+        (lambda: api.compare("gpt2", "8xH100"), "machines='8xH100'"),
+        (lambda: api.compare("gpt2", [8]), "machines=[8]"),  # type: ignore[list-item]
         (lambda: api.check("nowhere.yaml", modle="gpt2"), "check has no modle. Did you mean model?"),  # type: ignore[call-arg]
         (lambda: api.migrate("nowhere.yaml", "fsdp2", force=True), "migrate has no force."),  # type: ignore[call-arg]
         (lambda: api.export("nowhere", "out", dtype="bf16"), "--dtype bf16 is no dtype of an export"),  # type: ignore[arg-type]

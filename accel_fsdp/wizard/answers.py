@@ -36,6 +36,11 @@ class Answers:
     auto_class: str = "AutoModelForCausalLM"
 
     @property
+    def needs_engine(self) -> bool:
+        """Whether only an engine, such as SLURM, can say where the machines meet."""
+        return self.num_machines > 1 and not self.main_process_ip
+
+    @property
     def own_script(self) -> bool:
         """Whether `train/sft.py`, which trains causal language models, can't train this one."""
         return self.auto_class != "AutoModelForCausalLM"

@@ -169,8 +169,9 @@ def _write(talk: interview.Interview, options: WizardOptions, original: Original
         what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
         console.say(f"note: {what}; launch a script of your own:", style="yellow", wrap=True)
     else:
-        several = answers.num_machines > 1
-        console.say("train with, on each machine with its own --machine_rank:" if several else "train with:")
+        where = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
+        where = ", in a job of SLURM, Kubernetes or another engine" if answers.needs_engine else where
+        console.say(f"train with{where}:")
     console.put(to_yaml.launch_line(answers, str(output)), lines=True)
     return 0
 

@@ -23,7 +23,7 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.questions import QUESTIONS
+from accel_fsdp.wizard.questions import QUESTIONS, applying
 from accel_fsdp.wizard.to_yaml import header, to_mapping
 
 
@@ -138,6 +138,9 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     for section in (gone | unreadable) - {""}:  # text or a list, which Accelerate can't read either
         apply(document, [Edit("", section)])
     dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in gone]
+    dropped += [
+        Edit(*question.key) for question in applying(new) if question.key and getattr(new, question.field) == ""
+    ]
     apply(document, [*dropped, *(Edit(place, key, value) for (place, key), value in changed.items())])
     return with_header(dump(document), header(new))
 

@@ -28,6 +28,9 @@ Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
 MOST_MACHINES = 64
+NO_ADDRESS = (
+    "note: without --main-process-ip an engine has to say where the machines meet: accel-fsdp script makes its job file"
+)
 SMALL_STATE_GIB = 2
 """Below this, weights and training state leave any GPU room for a row of activations."""
 
@@ -145,6 +148,8 @@ def checkpoints_in_script(context: Context) -> bool:
 def warnings(context: Context) -> tuple[str, ...]:
     """What settled answers need, and what the plan has to say of them, before they are written, line by line."""
     lines = tuple(f"warning: {one}" for one in validation.cautions(context))
+    if context["num_machines"] > 1 and not context["main_process_ip"]:
+        lines += (NO_ADDRESS,)
     return lines + _of_the_plan(context)
 
 

@@ -212,7 +212,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "main_process_ip",
         "main_process_ip",
-        defaults.always("", "where the other machines find the first"),
+        defaults.always("", "empty: SLURM, Kubernetes, SkyPilot, dstack or Ray say where the first machine is"),
         section="",
         applies=_several_machines,
         check=validation.check_ip,

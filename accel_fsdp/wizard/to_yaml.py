@@ -48,6 +48,8 @@ def to_mapping(answers: Answers) -> dict[str, Any]:
     for question in applying(answers):
         if question.key and engine in BY_NAME[question.key].engines:
             value = getattr(answers, question.field)
+            if value == "":
+                continue  # the engine that starts the machines says it
             values[question.key] = ",".join(value) if isinstance(value, tuple) else value
     values |= _DERIVED[engine](answers)
     content: dict[str, Any] = {}
@@ -140,7 +142,8 @@ def command_line(answers: Answers) -> str:
     """The non-interactive command that writes the same YAML."""
     words = COMMAND.split()
     for question in applying(answers):
-        words += [question.flag, flag_text(getattr(answers, question.field))]
+        value = getattr(answers, question.field)
+        words += [question.flag, flag_text(value)] if value != "" else []
     return shlex.join(words)
 
 
@@ -154,6 +157,8 @@ def flag_text(value: Any) -> str:
 def launch_line(answers: Answers, path: str) -> str:
     """The command that trains with the YAML at `path`."""
     script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
+    if answers.needs_engine:
+        return shlex.join(["accel-fsdp", "launch", path, *script])
     return config_header.launch_line(path, script, on_several_machines=answers.num_machines > 1)
 
 

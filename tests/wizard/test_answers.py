@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import SFT, accel_fsdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +76,24 @@ def test_an_address_where_machines_cannot_meet_is_refused(address: str) -> None:
 @pytest.mark.parametrize("address", ["node-1", "node_1.cluster.local", "10.0.0.1", "fe80::1", "gpu01"])
 def test_an_address_is_taken(address: str) -> None:
     assert settled(**{**TWO_MACHINES, "main_process_ip": address}).main_process_ip == address
+
+
+@pytest.mark.parametrize("flags", [["--gpus", "8xH100-80GB", "--nodes", "2"], ["--gpus", "2x8xH100-80GB"]])
+def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_path: Path) -> None:
+    """Its job file is made of the YAML alone, with the GPUs that its first lines name."""
+    path, job = tmp_path / "made.yaml", tmp_path / "job.sh"
+    finished = accel_fsdp("config", "--yes", "--model", "llama-3.1-8b", *flags, "-o", path)
+    assert finished.code == 0, finished.output
+    assert "an engine has to say where the machines meet" in " ".join(finished.output.split())
+    assert "main_process_ip" not in yaml.safe_load(path.read_text())
+    assert f"accel-fsdp launch {path} train/sft.py" in finished.output
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "/shared/run"]
+    for engine in ("slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"):
+        written = accel_fsdp("script", engine, "--force", "-o", job, path, SFT, *words)
+        assert written.code == 0, written.output
+    again = shlex.split(path.read_text().splitlines()[2].removeprefix("#"))
+    assert accel_fsdp(*again[1:], "-o", tmp_path / "again.yaml").code == 0
+    assert (tmp_path / "again.yaml").read_bytes() == path.read_bytes()
 
 
 def test_a_mistyped_gpu_is_refused_and_the_fix_works() -> None:

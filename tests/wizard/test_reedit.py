@@ -268,3 +268,10 @@ def test_a_name_where_a_boolean_belongs_is_said(tmp_path: Path, capsys: pytest.C
     content = yaml.safe_load(path.read_text())
     assert content["fsdp_config"]["fsdp_reshard_after_forward"] is True
     assert content["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
+
+
+def test_an_address_that_cannot_be_used_goes(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump({**sound("fsdp2"), "num_machines": 2, "main_process_ip": "1234"}))
+    wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**LLAMA, "gpus": "4xH100"})
+    assert "main_process_ip" not in yaml.safe_load(path.read_text())

@@ -206,13 +206,15 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
 
 
 def _gpus_of_header(config: JobConfig, processes: int, several: int) -> str:
-    """The GPUs of the command that made the YAML, if it still has their number."""
+    """The GPUs of the command that made the YAML, if it still has their number; its machines may be a flag."""
     text = made_with(config.source).get("--gpus", "")
     try:
         one, number = machines.parse(text)
     except UsageError:
         return ""
-    return text if one.count and (number, number * one.count) == (several, processes) else ""
+    if not one.count or several * one.count != processes or number not in (1, several):
+        return ""
+    return text if number == several else f"{several}x{text}"
 
 
 def _place(title: str, job: Job) -> place.Place:
