@@ -71,9 +71,10 @@ def check(
     from accel_fsdp import linter
 
     _refuse_value("model", model, str | None)
-    named = {"args": args, "checkpoint": checkpoint, "script": script}
-    paths = {name: None if given is None else _path(name, given) for name, given in named.items()}
-    return linter.lint(_path("path", path), linter.LintOptions(model, here=here, **paths))
+    read = {"args": args, "checkpoint": checkpoint, "script": script}
+    found = {name: None if given is None else _path(name, given) for name, given in read.items()}
+    options = linter.LintOptions(model, found["args"], found["checkpoint"], found["script"], here)
+    return linter.lint(_path("path", path), options)
 
 
 def _path(name: str, given: File) -> Path:

@@ -66,3 +66,10 @@ def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
         origin="bundled catalogue",
         **rest,
     )
+
+
+@cache
+def language_layers() -> frozenset[str]:
+    """The layer classes of the models here that AutoModelForCausalLM builds."""
+    known = (entry["facts"] for entry in entries().values() if "auto_class" not in entry["facts"])
+    return frozenset(layer["name"] for facts in known for layer in facts["wrap_classes"])

@@ -45,6 +45,8 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     written = _flags_of(options.from_file) if options.from_file else {}
     given = {**_preset(options.preset), **written}
+    if "model" not in {**given, **flags} and (options.from_file or "layer_class" in {**given, **flags}):
+        given["model"] = interview.WITHOUT_MODEL
     talk = asking.interview(flags, given) if interactive else interview.interview(flags, given, defaults=options.yes)
     original = _original(options.from_file, written, talk) if options.from_file else None
     if interactive:
@@ -167,7 +169,10 @@ def _write(talk: interview.Interview, options: WizardOptions, original: Original
     console.say(f"written: {output}{everywhere if output == atomic_files.default_config() else ''}", style="green")
     if answers.own_script:
         what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
-        console.say(f"note: {what}; launch a script of your own:", style="yellow", wrap=True)
+        unread = f"nothing is known of {answers.model or 'the model'}, which train/sft.py may not train"
+        console.say(
+            f"note: {what if answers.auto_class else unread}; launch a script of your own:", style="yellow", wrap=True
+        )
     else:
         where = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
         where = ", in a job of SLURM, Kubernetes or another engine" if answers.needs_engine else where

@@ -9,7 +9,7 @@ from typing import Any
 from accel_fsdp import console
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import MachineFacts, gpus
-from accel_fsdp.models import ModelFacts, inspect_model, remote_code
+from accel_fsdp.models import ModelFacts, catalogue, inspect_model, remote_code
 from accel_fsdp.prediction.memory import Recipe
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import parameters
@@ -18,6 +18,9 @@ from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.question import Context, Question, settle, skip
 from accel_fsdp.wizard.questions import QUESTIONS, to_answers
+
+WITHOUT_MODEL = ""
+"""The answer that no model is needed: the layer class is named, or a file is re-edited."""
 
 
 @dataclass
@@ -67,6 +70,10 @@ class Interview:
         return self._with_model(context) if question.field == "model" else context
 
     def _settle_given(self, question: Question, context: Context) -> Context:
+        if question.field == "model" and self.is_without_model:
+            return skip(question, context, {})
+        if question.field == "layer_class" and self.is_without_model and not self.given.get("layer_class"):
+            return skip(question, context, {})
         if question.field in self.given:
             try:
                 return settle(question, context, self.given[question.field])
@@ -81,7 +88,19 @@ class Interview:
             return skip(question, context, {})
         return settle(question, context, question.default(context)[0])
 
+    @property
+    def is_without_model(self) -> bool:
+        """Whether a file, or a flag that names the layer class, makes the model unnecessary."""
+        named = "layer_class" in self.flags and "model" not in self.given
+        return "model" not in self.flags and (named or self.given.get("model") == WITHOUT_MODEL)
+
+    def _is_unread(self) -> bool:
+        """Whether the given layer classes are none of a language model's that is known."""
+        return not catalogue.language_layers().issuperset(str(self.given.get("layer_class", "")).split(","))
+
     def _with_model(self, context: Context) -> Context:
+        if self.is_without_model:
+            return replace(context, unread=True)
         try:
             model = read_model(context["model"])
             if not self.quiet:
@@ -91,7 +110,7 @@ class Interview:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
             _go_on_unchecked(error)
-            return context
+            return replace(context, unread=not isinstance(error, remote_code.NeedsCode) and self._is_unread())
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:

@@ -218,7 +218,7 @@ def _job(context: Context, layout: Layout | None) -> "PlanJob | None":
 
 def _is_unknown(context: Context) -> bool:
     """A folder that is called like a model of the catalogue may hold another."""
-    return context.traced is None and os.path.exists(context["model"])
+    return context.traced is None and (not context["model"] or os.path.exists(context["model"]))
 
 
 def _better(context: Context) -> Iterator[str]:

@@ -27,13 +27,15 @@ def is_ddp(given: GivenAnswers) -> bool:
 class Context:
     """What a question may look at: the answers so far, the model, and the machine that was found.
 
-    `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded.
+    `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded. `unread` says that
+    nothing is known of a model that is no language model of the catalogue's kinds.
     """
 
     given: GivenAnswers
     found: MachineFacts = machines.CPU
     model: ModelFacts | None = None
     traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
+    unread: bool = False
 
     @property
     def machine(self) -> MachineFacts:

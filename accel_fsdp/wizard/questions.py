@@ -232,7 +232,8 @@ BY_FIELD = {question.field: question for question in QUESTIONS}
 def to_answers(context: Context) -> Answers:
     """Turns a context in which every question is settled into `Answers`."""
     answers = Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
-    return replace(answers, auto_class=context.model.auto_class) if context.model else answers
+    auto_class = context.model.auto_class if context.model else "" if context.unread else answers.auto_class
+    return replace(answers, auto_class=auto_class)
 
 
 def applying(answers: Answers) -> list[Question]:

@@ -48,8 +48,8 @@ def to_mapping(answers: Answers) -> dict[str, Any]:
     for question in applying(answers):
         if question.key and engine in BY_NAME[question.key].engines:
             value = getattr(answers, question.field)
-            if value == "":
-                continue  # the engine that starts the machines says it
+            if value in ("", ()):
+                continue  # the engine that starts the machines, or the model itself, says it
             values[question.key] = ",".join(value) if isinstance(value, tuple) else value
     values |= _DERIVED[engine](answers)
     content: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def _quoted(value: Any) -> Any:
 
 def header(answers: Answers, launch: str = "") -> list[str]:
     """Comment lines: what the file is, the command that made it, and the one that uses it."""
-    title = f"{answers.model}, {answers.method} training, {_engine_in_words(answers)}."
+    title = f"{answers.model or 'A model of your own'}, {answers.method} training, {_engine_in_words(answers)}."
     return config_header.comment(title, command_line(answers), launch or launch_line(answers, THIS_FILE))
 
 
@@ -143,7 +143,7 @@ def command_line(answers: Answers) -> str:
     words = COMMAND.split()
     for question in applying(answers):
         value = getattr(answers, question.field)
-        words += [question.flag, flag_text(value)] if value != "" else []
+        words += [question.flag, flag_text(value)] if value not in ("", ()) else []
     return shlex.join(words)
 
 

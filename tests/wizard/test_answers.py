@@ -14,6 +14,7 @@ import yaml
 from conftest import SFT, accel_fsdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import ViTConfig, WhisperConfig
 
 from accel_fsdp import cli, linter, planner, wizard
 from accel_fsdp.config import Engine, Method, combinations
@@ -190,6 +191,45 @@ def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
     assert launch in path.read_text().splitlines()[4]
     assert ("a script of your own" in told) == bool(auto_class)
     assert auto_class in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "script"),
+    [
+        (["--layer-class", "MyBlock"], "YOUR_SCRIPT.py"),
+        (["--layer-class", "MyBlock", "--engine", "fsdp", "--fsdp-version", "1"], "YOUR_SCRIPT.py"),
+        (["--layer-class", "FluxTransformerBlock", "--model", "./flux"], "YOUR_SCRIPT.py"),
+        (["--layer-class", "LlamaDecoderLayer", "--model", "my/gated-llama"], "train/sft.py"),
+    ],
+)
+def test_a_layer_class_that_is_named_needs_no_model(flags: list[str], script: str, tmp_path: Path) -> None:
+    """One of diffusers, or a module of the user's own."""
+    (tmp_path / "flux").mkdir()
+    path = tmp_path / "made.yaml"
+    words = [str(tmp_path / word) if word == "./flux" else word for word in flags]
+    finished = accel_fsdp("config", "--yes", *words, "--gpus", "8xH100", "-o", path)
+    assert finished.code == 0, finished.output
+    assert f"accelerate launch --config_file {path} {script}" in finished.output
+    assert yaml.safe_load(path.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == flags[1]
+    again = shlex.split(path.read_text().splitlines()[2].removeprefix("#"))
+    assert accel_fsdp(*again[1:], "-o", tmp_path / "again.yaml").code == 0
+    assert (tmp_path / "again.yaml").read_bytes() == path.read_bytes()
+
+
+def test_models_for_images_and_sound_get_a_yaml(tmp_path: Path) -> None:
+    """As docs/configure.md says; with the class that their config names, as those of the hub do."""
+    for config, layers in (
+        (ViTConfig(architectures=["ViTForImageClassification"]), {"ViTLayer"}),
+        (
+            WhisperConfig(architectures=["WhisperForConditionalGeneration"]),
+            {"WhisperEncoderLayer", "WhisperDecoderLayer"},
+        ),
+    ):
+        config.save_pretrained(tmp_path)
+        made = settled(model=str(tmp_path), gpus="8xH100")
+        assert layers <= set(made.layer_class)
+        assert "YOUR_SCRIPT.py" in to_yaml.launch_line(made, "made.yaml")
+        interview.read_model.cache_clear()
 
 
 def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:

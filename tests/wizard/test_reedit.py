@@ -275,3 +275,13 @@ def test_an_address_that_cannot_be_used_goes(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**sound("fsdp2"), "num_machines": 2, "main_process_ip": "1234"}))
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**LLAMA, "gpus": "4xH100"})
     assert "main_process_ip" not in yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("trl/*fsdp*.yaml")), ids=lambda path: path.stem)
+def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None:
+    """What it leaves to the model stays so."""
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text())
+    finished = accel_fsdp("config", "--yes", "--from", copy, "--mixed-precision", "fp16")
+    assert finished.code == 0, finished.output
+    assert yaml.safe_load(copy.read_text()) == {**yaml.safe_load(path.read_text()), "mixed_precision": "fp16"}
