@@ -528,7 +528,7 @@ def test_the_largest_that_fits_is_found_with_few_tries(
     class Device:
         def __init__(self, number: int) -> None:
             self.needed = constant + max(0, number - knee) * slope
-            self.verdict = "yes" if number <= limit else "no"
+            self.fits = number <= limit
 
     tried: list[int] = []
 
@@ -539,6 +539,12 @@ def test_the_largest_that_fits_is_found_with_few_tries(
     has = round((constant + max(0, limit - knee) * slope) * 1.05)
     assert search._largest(needs, has, most) == min(limit, most)  # type: ignore[arg-type]
     assert len(tried) == len(set(tried)) <= 3 * most.bit_length() + 2
+
+    tried.clear()
+    known = min(limit, most) // 2
+    found = search._largest(needs, has, most, known)  # type: ignore[arg-type]
+    assert known <= found <= min(limit, most) <= found + known // search.FINE
+    assert len(tried) == len(set(tried))
 
 
 def test_a_comparison_of_eight_machines_takes_no_longer_than_three_imports_of_torch() -> None:
