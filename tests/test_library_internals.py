@@ -1,6 +1,7 @@
 """What this package relies on inside of its libraries: there in what is installed, and missed in one clear line."""
 
 import ast
+import contextlib
 import copy
 import inspect
 import re
@@ -254,8 +255,9 @@ def called_by_super(tree: ast.AST) -> set[str]:
         ("{0}._optim_utils._unflatten_orig_param_states = lambda infos, state_name, **more: None",
          "has torch.distributed.fsdp._optim_utils._unflatten_orig_param_states(infos, state_name, more),"
          " not (fsdp_param_info, output_states, state_name, *)\n"),
-        ("{0}._flat_param.FlatParamHandle.to_cpu = None",
-         "has torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu, which is no function, not (self)\n"),
+        ("{0}._init_utils._init_intra_and_inter_node_groups = None",
+         "has torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups, which is no function,"
+         " not (global_process_group, num_devices_per_node)\n"),
     ],
 )  # fmt: skip
 def test_fsdp_on_cpu_is_refused_where_torch_has_changed(change: str, said: str) -> None:
@@ -273,6 +275,17 @@ sys.exit(guard(cpu.enable))
     expected = f"error: torch {metadata.version('torch')} {said}"
     expected += "  why: FSDP1 on CPU tensors would fail, or save wrong states\n"
     assert done.output.endswith(f"{expected}  fix: pip install 'torch>={oldest},<={newest}', which is tested\n")
+
+
+def test_a_patch_asks_for_nothing_where_it_is_not_needed() -> None:
+    applied: list[str] = []
+    gone = library_internals.Internal("torch:no_such_name")
+    for until in ("2.0", ""):
+        patch = library_internals.patch(gone, why="it fails", until=until)(lambda: applied.append("applied"))
+        assert patch.is_needed == (not until)
+        with pytest.raises(errors.UserError) if patch.is_needed else contextlib.nullcontext():
+            patch()
+    assert applied == []
 
 
 @pytest.mark.parametrize(
