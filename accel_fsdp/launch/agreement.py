@@ -47,12 +47,16 @@ OWN_VARIABLES = re.compile(
 """Of those, variables that may differ between machines: paths, caches, logs, devices."""
 CONFIG_FILES = ("ACCELERATE_DEEPSPEED_CONFIG_FILE",)
 """Variables that name a file, whose content is compared."""
-OWN_FLAGS = re.compile(
-    r"(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)(_(dir|path|folder|root|file))?"
-    r"|(local|node|machine)_?(rank|id|index)|rank|host|host_?name|node_?name|run_name"
+OWN_ARGUMENTS = re.compile(
+    r"(out|output|log|logs|logging|cache|tmp|temp|scratch)|(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)"
+    r"_(dir|path|folder|root|file)"
+    r"|(local|node|machine)_?(rank|id|index)|rank|host|host_?name|node_?name"
     r"|(gpu|device)(s|_ids?)?|(\w+_)?(addr|address|ip|port)"
+    r"|run_name|project|report_to|hub_token|disable_tqdm|log_level(_replica)?|log_on_each_node|accelerate_config"
+    r"|dataset_num_proc|(dataloader_)?(num_workers|pin_memory|persistent_workers|prefetch_factor)"
+    r"|ddp_timeout|hang_timeout"
 )
-"""Flags of any script whose values may differ between machines."""
+"""Arguments that may differ between machines: places, logs, trackers, how fast data are read, how long to wait."""
 SECRET_FLAGS = re.compile(r"(\w+_)?(token|password|secret|key)")
 """Flags whose values are compared and not shown."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
@@ -129,6 +133,11 @@ def is_compared(variable: str) -> bool:
     return bool(VARIABLES.fullmatch(variable)) and not OWN_VARIABLES.fullmatch(variable)
 
 
+def is_own(argument: str) -> bool:
+    """Whether the value of an argument, by its flag or name, may differ between machines."""
+    return bool(OWN_ARGUMENTS.fullmatch(_key(argument)))
+
+
 def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
     """What is known of a job on this machine, whatever its script is: `variables` are those of its ranks."""
     plain = {name: _portable(value) for name, value in variables.items() if is_compared(name)}
@@ -176,7 +185,7 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
     return {
         flag: digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
         for flag, value in told.items()
-        if not OWN_FLAGS.fullmatch(_key(flag))
+        if not is_own(flag)
     }
 
 

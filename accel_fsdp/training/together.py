@@ -35,15 +35,6 @@ _jobs = itertools.count()
 POLL_SECONDS, MEET_SECONDS = 1.0, 10.0
 RANKS_PER_SECOND = 100
 """How many ranks ask the store for a failure in a second."""
-OWN = frozenset(
-    {
-        *("output_dir", "run_name", "project", "report_to", "local_rank", "disable_tqdm", "log_level"),
-        *("log_level_replica", "log_on_each_node", "hub_token", "dataset_num_proc", "dataloader_num_workers"),
-        *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "accelerate_config"),
-        *("ddp_timeout", "hang_timeout", "deepspeed_plugin", "_n_gpu"),
-    }
-)
-"""Arguments that may differ between machines: places, logs, trackers, and how fast data are read."""
 PATHS = frozenset({"model_name_or_path", "dataset_name", "chat_template_path", "resume_from_checkpoint"})
 """Arguments of which the last part is compared: machines may keep the same thing in other places."""
 OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
@@ -156,7 +147,7 @@ def _board_of_launchers() -> Board | None:
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
     """What this rank was told: arguments, what Accelerate made of the YAML, script, versions, environment."""
     told = {**asdict(model), **asdict(data), **training.to_dict()}
-    kept = {name: value for name, value in told.items() if name not in OWN}
+    kept = {name: value for name, value in told.items() if not agreement.is_own(name)}
     arguments = {name: _last_part(value) if name in PATHS else value for name, value in kept.items()}
     return {**agreement.of_job(os.environ, Path(sys.argv[0])), "arguments": agreement.flat(arguments)}
 

@@ -17,7 +17,7 @@ FLAGS: Mapping[str, tuple[str, dict[str, str]]] = {
     "paths": ("--model /mnt/a/llama --data ./rows.jsonl", {"--model": "llama", "--data": "rows.jsonl"}),
     "addresses of pages": ("--data https://example.org/a", {"--data": "https://example.org/a"}),
     "each machine's own": ("--output_dir a --cache-dir b --local_rank 1 --gpu 0 --master_port 1 --log_dir c", {}),
-    "as short as these": ("--logging_steps 1 --output_dim 2", {"--logging_steps": "1", "--output_dim": "2"}),
+    "as short as these": ("--logging_steps 1 --use_cache true", {"--logging_steps": "1", "--use_cache": "true"}),
 }
 
 
@@ -36,9 +36,9 @@ def test_the_host_itself_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_secrets_are_compared_and_not_shown() -> None:
-    (value,) = agreement.flags_of(["--hub_token", "hf_abc"]).values()
+    (value,) = agreement.flags_of(["--api_key", "hf_abc"]).values()
     assert "hf_abc" not in value
-    assert value != agreement.flags_of(["--hub_token", "hf_abd"])["--hub_token"]
+    assert value != agreement.flags_of(["--api_key", "hf_abd"])["--api_key"]
 
 
 def test_variables_that_are_compared(tmp_path: Path) -> None:

@@ -272,7 +272,10 @@ def test_ranks_end_when_the_system_kills_one_that_loads(job: Job) -> None:
 
 
 def test_machines_that_were_told_the_same_train(job: Job) -> None:
-    done = launched(job.machines, job.sides())
+    """Each may read its data, log and wait in its own way."""
+    sides = job.sides()
+    sides[1].words += ["--dataset_num_proc", "1", "--hang_timeout", "700", "--run_name", "second"]
+    done = launched(job.machines, sides)
     assert [one.code for one in done] == [0, 0], done[0].output + done[1].output
 
 
