@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import hang
@@ -435,3 +435,16 @@ def test_a_model_without_sdpa_is_recorded_with_eager_attention() -> None:
     recorder = Recorder("capped", config, Variant.of("fp32-full-sdpa"))
     assert recorder.shape.eager_only
     assert recorder.model.config._attn_implementation == "eager"
+
+
+def test_values_narrower_than_keys_take_the_efficient_kernel() -> None:
+    """DeepSeek-V3's, of 192 and 128: flash refuses them, so that no plan could be made for any of its kind."""
+    config = DeepseekV3Config(
+        **{"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2},
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 64},
+    )
+    shape, tapes = fit.record_model("deepseek", config, ("bf16-full-sdpa",))
+    assert [block.name for block in shape.blocks] == ["DeepseekV3DecoderLayer"] * 2
+    assert all(tape.forward and tape.backward for tape in tapes["bf16-full-sdpa"].blocks)

@@ -106,13 +106,14 @@ def _attention(
 ) -> Tensor:
     """The kernel that `scaled_dot_product_attention` takes on CUDA (sdp_utils.cpp): flash, efficient, else plain math.
 
-    Flash needs 16 bits, no mask and heads up to 256 wide; the efficient one can't share key heads among query heads.
+    Flash needs 16 bits, no mask and heads up to 256 wide, those of values as wide as those of keys, which DeepSeek's
+    are not; the efficient one can't share key heads among query heads.
     """
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
     width = query.shape[-1]
-    if attn_mask is None and query.dtype in LOW and width <= 256:
+    if attn_mask is None and query.dtype in LOW and value.shape[-1] == width <= 256:
         padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
         out: Tensor = _ATEN._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width] if width % 8 else out
