@@ -48,12 +48,16 @@ def train(
     lora: bool = False,
     quantized: bool = False,
     smoothing: float = 0.0,
+    bf16: bool = False,
+    sgd_rate: float = SGD_LEARNING_RATE,
 ) -> Reference:
     """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
 
+    The last batch of an epoch has the rows that are left.
+
     AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show. With
     `lora` an adapter of the script's default size is trained and the weights are the merged model's; `quantized`, on a
-    base of 4 bits, and nothing is merged.
+    base of 4 bits, and nothing is merged. `bf16` computes under autocast.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -72,11 +76,13 @@ def train(
         model.parameters(), lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     if sgd:
-        optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=sgd_rate)
     losses, norms, accuracies = [], [], []
     for step in range(steps):
-        batch = rows[step * global_batch : (step + 1) * global_batch]
-        found = [_loss_and_right(model, row, smoothing) for row in batch]
+        place = step % -(-len(rows) // global_batch) * global_batch
+        batch = rows[place : place + global_batch]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            found = [_loss_and_right(model, row, smoothing) for row in batch]
         tokens = sum(len(row) - 1 for row in batch)
         total = sum(loss for loss, _ in found) / tokens
         optimizer.zero_grad()
@@ -104,7 +110,7 @@ def train(
 def _loss_and_right(model: torch.nn.Module, row: list[int], smoothing: float = 0.0) -> tuple[torch.Tensor, int]:
     """Summed over a row's tokens; smoothing gives every token of the vocabulary an equal part of the target."""
     ids = torch.tensor([row])
-    logs = functional.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1)
+    logs = functional.log_softmax(model(input_ids=ids).logits[0, :-1].float(), dim=-1)
     own = logs.gather(1, ids[0, 1:, None])[:, 0]
     loss = -(1 - smoothing) * own.sum() - smoothing * logs.mean(dim=1).sum()
     return loss, int((logs.argmax(dim=1) == ids[0, 1:]).sum())

@@ -42,6 +42,31 @@ def loss_in_16_bits(folder: Path) -> Any:
     return {name: str(model(input_ids=ids, labels=ids).loss.dtype) for name, model in made.items()}
 
 
+def count_in_16_bits(folder: Path) -> Any:
+    """What a model divides the loss of 271 tokens by, of plain Trainer; and under fp16 that of 70,000."""
+    seen: dict[str, float] = {}
+    row = {"input_ids": [5] * 272, "labels": [5] * 272}
+    for name, settings in {"FSDP1": V1, "FSDP2": V2, "none": None}.items():
+        model = llama(max_position_embeddings=512)
+        trainer = make_trainer(folder, model, settings, "bf16", max_steps=1, per_device_train_batch_size=1)
+        trainer.train_dataset = [row]
+        model.loss_function = _counting(seen, name)
+        trainer.train()
+    model = prepared(llama(), V2, "fp16")[1]
+    model.loss_function = _counting(seen, "fp16")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(70_000.0))
+    return seen
+
+
+def _counting(seen: dict[str, float], name: str) -> Any:
+    def loss(logits: torch.Tensor, num_items_in_batch: Any, **_: Any) -> torch.Tensor:
+        seen[name] = float(num_items_in_batch)
+        return logits.float().mean()
+
+    return loss
+
+
 def dropout_when_recomputed(folder: Path) -> Any:
     """Whether a layer begins with the same random numbers when backward computes it again."""
     seen = {}

@@ -109,6 +109,9 @@ def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> 
         place["row"] -= place["row"] % rows  # with other rows per step some come again, and none is left out
         batches = itertools.islice(loader, place["row"] // rows, None)
         while group := list(itertools.islice(batches, job.gradient_accumulation_steps)):
+            for number, batch in enumerate(group):  # the sampler repeats rows at an epoch's end, which count once
+                first, ranks = place["row"] + number * rows + dist.get_rank(), dist.get_world_size()
+                batch["labels"][first + ranks * torch.arange(len(batch["labels"])) >= len(loader.dataset)] = -100
             place["row"] += len(group) * rows
             yield group
         place.update(epoch=place["epoch"] + 1, row=0)

@@ -112,6 +112,7 @@ PAINS: Mapping[str, str] = {
     "P103": "hybrid sharding with one rank a copy shards nothing",
     "P104": "load_best_model_at_end overlooks the newest sharded checkpoint, and may hang",
     "P105": "under FSDP1 an adapter in a gathered checkpoint is not resumed",
+    "P106": "under FSDP the loss is divided by a count of tokens that is rounded to 16 bits",
 }
 
 UNSEEN: Mapping[str, str] = {

@@ -2,14 +2,14 @@
 
 Trainer's own go wrong in places (transformers 5.23). It shifts the labels for `--label_smoothing_factor` only if it
 knows the name of the model's class, which FSDP2 changes; counts one token too many per row of classes that aren't
-called ForCausalLM; weighs a router's loss by the number of micro-batches; divides each rank's held-out loss by the
-tokens of all and then drops some ranks' part of the last batch; and goes on, with zeros in the log, after a loss that
-is not a number.
+called ForCausalLM; gives the model that count as a float, which FSDP rounds to the dtype that it computes in; counts
+rows twice that fill the last step of an epoch; weighs a router's loss by the number of micro-batches; divides each
+rank's held-out loss by the tokens of all and then drops some ranks' part of the last batch; and goes on, with zeros in
+the log, after a loss that is not a number.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training.checkpointing_trainer import SurvivingTrainer
-from accel_fsdp.training.data import IGNORED, Collator
+from accel_fsdp.training.data import IGNORED, batching
 
 RELIES_ON = (
     Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
@@ -36,18 +36,22 @@ RELIES_ON = (
     Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),
     Internal(f"{TRAINER}._get_grad_norm", "self model grad_norm"),
     Internal(f"{TRAINER}._maybe_log_save_evaluate", "self tr_loss *"),
+    Internal(f"{TRAINER}.get_train_dataloader", "self"),
     Internal(f"{TRAINER}.get_eval_dataloader", "self eval_dataset"),
+    Internal(f"{TRAINER}._get_num_items_in_batch", "self batch_samples device"),
     Internal(f"{TRAINER}.evaluation_loop", "self dataloader * metric_key_prefix"),
     Internal(f"{TRAINER}.prediction_step", "self model inputs prediction_loss_only ignore_keys"),
     Internal(f"{TRAINER}._prepare_inputs", "self inputs"),
     Internal(f"{TRAINER}._prepare_context_parallel_inputs", "self model inputs"),
     Internal(f"{TRAINER}._get_learning_rate", "self"),
     Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
-    Internal(f"{TRAINER}._finalize_training", "self *"),
+    Internal(f"{TRAINER}._finalize_training", "self trial num_train_samples start_time"),
     Internal(f"{TRAINER}.get_tp_size", "self"),
 )
-OTHER_LOSS = 0.02
-"""Of the loss: what rounding to bfloat16 never makes, and another target or another mean always does."""
+OTHER_LOSS = 2e-4
+"""Of the loss: both are computed in float32, of the same logits, and differ by the order of their sums."""
+ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What the layers and settings of transformers' mixtures call the weight of the router's loss."""
 SKIPPED_IN_A_ROW = 40
 """Steps that fp16's scaler may leave out, halving its scale each time: from 2 ** 16 it would be nothing by then."""
 
@@ -61,6 +65,11 @@ def targets(inputs: Mapping[str, Tensor]) -> Tensor:
     if "shift_labels" in inputs:
         return inputs["shift_labels"]
     return F.pad(inputs["labels"][..., 1:], (0, 1), value=IGNORED)
+
+
+def has_rows(inputs: Mapping[str, Tensor]) -> Tensor:
+    """False of a micro-batch that only fills a rank's step."""
+    return (targets(inputs) != IGNORED).any()
 
 
 def cross_entropy(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -89,33 +98,22 @@ def right_tokens(logits: Tensor, wanted: Tensor) -> Tensor:
     return ((own[..., 0] > highest) & (wanted != IGNORED)).sum()
 
 
-class EvenRows:
-    """Rows, and behind them as many without a label as it takes for every rank to have the same number of batches.
-
-    Accelerate fills the last batch with rows from the beginning, and they would count twice.
-    """
-
-    def __init__(self, rows: Any, multiple: int) -> None:
-        self.rows, self.multiple = rows, multiple
-
-    def __len__(self) -> int:
-        return -(-len(self.rows) // self.multiple) * self.multiple
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index >= len(self):
-            raise IndexError(index)
-        row: dict[str, Any] = dict(self.rows[index if index < len(self.rows) else 0])
-        return row if index < len(self.rows) else {**row, "labels": [IGNORED] * len(row["labels"])}
+def router_coefficient(model: nn.Module) -> float | None:
+    """The weight of a mixture's router loss; None where the model has no such loss, or an unknown name for it."""
+    holders = [*model.modules(), model.config.get_text_config()]
+    found = (getattr(one, name, None) for one in holders for name in ROUTER_COEFFICIENTS)
+    return next((float(value) for value in found if value is not None), None)
 
 
 class LossTrainer(SurvivingTrainer):
     """`Trainer` whose losses are those of a plain loop over all ranks' tokens, and which stops when it diverges."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given, rows = kwargs["args"], kwargs.get("eval_dataset")
+        given = kwargs["args"]
         given.logging_nan_inf_filter = False  # it would log zeros
-        if rows is not None and hasattr(rows, "__len__"):
-            kwargs["eval_dataset"] = EvenRows(rows, given.eval_batch_size * given.world_size)
+        for name in ("train_dataset", "eval_dataset"):
+            if hasattr(kwargs.get(name), "__len__"):
+                kwargs[name] = batching.RowsAndNone(kwargs[name])
         super().__init__(*args, **kwargs)
         if given.ignore_nan_inf and self.is_deepspeed_enabled:
             raise UsageError(
@@ -124,7 +122,8 @@ class LossTrainer(SurvivingTrainer):
                 fix="leave it out",
             )
         self._loss_shifts_labels = True
-        self._settings = self.model.config.get_text_config()
+        self._router = router_coefficient(self.model)
+        self._routed = self._router_share = torch.tensor(1.0)
         parallel = getattr(self.accelerator, "parallelism_config", None)
         if given.label_smoothing_factor or not (self.model_accepts_loss_kwargs or (parallel and parallel.sp_enabled)):
             self.compute_loss_func = partial(self._own_loss, smoothing=given.label_smoothing_factor)
@@ -138,6 +137,10 @@ class LossTrainer(SurvivingTrainer):
 
     # Training
 
+    def get_train_dataloader(self) -> Any:
+        """Each row of an epoch once: the last step is a mean over the rows that are left, on any number of ranks."""
+        return batching.even_out(super().get_train_dataloader())
+
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
         """Looks at the loaded weights once: what is broken already is no matter of the learning rate.
 
@@ -146,11 +149,12 @@ class LossTrainer(SurvivingTrainer):
         """
         found = super()._prepare_for_training(max_steps, dataloader, checkpoint)
         if odd := self._not_finite():
+            weights = checkpoint or self.model.config.get_text_config()._name_or_path or "this one"
             more = f" and {len(odd) - 1} more" if odd[1:] else ""
             raise UserError(
                 f"the loaded weights hold NaN or infinite values: {odd[0]}{more}",
                 why="training can't repair NaN or infinite weights",
-                fix=f"another checkpoint: {checkpoint or self._settings._name_or_path or 'this one'} is broken",
+                fix=f"another checkpoint: {weights} is broken",
             )
         return found
 
@@ -161,41 +165,62 @@ class LossTrainer(SurvivingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The mean over the tokens of all ranks' micro-batches; a router's loss is a mean over the micro-batches."""
-        parts = 1
-        if num_items_in_batch is not None and getattr(self._settings, "output_router_logits", False):
-            parts = self.accelerator.num_processes // self.get_tp_size() * self.current_gradient_accumulation_steps
-            num_items_in_batch = num_items_in_batch / parts
+        """The mean over the tokens of all ranks' micro-batches; a router's loss is a mean over the micro-batches.
+
+        The model returns a sum, which is divided here: FSDP casts the floats that it hands to a model's forward, and
+        bfloat16 rounds a count of 271 tokens to 272.
+        """
         if self.args.use_liger_kernel:  # its loss never has all logits
             inputs = {**inputs, "return_token_accuracy": True}
         wanted = targets(inputs)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = loss if parts == 1 else loss / parts
-        if model.training and not self._compared:
-            loss = self._compare(loss, outputs, wanted, num_items_in_batch)
+        summed = None if num_items_in_batch is None else 1
+        loss, outputs = super().compute_loss(model, inputs, True, summed)
+        if num_items_in_batch is not None:
+            scale, router = self._rank_scale(), self._router_loss(outputs)
+            loss = loss - scale * router
+            if model.training and not self._compared:
+                loss = self._compare(loss, outputs, wanted, scale)
+            loss = loss / torch.as_tensor(num_items_in_batch).clamp(min=1) + router * self._router_share
         self._score(outputs, wanted)
         return (loss, outputs) if return_outputs else loss
 
-    def _compare(self, loss: Tensor, outputs: Any, wanted: Tensor, count: Tensor | int | None) -> Tensor:
-        """Holds the model's own loss of the first batch against the next token's; where it is another, it isn't used.
+    def _router_loss(self, outputs: Any) -> Tensor | float:
+        """What the model has added to its loss for the balance of its experts."""
+        balance = outputs.get("aux_loss")
+        if balance is None:
+            return 0.0
+        if self._router is None:
+            raise UserError(
+                f"the coefficient of {type(self.model).__name__}'s router loss is unknown",
+                why="that loss can't be told from the tokens' loss, which is divided by their number",
+                fix="output_router_logits: false in the model's config.json",
+            )
+        weighted: Tensor = self._router * balance.to(self.args.device)
+        return weighted
 
-        Bart's decoder doesn't shift the labels, and others take no number of tokens. Row by row, to spare memory.
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Counts a step's tokens; for a router also the micro-batches that have rows, on all ranks."""
+        if self._router is not None:
+            trained = torch.stack([has_rows(batch) for batch in batch_samples]).sum().to(device)
+            self._routed = self.accelerator.reduce(trained, "sum") / self.get_tp_size()
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _compare(self, loss: Tensor, outputs: Any, wanted: Tensor, scale: int) -> Tensor:
+        """Compares the model's own loss of the first batch with the next tokens', which replaces it if they differ.
+
+        Bart's decoder doesn't shift the labels, and others ignore the number of tokens. Row by row, to spare memory.
         """
         self._compared = True
-        if self.compute_loss_func is not None or count is None or outputs.get("logits") is None:
-            return loss
-        if outputs.get("aux_loss") is not None or "loss" not in outputs:
+        if self.compute_loss_func is not None or outputs.get("logits") is None or "loss" not in outputs:
             return loss
         with torch.no_grad():
-            summed = [cross_entropy(*row) for row in zip(outputs["logits"], wanted, strict=True)]
-            own = torch.stack(summed).sum() / count
-        scale = self._rank_scale()
+            own = torch.stack([cross_entropy(*row) for row in zip(outputs["logits"], wanted, strict=True)]).sum()
         other = (loss.detach() / scale - own).abs() > OTHER_LOSS * own
         if not self.accelerator.gather(other[None].to(self.args.device)).any():
             return loss
         self._say("the model's own loss is not the mean over next tokens; that mean is computed from its predictions")
         self.compute_loss_func = partial(self._own_loss, smoothing=0.0)
-        return cross_entropy(outputs["logits"], wanted) / count * scale
+        return cross_entropy(outputs["logits"], wanted) * scale
 
     def _rank_scale(self) -> int:
         """What Trainer multiplies each rank's loss by, in place: the engines take the mean over the ranks."""
@@ -212,7 +237,7 @@ class LossTrainer(SurvivingTrainer):
         if found.get("logits") is not None:
             right = right_tokens(found["logits"], wanted)
         elif found.get("token_accuracy") is not None:
-            right = found["token_accuracy"].detach() * count
+            right = found["token_accuracy"].detach().nan_to_num() * count
         else:
             return
         self._scored = self._scored + torch.stack([right.double(), count.double()])
@@ -226,15 +251,15 @@ class LossTrainer(SurvivingTrainer):
         super().log(logs, start_time)
 
     def _own_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float) -> Tensor:
-        """The next-token loss of a model that isn't given the labels."""
-        wanted = targets({"labels": labels})
-        count = (wanted != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        loss = cross_entropy(outputs["logits"], wanted, smoothing) / count
-        router = outputs.get("aux_loss")
-        return loss if router is None else loss + self._settings.router_aux_loss_coef * router.to(loss.device)
+        """The next tokens' loss of a model that isn't given the labels, summed."""
+        loss = cross_entropy(outputs["logits"], targets({"labels": labels}), smoothing)
+        return loss + self._router_loss(outputs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trains on one micro-batch."""
+        """Trains on one micro-batch. Its router's loss is one of those that have rows."""
+        if self._router is not None:
+            ranks = self.accelerator.num_processes // self.get_tp_size()
+            self._router_share = ranks * has_rows(inputs).to(self.args.device) / self._routed
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = self._step_loss + loss
         return loss
@@ -288,14 +313,8 @@ class LossTrainer(SurvivingTrainer):
     # Held-out rows
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches may be without any label, where a rank has none of the last rows."""
-        of_training: Any = self.data_collator  # type: ignore[has-type]
-        if isinstance(of_training, Collator):
-            self.data_collator = replace(of_training, may_lack_labels=True)
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = of_training
+        """All held-out rows, each once."""
+        return batching.even_out(super().get_eval_dataloader(eval_dataset), keep_last=True)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The mean over the held-out tokens of all ranks: no smoothing, no router's loss, no row twice.
@@ -312,8 +331,7 @@ class LossTrainer(SurvivingTrainer):
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics[f"{prefix}_loss"] = mean
         output.metrics[f"{prefix}_mean_token_accuracy"] = right / max(count, 1)
-        rows = getattr(dataloader, "dataset", None)
-        return output._replace(num_samples=len(rows.rows)) if isinstance(rows, EvenRows) else output
+        return output
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -345,17 +363,32 @@ class LossTrainer(SurvivingTrainer):
             raise self._diverged(found)
         self._say(f"{found}: no checkpoint is written")
 
-    def _finalize_training(self, *args: Any) -> Any:
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
         """Ends with finite weights only; those of the best checkpoint are, whatever came after it.
+
+        Trainer's rate counts every step as a whole one, as a share of `num_train_samples`.
 
         Raises:
             Diverged: they aren't.
         """
         if not (self.stop.agreed or self.args.ignore_nan_inf):
             self._check_weights()
-        found = super()._finalize_training(*args)
+        first, last = (self._rows_before(step) for step in (self._initial_global_step, self.state.global_step))
+        share = (self.state.global_step - self._initial_global_step) / max(self.state.max_steps, 1)
+        found = super()._finalize_training(trial, (last - first) / share if share else 0, start_time)
         self._check_weights()
         return found
+
+    def _rows_before(self, step: int) -> int:
+        """The rows that were trained when that many steps were done."""
+        size = self.get_total_train_batch_size(self.args)
+        if not hasattr(self.train_dataset, "__len__"):
+            return step * size
+        rows = len(self.train_dataset)
+        if self.args.dataloader_drop_last:
+            rows -= rows % (size // self.args.gradient_accumulation_steps)
+        epochs, steps = divmod(step, max(-(-rows // size), 1))
+        return int(epochs * rows + min(steps * size, rows))
 
     def _check_weights(self) -> None:
         if self._not_finite():

@@ -23,6 +23,7 @@ from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.training import run_plan
+from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.run_plan import Forecast
 from accel_fsdp.units import GIB, gib_or_mib, millions
 
@@ -59,7 +60,8 @@ class Tally:
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         tokens = ids.new_tensor(ids.numel()) if mask is None or mask.dim() != 2 else (mask != 0).sum()
         documents = ids.new_tensor(ids.shape[0]) if positions is None else (positions == 0).sum()
-        self._counted = self._counted + torch.stack([tokens, documents]).double()
+        trained = (inputs["labels"] != IGNORED).any() if "labels" in inputs else 1  # else it fills a rank's last step
+        self._counted = self._counted + torch.stack([tokens, documents]).double() * trained
         if ids.numel() > self.rows * self.length:
             self.rows, self.length = ids.shape[0], ids.numel() // ids.shape[0]
 

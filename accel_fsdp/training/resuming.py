@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-LAST_STEP = "; the last step of an epoch may have others (--dataloader_drop_last true leaves it out)"
-"""Several ranks fill it up with rows of the epoch's beginning, one rank doesn't (accelerate's even_batches)."""
-
-
 def chosen(training: "TrainingArguments") -> str | None:
     """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
 
@@ -60,7 +56,7 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
         console.say(
             f"elastic: {counted(training.world_size, 'rank')} instead of {origin.ranks}, so "
             f"--gradient_accumulation_steps {each} instead of {training.gradient_accumulation_steps}: "
-            f"steps of {origin.rows_per_step} rows as before{'' if training.dataloader_drop_last else LAST_STEP}",
+            f"steps of {origin.rows_per_step} rows as before",
             style="yellow",
         )
     training.gradient_accumulation_steps = each

@@ -151,6 +151,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF628": (subject(V2, "--device_map auto"), subject(V2, "--device_map cpu")),
     "AF629": (subject(V2, "--target_parameters mlp.experts.down_proj"), subject(V2, "--target_modules q_proj")),
+    "AF636": (
+        versions(BF16, "--max_steps 3", transformers="5.23.0"),
+        versions(BF16, "--max_steps 3", transformers="5.22.2"),
+    ),
     "AF703": (
         versions(V2, model=TIED, accelerate="1.14.0", torch="2.13.0"),
         versions(V2, model=TIED, accelerate="1.14.0", torch="2.12.0"),

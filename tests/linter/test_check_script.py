@@ -1,5 +1,6 @@
 """Rules about the training script: a script that triggers each and one that doesn't, and our own, which is clean."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_a_trainer_by_another_name(code: str, text: str, lines: str) -> None:
     assert code in codes_of(subject(text, script=script(lines)))
     silent = lines.replace("SFTTrainer(", "Thing(").replace("Trainer(", "Thing(").replace("prepare(", "other(")
     assert code not in codes_of(subject(text, script=script(silent)))
+
+
+@pytest.mark.parametrize(
+    ("lines", "trl", "fires"),
+    [
+        ("Trainer(m).train()\n", "1.16.0", True),
+        ("class T(transformers.Trainer):\n    pass\nT(m).train()\n", "1.16.0", True),
+        ("SFTTrainer(m).train()\n", "1.14.2", True),
+        ("SFTTrainer(m).train()\n", "1.16.0", False),
+        ("DPOTrainer(m).train()\n", "1.14.2", False),
+        ("for batch in loader:\n    model(**batch).loss.backward()\n", "1.14.2", False),
+    ],
+)
+def test_who_gives_the_model_a_count_to_divide_by(lines: str, trl: str, fires: bool) -> None:
+    for text in (V1, V2):
+        low = text.replace("'no'", "bf16")
+        here = subject(low, script=script(lines), versions={"transformers": "5.23.0", "trl": trl})
+        assert ("AF636" in codes_of(here)) is fires
+        assert "AF636" not in codes_of(replace(here, versions={"transformers": "5.22.2", "trl": trl}))
+        assert "AF636" not in codes_of(replace(here, ours=True))
+        assert "AF636" not in codes_of(replace(here, args={"label_smoothing_factor": "0.1"}))
+        assert "AF636" not in codes_of(subject(text, script=script(lines), versions={"transformers": "5.23.0"}))
 
 
 SAVE = "    trainer.save_model()\n"

@@ -459,6 +459,12 @@ def test_fsdp2_rounds_the_loss_to_16_bits(alone: Seen) -> None:
     assert same(alone["loss_in_16_bits"]) == {"FSDP1": "torch.float32", "FSDP2": "torch.bfloat16"}
 
 
+@pytest.mark.pain("P106")
+def test_fsdp_rounds_the_count_that_divides_the_loss(alone: Seen) -> None:
+    """AF636: 271 tokens count as 272 in bfloat16, and 70,000 are infinitely many in float16."""
+    assert same(alone["count_in_16_bits"]) == {"FSDP1": 272, "FSDP2": 272, "none": 271, "fp16": float("inf")}
+
+
 @pytest.mark.pain("P102")
 def test_fsdp2_recomputes_dropout_with_other_numbers(alone: Seen) -> None:
     """AF634: two layers run twice; under FSDP1 each begins with the random state that it had in forward."""

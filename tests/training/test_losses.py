@@ -131,7 +131,7 @@ def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
     )
     trainer.accelerator = SimpleNamespace(num_processes=2, gather=lambda one: one, parallelism_config=None)
     trainer.get_tp_size = lambda: 1
-    trainer._settings, trainer.model_accepts_loss_kwargs = trainer.model.config, True
+    trainer._router, trainer._router_share, trainer.model_accepts_loss_kwargs = None, torch.tensor(1.0), True
     trainer.label_smoother = trainer.compute_loss_func = None
     ids = torch.arange(20)[None]
     wanted = functional.cross_entropy(trainer.model(input_ids=ids).logits[0, :-1], ids[0, 1:])

@@ -7,6 +7,8 @@ from typing import Any
 from accel_fsdp.config import LOW_DTYPES, UNLESS_OURS, Engine
 from accel_fsdp.errors import near_key
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.script import TRL, trainer_classes
+from accel_fsdp.linter.rules.versions import older
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 
@@ -281,6 +283,35 @@ def loss_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
             "near 6 it moves in steps of 1/32, which early stopping and the best model take for equal",
             "compute the loss in the script, in float32, or train with train/sft.py",
         )
+
+
+@rule("AF636", "warning", pains=("P106",))
+def count_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
+    """bf16 or fp16 under FSDP with transformers 5.23 or newer (`--args`, `--script`): gradients have another scale.
+
+    Trainer, and TRL's SFTTrainer before 1.15, give the model the number of a step's tokens as a float, and FSDP casts
+    floats. In bfloat16 271 tokens are 272: loss and gradients are off by up to 0.4 %, by another factor in each step.
+    In float16 more than 65,504 tokens are infinitely many, and nothing is trained. transformers 5.22 counts in whole
+    numbers, which FSDP leaves. train/sft.py divides outside of the model.
+    """
+    counts_in_floats = "transformers" in subject.versions and not older(subject, "transformers", "5.23")
+    low = subject.is_fsdp and subject.mixed and not subject.ours
+    if counts_in_floats and low and not _positive(subject.arg("label_smoothing_factor")) and _gives_the_count(subject):
+        yield Finding(
+            "mixed_precision",
+            "FSDP rounds the number of tokens by which the model divides its loss",
+            "loss and gradients are off by up to 0.4 % in bf16, and 0 in fp16 for over 65,504 tokens in a step",
+            "pip install 'transformers<5.23', or train/sft.py",
+        )
+
+
+def _gives_the_count(subject: Subject) -> bool:
+    """Whether a Trainer of the script leaves the loss to the model; without a script, whether it has arguments."""
+    if subject.script is None:
+        return subject.args is not None
+    of_trl = {name.replace("Config", "Trainer") for name in TRL}
+    own_loss = of_trl - ({"SFTTrainer"} if older(subject, "trl", "1.15") else set())
+    return bool(trainer_classes(subject) - own_loss)
 
 
 @rule("AF634", "warning", pains=("P102",))

@@ -95,6 +95,14 @@ def _makes_trainer(call: ast.Call) -> bool:
     return name_of(call).endswith("Trainer")
 
 
+def trainer_classes(subject: Subject) -> set[str]:
+    """The Trainer classes that the script makes objects or classes of its own from."""
+    nodes = list(ast.walk(subject.script.tree)) if subject.script else []
+    bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
+    made = {name_of(node) for node in nodes if isinstance(node, ast.Call) and _makes_trainer(node)}
+    return made | {name.rpartition(".")[2] for name in bases if name.endswith("Trainer")}
+
+
 def on_trainer(call: ast.Call, known: set[str]) -> bool:
     """Whether a method is called on a Trainer: by its assignment, or by its name."""
     on = call.func.value if isinstance(call.func, ast.Attribute) else None

@@ -6,7 +6,8 @@ from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 
-def _older(subject: Subject, package: str, version: str) -> bool:
+def older(subject: Subject, package: str, version: str) -> bool:
+    """Whether a package is installed, in an older version than this."""
     from packaging.version import Version
 
     installed = subject.versions.get(package)
@@ -20,7 +21,7 @@ def rank_0_adapter_only(subject: Subject) -> Iterator[Finding]:
         subject.engine is Engine.FSDP2
         and subject.uses_adapter
         and subject.full_state_dict
-        and _older(subject, "accelerate", "1.15")
+        and older(subject, "accelerate", "1.15")
     ):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
@@ -33,8 +34,8 @@ def rank_0_adapter_only(subject: Subject) -> Iterator[Finding]:
 @rule("AF702", "warning", fixed_in="accelerate 1.15", pains=("P94",))
 def checkpoints_of_children(subject: Subject) -> Iterator[Finding]:
     """FSDP2's activation checkpointing before accelerate 1.15 wraps a layer's children: 4 times the activations."""
-    older = _older(subject, "accelerate", "1.15")
-    if subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing") and older:
+    on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
+    if on and older(subject, "accelerate", "1.15"):
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             "this accelerate checkpoints inside the layers",
@@ -50,7 +51,7 @@ def tied_embeddings_on_new_torch(subject: Subject) -> Iterator[Finding]:
     torch refuses a parameter that two units share: "Parameter is shared with a parameter already managed".
     """
     tied = subject.model is not None and subject.model.tied
-    old = _older(subject, "accelerate", "1.15") and not _older(subject, "torch", "2.13") and "torch" in subject.versions
+    old = older(subject, "accelerate", "1.15") and not older(subject, "torch", "2.13") and "torch" in subject.versions
     if subject.engine is Engine.FSDP2 and tied and old:
         yield Finding(
             "fsdp_config.fsdp_version",
@@ -63,7 +64,7 @@ def tied_embeddings_on_new_torch(subject: Subject) -> Iterator[Finding]:
 @rule("AF704", fixed_in="accelerate 1.13", pains=("P95",))
 def optimizer_does_not_resume(subject: Subject) -> Iterator[Finding]:
     """Resuming under FSDP2 before accelerate 1.13: "Missing key in checkpoint state_dict: optimizer.state.0.step"."""
-    if subject.engine is Engine.FSDP2 and subject.resumes and _older(subject, "accelerate", "1.13"):
+    if subject.engine is Engine.FSDP2 and subject.resumes and older(subject, "accelerate", "1.13"):
         yield Finding(
             "fsdp_config.fsdp_version",
             "this accelerate can't load FSDP2's optimizer state",
@@ -92,7 +93,7 @@ def no_float32_masters(subject: Subject) -> Iterator[Finding]:
 def offload_with_ram_loading(subject: Subject) -> Iterator[Finding]:
     """CPU offload and `fsdp_cpu_ram_efficient_loading` under FSDP2 before accelerate 1.13: the forward pass fails."""
     both = subject.on("fsdp_offload_params") and subject.on("fsdp_cpu_ram_efficient_loading")
-    if subject.engine is Engine.FSDP2 and both and _older(subject, "accelerate", "1.13"):
+    if subject.engine is Engine.FSDP2 and both and older(subject, "accelerate", "1.13"):
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
             "this accelerate leaves the loaded shards on the GPU",

@@ -5,12 +5,14 @@ attention mask of eager, sdpa and flex attention from them where a batch brings 
 FlashAttention's boundaries where the batch is one long row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accel_fsdp.errors import UserError
@@ -31,14 +33,13 @@ experts are computed in groups that depend on the other tokens."""
 class Collator:
     """Makes a batch of rows: padded on the right, or `flat`, all in one row, which FlashAttention needs if packed.
 
-    `may_lack_labels` is for rows that are not trained on: then a batch without any label just counts nothing.
     `positions` is the longest document that the model takes; 0: any.
+    Rows without labels fill a batch (`RowsAndNone`): they are left out, or if there are no others, count nothing.
     """
 
     pad_token_id: int
     packed: bool = False
     flat: bool = False
-    may_lack_labels: bool = False
     positions: int = 0
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, "Tensor"]:
@@ -48,8 +49,10 @@ class Collator:
             UserError: no token of the batch is trained; its loss would be 0/0. Or a document, of a stream, is longer
                 than `positions`.
         """
+        labelled = [row for row in rows if "labels" in row]
+        rows = labelled or [{**rows[0], "labels": np.full_like(rows[0]["input_ids"], IGNORED)}]
         parts = {name: [np.asarray(row[name]) for row in rows] for name in ("input_ids", "labels")}
-        if not self.may_lack_labels and not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
+        if labelled and not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
             raise _nothing_trained()
         if self.packed:
             parts["position_ids"] = [np.asarray(row["position_ids"]) for row in rows]
@@ -97,6 +100,62 @@ def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: b
     pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return Collator(pad, packed, flat=packed and is_flash_attention_requested(config), positions=positions)
+
+
+NO_ROW = -1
+"""The index that fills a batch."""
+
+
+class RowsAndNone:
+    """Rows, and at `NO_ROW` one without labels, for ranks that have no row left."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self.rows[0 if index == NO_ROW else index])
+        if index == NO_ROW:
+            del row["labels"]
+        return row
+
+
+class EvenBatches(BatchSampler):
+    """The batches of another sampler, filled so that each of `ranks` gets as many, all of one size.
+
+    Accelerate fills them with rows of the beginning, which would count twice, and other ones on other ranks.
+    """
+
+    def __init__(self, batches: BatchSampler, ranks: int) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.batches, self.ranks = batches, ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        number = 0
+        for batch in self.batches:
+            number += 1
+            yield [*batch, *[NO_ROW] * (self.batch_size - len(batch))]
+        for _ in range(-number % self.ranks):
+            yield [NO_ROW] * self.batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.ranks) * self.ranks
+
+
+def even_out(loader: Any, keep_last: bool = False) -> Any:
+    """Keeps a prepared loader of several ranks from repeating rows; `keep_last`, and from dropping any."""
+    shared = getattr(loader, "batch_sampler", None)
+    batches = getattr(shared, "batch_sampler", shared)
+    if keep_last and batches is not None:
+        batches.drop_last = shared.drop_last = False
+    if isinstance(shared, BatchSamplerShard) and type(batches) is BatchSampler and not batches.drop_last:
+        shared.batch_sampler = EvenBatches(batches, shared.num_processes)
+    return loader
 
 
 class IsolationCheck(TrainerCallback):  # type: ignore[misc]

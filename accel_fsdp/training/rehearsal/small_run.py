@@ -79,6 +79,11 @@ class SmallRun:
         return "--use_peft" in self.kept
 
     @property
+    def draws_noise(self) -> bool:
+        """Whether embeddings get random noise, which no two runs share."""
+        return "--neftune_noise_alpha" in self.kept
+
+    @property
     def quantized(self) -> bool:
         """Whether the base is of 4-bit weights, which are packed in the dtype that is computed with."""
         return "--load_in_4bit" in self.kept

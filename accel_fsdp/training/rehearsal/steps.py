@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import SCRIPT, Engine, JobConfig
+from accel_fsdp.training import run_record
 from accel_fsdp.training.rehearsal import mistakes, verdict
 from accel_fsdp.training.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
@@ -22,7 +23,12 @@ EXACT = 1e-4
 EXACT_LOGITS = 1e-3
 """The same of logits: where a gradient is near zero, Adam makes a whole step of its rounding. 1.3e-4 was seen."""
 ROUNDED = 2e-2
-"""Both in 16 bits, where each layer rounds to 3 digits."""
+"""Both in 16 bits after updates at a rehearsal's rate: each layer rounds to 3 digits, and so do the norms' weights."""
+AUTOCAST = 2e-4
+"""The same of losses before weights differ: what is rounded at random cancels over a step's tokens."""
+WRITTEN: Mapping[str, str] = {"max_steps": "2", "save_strategy": "no", "learning_rate": "1e-5"}
+WRITTEN_ROWS = 8
+"""Rows of each rank and step in the YAML's precision: more tokens than bfloat16 can count one by one."""
 READS = "accel_fsdp.training.rehearsal.read_arguments"
 
 
@@ -85,12 +91,16 @@ class SftRehearsal:
         return f"{SCRIPT} takes them" + (f"; set or left out here: {', '.join(left)}" if left else "")
 
     def train_as_written(self) -> str:
-        """Two steps in the YAML's own precision."""
-        words = self._words("written", self.scaled.processes, exact=False, max_steps="2", save_strategy="no")
-        outcome = self._ran("written", self.scaled, words)
+        """Two steps in the YAML's own precision; in bfloat16 with the losses of one process under autocast."""
+        outcome = self._ran("written", self.scaled, self._written("written", self.scaled.processes))
         if not outcome.losses or not outcome.has_finite_losses:
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
-        return self._sharded(outcome)
+        sharded = self._sharded(outcome)
+        if self.precision != "bf16" or self.run.draws_noise:
+            return sharded
+        self._ran("autocast", self._alone(self.precision), self._written("autocast", 1))
+        pair = (dict(enumerate(self._logged(name), 1)) for name in ("written", "autocast"))
+        return f"{sharded}; {_same(*pair, range(1, len(self._logged('autocast')) + 1), AUTOCAST)}"
 
     def train_and_save(self) -> str:
         """The first steps up to a checkpoint; then every process is killed."""
@@ -112,13 +122,8 @@ class SftRehearsal:
 
     def compare(self) -> str:
         """All steps in one process, without any sharding."""
-        alone = JobConfig({
-            "distributed_type": "NO", "num_processes": 1, "num_machines": 1,
-            "mixed_precision": self.in_float32.job.top("mixed_precision"),
-        })  # fmt: skip
-        words = self._words("alone", 1)
-        self._ran("alone", ScaledJob(alone, 1, 1, ()), words)
-        return self._same("run", "alone", range(1, STEPS + 1))
+        self._ran("alone", self._alone(self.in_float32.job.top("mixed_precision")), self._words("alone", 1))
+        return _same(self._losses("run"), self._losses("alone"), range(1, STEPS + 1), self.tolerance)
 
     def resume_on_others(self) -> str:
         """From the first checkpoint on another world size."""
@@ -126,7 +131,8 @@ class SftRehearsal:
         job = without_mesh(self.in_float32.job, self.others)
         words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
         self._ran("elsewhere", ScaledJob(job, self.others, 1, ()), words)
-        return self._same("elsewhere", "alone", range(SAVED + 1, STEPS + 1))
+        steps = range(SAVED + 1, STEPS + 1)
+        return _same(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)
 
     def export(self) -> str:
         """The killed run as a model, in a process of its own."""
@@ -159,6 +165,16 @@ class SftRehearsal:
         words = self.run.words(self._places(name), ranks, self.scaled.processes, **more)
         return self.run.exact(words) if exact else words
 
+    def _written(self, name: str, ranks: int) -> list[str]:
+        rows = {"per_device_train_batch_size": str(WRITTEN_ROWS * self.scaled.processes // ranks)}
+        steady = {"lora_dropout": "0"} if self.run.adapter else {}
+        return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
+
+    def _alone(self, precision: object) -> ScaledJob:
+        """One process, without any sharding."""
+        one = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": precision}
+        return ScaledJob(JobConfig(one), 1, 1, ())
+
     def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:
         """A launch that must go well."""
         outcome = self.launcher.launch(name, job, words, kill_after)
@@ -176,11 +192,19 @@ class SftRehearsal:
         state = json.loads(path.read_text(encoding="utf-8"))
         return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
 
-    def _same(self, name: str, other: str, steps: range) -> str:
-        ours, theirs = self._losses(name), self._losses(other)
-        apart = {step: abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in steps}
-        worst = max(apart, key=lambda step: apart[step])
-        if apart[worst] > self.tolerance:
-            shown = f"{ours[worst]:.6f}, and {theirs[worst]:.6f} in one process"
-            raise Failure(f"step {worst} has a loss of {shown}", fix="compare what differs between the two jobs")
-        return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"
+    def _logged(self, name: str) -> list[float]:
+        return [entry["loss"] for entry in run_record.read(self._output(name))["log"] if "loss" in entry]
+
+
+def _same(ours: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
+    """Compares the losses of a run, by their steps, with those of one process.
+
+    Raises:
+        Failure: they differ.
+    """
+    apart = {step: abs(ours[step] - alone[step]) / abs(alone[step]) for step in steps}
+    worst = max(apart, key=lambda step: apart[step])
+    if apart[worst] > tolerance:
+        shown = f"{ours[worst]:.6f}, and {alone[worst]:.6f} in one process"
+        raise Failure(f"step {worst} has a loss of {shown}", fix="compare what differs between the two jobs")
+    return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"
