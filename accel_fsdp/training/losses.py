@@ -98,7 +98,7 @@ def right_tokens(logits: Tensor, wanted: Tensor) -> Tensor:
     return ((own[..., 0] > highest) & (wanted != IGNORED)).sum()
 
 
-def router_coefficient(model: nn.Module) -> float | None:
+def router_coefficient(model: Any) -> float | None:
     """The weight of a mixture's router loss; None where the model has no such loss, or an unknown name for it."""
     holders = [*model.modules(), model.config.get_text_config()]
     found = (getattr(one, name, None) for one in holders for name in ROUTER_COEFFICIENTS)
@@ -381,14 +381,14 @@ class LossTrainer(SurvivingTrainer):
 
     def _rows_before(self, step: int) -> int:
         """The rows that were trained when that many steps were done."""
-        size = self.get_total_train_batch_size(self.args)
+        size: int = self.get_total_train_batch_size(self.args)
         if not hasattr(self.train_dataset, "__len__"):
             return step * size
         rows = len(self.train_dataset)
         if self.args.dataloader_drop_last:
             rows -= rows % (size // self.args.gradient_accumulation_steps)
         epochs, steps = divmod(step, max(-(-rows // size), 1))
-        return int(epochs * rows + min(steps * size, rows))
+        return epochs * rows + min(steps * size, rows)
 
     def _check_weights(self) -> None:
         if self._not_finite():

@@ -50,6 +50,7 @@ def test_every_step_passes(name: str, holds: str) -> None:
     assert names == [*RESUMED, "compare with one process", *others, "export", "reload"]
     assert all(step["passed"] for step in report["steps"])
     assert holds in report["steps"][3]["said"]
+    assert "losses of steps 1 to 2 are those of one process" in report["steps"][3]["said"]
     assert "losses of steps 1 to 4 are those of one process" in report["steps"][6]["said"]
     assert report["forecast"].startswith("predicted for the real job: ")
 

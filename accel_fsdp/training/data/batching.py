@@ -149,9 +149,9 @@ class EvenBatches(BatchSampler):
 
 def even_out(loader: Any, keep_last: bool = False) -> Any:
     """Keeps a prepared loader of several ranks from repeating rows; `keep_last`, and from dropping any."""
-    shared = getattr(loader, "batch_sampler", None)
+    shared: Any = getattr(loader, "batch_sampler", None)
     batches = getattr(shared, "batch_sampler", shared)
-    if keep_last and batches is not None:
+    if keep_last and shared is not None:
         batches.drop_last = shared.drop_last = False
     if isinstance(shared, BatchSamplerShard) and type(batches) is BatchSampler and not batches.drop_last:
         shared.batch_sampler = EvenBatches(batches, shared.num_processes)
