@@ -5,6 +5,7 @@ marks the rows of the list of known pains that a test shows.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
-from conftest import ROOT, accelerate_launch
+from conftest import ROOT, accelerate_launch, run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -463,6 +464,16 @@ def test_fsdp2_rounds_the_loss_to_16_bits(alone: Seen) -> None:
 def test_fsdp_rounds_the_count_that_divides_the_loss(alone: Seen) -> None:
     """AF636: 271 tokens count as 272 in bfloat16, and 70,000 are infinitely many in float16."""
     assert same(alone["count_in_16_bits"]) == {"FSDP1": 272, "FSDP2": 272, "none": 271, "fp16": float("inf")}
+
+
+@pytest.mark.pain("P106")
+def test_the_script_of_the_report_shows_it(tmp_path: Path) -> None:
+    """As printed on the page: what a whole count leaves is off by 271/272 with a float."""
+    page = (ROOT / "docs" / "upstream.md").read_text()
+    (tmp_path / "shows.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    finished = run([sys.executable, tmp_path / "shows.py"])
+    whole, rounded = (float(line.split()[1]) for line in finished.output.splitlines() if line.startswith("torch."))
+    assert rounded / whole == pytest.approx(271 / 272, rel=1e-5)
 
 
 @pytest.mark.pain("P102")
