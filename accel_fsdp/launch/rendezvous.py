@@ -77,6 +77,15 @@ def wait_for(address: str, port: int, seconds: float) -> str:
         time.sleep(AGAIN_SECONDS)
 
 
+def answers(address: str, port: int) -> bool:
+    """Whether the system of a machine takes a connection, or refuses it, which it does only while it runs."""
+    try:
+        socket.create_connection((address, port), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionError)
+    return True
+
+
 def own_address(towards: str) -> str:
     """The address with which this machine reaches another; empty where it doesn't. Nothing is sent."""
     for family, kind, number, _, place in _look_up(towards):

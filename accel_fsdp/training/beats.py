@@ -33,7 +33,8 @@ GONE, STOPPED, COMPUTES = "gone", "stopped", "computes"
 class Beat:
     """A sign of life. `idle` and `still` are seconds: since the last finished step, and at the same instruction.
 
-    `doing` is empty in a step. `mates` tells what this rank sees of silent ones on its host.
+    `doing` is empty in a step. `address`: where other machines reach this one. `mates` tells what this rank sees of
+    silent ones on its host.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Beat:
     machine: str
     pid: int
     has_store: bool = False
+    address: str = ""
     number: int = 0
     step: int = 0
     doing: str = ""
@@ -59,7 +61,10 @@ def own_beat(rank: int) -> Beat:
     host = machine = socket.gethostname()
     with contextlib.suppress(OSError):  # which aren't there but on Linux
         machine += os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text()
-    return Beat(rank, host, machine, os.getpid(), has_store=rendezvous.is_own(LaunchEnvironment.now().main_address))
+    main, address = LaunchEnvironment.now().main_address, ""
+    with contextlib.suppress(OSError, UnicodeError):
+        address = rendezvous.own_address(main)
+    return Beat(rank, host, machine, os.getpid(), has_store=rendezvous.is_own(main), address=address)
 
 
 def store_of_job(prefix: str) -> Any:

@@ -105,7 +105,7 @@ class SurvivingTrainer(ResumingTrainer):
         who, stack = self.watch.culprit()
         if stack and self.args.local_process_index == 0:
             console.say(f"{who}\n{stack.rstrip()}", lines=True)
-        self._refuse(f"another rank is gone: {who or cause(error)}", error)
+        self._refuse(f"a collective failed: {who or cause(error)}", error)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         """Trainer takes one step too many when it resumes a run whose steps were all done (transformers 5.23)."""

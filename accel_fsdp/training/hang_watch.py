@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from accel_fsdp import console, errors
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training import hangs
@@ -136,7 +137,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
                 self._stop(failure["what"])
         if agreed := board.agreed("verdict"):
             self._stop(agreed["what"])
-        if found := hangs.verdict(self.seen, self.patience):
+        if found := hangs.verdict(self.seen, self.patience, _machine_answers):
             self._stop(found)
 
     @property
@@ -191,10 +192,17 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
             still = min(now - self._place_since, now - self._since)
             own = self._first.has_store  # by a launcher here, which somebody may have stopped for a while
-            if waited >= (self.patience.seconds(self._doing) if own else self.patience.silence):
-                why = "the launcher here is stopped" if own else "switched off or unreachable"
-                if still >= self.patience.silence / 2:
-                    self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s: {why}")
+            longest = self.patience.seconds(self._doing) if own else self.patience.silence
+            if waited >= longest and still >= self.patience.silence / 2:
+                self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s{self._why_no_sign(own)}")
+
+    def _why_no_sign(self, own: bool) -> str:
+        """What is seen of the machine with the store, or of the launcher here that has it."""
+        if not own:
+            launched = LaunchEnvironment.now()
+            return hangs.said_of_machine(rendezvous.answers(launched.main_address, launched.main_port))
+        stopped = Mates().look(os.getppid()) == STOPPED
+        return ": a signal has stopped the launcher here" if stopped else ": the launcher here doesn't answer"
 
     def _of_store(self) -> str:
         """The host of the job's store, with its ranks."""
@@ -211,6 +219,9 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         if self.board is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
             said = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError, OSError):
+                beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
+                self.board.put_words({"record": "", "beat": dataclasses.asdict(beat), "stack": stack, "failed": True})
             self._blame(f"rank {self.rank} of {self._first.host} failed: {said}", stack)
         self.end()
 
@@ -252,7 +263,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
                 if state in (GONE, STOPPED):
                     return hangs.said_of_process(one, state), ""
         gone = hangs.silent_ranks(seen, LOST_BEATS * self.every)
-        return (hangs.said_of_silent(gone, seen) if gone else ""), ""
+        return (hangs.said_of_silent(gone, seen, _machine_answers) if gone else ""), ""
 
     # The end
 
@@ -272,7 +283,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
             self._wait_for(lambda: living <= board.words().keys())
-            told = self._collected(board, silent)
+            told = self._collected(board)
             speaks = self.rank == min(living) and not late
             if not speaks:
                 self._wait_for(lambda: board.agreed("said") is not None)
@@ -294,14 +305,14 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         while not done() and time.monotonic() < until:
             time.sleep(0.1)
 
-    def _collected(self, board: Board, silent: set[int]) -> dict[int, Told]:
+    def _collected(self, board: Board) -> dict[int, Told]:
         last, said = board.stacks(), board.words()
         told = {}
         for rank, one in sorted(self.seen.items()):
-            own = said.get(rank)
-            beat = Beat(**own["beat"]) if own else one.beat
-            stack, record = (own["stack"], own["record"]) if own else (last.get(rank, ""), "")
-            told[rank] = Told(beat, stack, record, silent=rank in silent)
+            if own := said.get(rank):
+                told[rank] = Told(**{**own, "beat": Beat(**own["beat"])})
+            else:
+                told[rank] = Told(one.beat, last.get(rank, ""), ago=one.silent)
         return told
 
     def _stop_alone(self, what: str) -> NoReturn:
@@ -328,7 +339,7 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
         os._exit(error.exit_code)
 
     def _is_here(self, one: Told) -> bool:
-        return one.beat.machine == self._first.machine and not one.silent
+        return one.beat.machine == self._first.machine and one.ago is None
 
     def _error(self, what: str, told: dict[int, Told]) -> UserError:
         newest: Path | None = _in_time(lambda: completeness.choose(self.output_dir).newest)
@@ -347,6 +358,10 @@ class HangWatch(TrainerCallback):  # type: ignore[misc]
             folder = self.output_dir / RECORDS
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank_{self.rank}").write_bytes(dump)
+
+
+def _machine_answers(beat: Beat) -> bool | None:
+    return rendezvous.answers(beat.address, LaunchEnvironment.now().main_port) if beat.address else None
 
 
 def _in_time(act: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ A rank whose process computes, as others on its host see it, isn't silent: C cod
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,12 +60,16 @@ class Seen:
     silent: float
 
 
-def verdict(seen: Mapping[int, Seen], patience: Patience) -> str:
+Answers = Callable[[Beat], bool | None]
+"""Whether the machine of a rank answers a connection, as just tried; None where that isn't known."""
+
+
+def verdict(seen: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
     """Why the job has to end; empty where it goes on."""
     if gone := silent_ranks(seen, patience.silence):
         others = [one.beat for rank, one in seen.items() if rank not in gone]
         if others and all(min(one.still, one.idle) >= patience.silence / 2 for one in others):
-            return said_of_silent(gone, seen)
+            return said_of_silent(gone, seen, answers)
     idle = min((one.beat.idle + one.silent for one in seen.values()), default=0.0)
     doing = next((one.beat.doing for one in seen.values() if one.beat.doing), "")
     allowed = patience.seconds(doing)
@@ -73,7 +77,7 @@ def verdict(seen: Mapping[int, Seen], patience: Patience) -> str:
         return ""
     during = f" during {doing}" if doing else ""
     quiet = silent_ranks(seen, patience.silence / 2)
-    silent = f"; {said_of_silent(quiet, seen)}" if quiet else ""
+    silent = f"; {said_of_silent(quiet, seen, answers)}" if quiet else ""
     return f"no rank has finished a step for {idle:.0f} s{during}{silent}"
 
 
@@ -94,7 +98,7 @@ def _seen_by_mates(rank: int, seen: Mapping[int, Seen], seconds: float) -> str:
     return next(filter(None, looks), "")
 
 
-def said_of_silent(gone: Collection[int], seen: Mapping[int, Seen]) -> str:
+def said_of_silent(gone: Collection[int], seen: Mapping[int, Seen], answers: Answers = lambda beat: None) -> str:
     """The hosts that have vanished as a whole, else the ranks; and what is known of their processes."""
     hosts = {seen[rank].beat.machine: seen[rank].beat.host for rank in gone}
     parts = []
@@ -103,17 +107,27 @@ def said_of_silent(gone: Collection[int], seen: Mapping[int, Seen]) -> str:
         quiet = [rank for rank in ranks if rank in gone]
         seconds = max(seen[rank].silent for rank in quiet)
         if quiet == ranks and len({one.beat.machine for one in seen.values()}) > 1:
-            parts.append(f"no sign of {host} ({ranks_words(ranks)}) for {seconds:.0f} s: switched off or unreachable")
+            said = said_of_machine(answers(seen[ranks[0]].beat))
+            parts.append(f"no sign of {host} ({ranks_words(ranks)}) for {seconds:.0f} s{said}")
         else:
             parts += [said_of_process(seen[rank], _seen_by_mates(rank, seen, seconds)) for rank in quiet]
     return "; ".join(parts)
+
+
+def said_of_machine(answers: bool | None) -> str:
+    """The end of a sentence about a machine whose ranks are all silent."""
+    if answers is None:
+        return ""
+    if answers:
+        return "; the machine itself answers: its processes have ended, or were stopped"
+    return "; the machine doesn't answer either: switched off or unreachable"
 
 
 def said_of_process(one: Seen, state: str) -> str:
     """One line about a rank that is silent."""
     beat = one.beat
     if state == STOPPED:
-        return f"{beat} is stopped by a signal since {one.silent:.0f} s; kill -CONT {beat.pid} lets it go on"
+        return f"{beat} has been stopped by a signal for {one.silent:.0f} s; kill -CONT {beat.pid} lets it go on"
     if state == GONE:
         return f"{beat} is gone: killed, or ended by itself"
     return f"no sign of {beat} for {one.silent:.0f} s"
@@ -130,35 +144,54 @@ def ranks_words(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Told:
-    """The last of a rank: its step, what it waits in and where, its stack, and torch's record of its collectives."""
+    """The last of a rank: its step, what it waits in and where, its stack, and torch's record of its collectives.
+
+    `ago`: the seconds since its last sign, for one that hasn't told where it is now. `failed`: it raised there.
+    """
 
     beat: Beat
     stack: str
     record: str = ""
-    silent: bool = False
+    ago: float | None = None
+    failed: bool = False
 
     @property
-    def where(self) -> tuple[int, str, str]:
+    def where(self) -> tuple[Any, ...]:
         """Ranks with the same one wait for the same, as far as Python sees."""
-        return self.beat.step, self.beat.collective, self.beat.caller
+        return self.ago is None, not self.failed, self.beat.step, self.beat.collective, self.beat.caller
+
+    @property
+    def verb(self) -> str:
+        """What it does there, as far as this was seen."""
+        if self.failed:
+            return "failed"
+        return "waits" if self.ago is None else "was last seen"
 
     def __str__(self) -> str:
         beat = self.beat
         waits = f" in {beat.collective}" if beat.collective else ""
         doing = f", {beat.doing}" if beat.doing else ""
         at = f" at {beat.caller}" if beat.caller else ""
-        return f"after step {beat.step}{doing}{waits}{at}"
+        ago = f", {self.ago:.0f} s ago" if self.ago is not None else ""
+        return f"after step {beat.step}{doing}{waits}{at}{ago}"
+
+
+SEVERAL = {"waits": "wait", "was last seen": "were last seen"}
 
 
 def differences(told: Mapping[int, Told]) -> str:
-    """Which ranks stand elsewhere than most, and where the others do."""
+    """Which ranks are elsewhere than most, or were when they were last seen, and where the others wait."""
     groups = _groups(told)
     if not groups:
         return ""
-    most = groups.pop()
-    parts = [f"{_named(ranks, told)} stand{'' if len(ranks) > 1 else 's'} {told[ranks[0]]}" for ranks in groups]
-    whole = "all ranks" if len(most) == len(told) > 1 else "the others" if len(most) > 1 and parts else ""
-    return "; ".join([*parts, f"{whole or _named(most, told)} wait{'' if len(most) > 1 else 's'} {told[most[0]]}"])
+    most = groups[-1]
+    others = "all ranks" if len(most) == len(told) > 1 else "the others" if len(most) > 1 and len(groups) > 1 else ""
+    return "; ".join(_sentence(ranks, told, others if ranks is most else "") for ranks in groups)
+
+
+def _sentence(ranks: list[int], told: Mapping[int, Told], named: str) -> str:
+    verb = told[ranks[0]].verb
+    return f"{named or _named(ranks, told)} {SEVERAL.get(verb, verb) if len(ranks) > 1 else verb} {told[ranks[0]]}"
 
 
 def stacks(told: Mapping[int, Told]) -> str:
@@ -167,17 +200,18 @@ def stacks(told: Mapping[int, Told]) -> str:
     for ranks in _groups(told):
         for stack in dict.fromkeys(told[rank].stack for rank in ranks):
             same = [rank for rank in ranks if told[rank].stack == stack]
-            silent = ", as it last told" if any(told[rank].silent for rank in same) else ""
-            found.append(f"--- {_named(same, told)}{silent}, {told[same[0]]}{told[same[0]].record}\n{_end_of(stack)}")
+            verb = {"waits": "", "failed": "failed "}.get(told[same[0]].verb, "last seen ")
+            found.append(f"--- {_named(same, told)}, {verb}{told[same[0]]}{told[same[0]].record}\n{_end_of(stack)}")
     return "\n".join(found)
 
 
 def _groups(told: Mapping[int, Told]) -> list[list[int]]:
-    """Ranks that stand at one place, the smallest group first; silent ones before all."""
+    """Ranks at one place, the smallest group first; before all those that failed, and those that were last seen."""
     places: dict[Any, list[int]] = {}
     for rank, one in sorted(told.items()):
-        places.setdefault((one.silent, one.where), []).append(rank)
-    return sorted(places.values(), key=lambda ranks: (not told[ranks[0]].silent, len(ranks), -ranks[0]))
+        places.setdefault(one.where, []).append(rank)
+    odd = ("failed", "was last seen", "waits")
+    return sorted(places.values(), key=lambda ranks: (odd.index(told[ranks[0]].verb), len(ranks), -ranks[0]))
 
 
 def _named(ranks: list[int], told: Mapping[int, Told]) -> str:

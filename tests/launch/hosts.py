@@ -80,6 +80,17 @@ def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> l
     return [conftest.ended(process, seconds) for process in processes]
 
 
+def processes_of(host: Host) -> list[psutil.Process]:
+    """What runs there, whoever started it, but the first process, which is the machine's life."""
+    namespace = os.readlink(f"/proc/{host.first.pid}/ns/net")
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if one != host.first and os.readlink(f"/proc/{one.pid}/ns/net") == namespace:
+                found.append(one)
+    return found
+
+
 @contextlib.contextmanager
 def changed(host: Host, before: Sequence[str], after: Sequence[str]) -> Iterator[None]:
     """What two commands do and undo on a machine."""

@@ -22,6 +22,7 @@ STEPS, SAVED, PER_RANK, RANKS = 6, 2, 2, 4
 FAULT_AFTER = 3
 STARTED_SECONDS, ENDED_SECONDS = 90, 60
 SILENCE_SECONDS = 15
+OFF = "switched off or unreachable"
 ELASTIC = {
     "PET_NNODES": "1:2",
     "PET_NPROC_PER_NODE": "2",
@@ -101,7 +102,7 @@ def job(tmp_path: Path, tiny_model: Path, text_data: Path, machines: list[hosts.
 
 def assert_says(ended: Finished, said: str) -> None:
     assert ended.code == 1, ended.output
-    assert re.search(rf"error: (another rank is gone: )?{said}", ended.output), ended.output
+    assert re.search(rf"error: (a collective failed: )?{said}", ended.output), ended.output
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in ended.output
 
 
@@ -110,7 +111,7 @@ def test_a_host_switched_off_in_a_step(job: Job, reference: Reference) -> None:
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, r"no sign of n2 \(ranks 2, 3\) for \d+ s: switched off or unreachable")
+    assert_says(first, rf"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
     job.comes_back(reference)
 
 
@@ -122,13 +123,27 @@ def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Ref
     job.comes_back(reference)
 
 
+def test_all_processes_of_a_host_are_killed(job: Job) -> None:
+    """Its system runs on, and answers."""
+    launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
+    for process in hosts.processes_of(job.machines[1]):
+        process.kill()
+    first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
+    assert_says(first, r"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine itself answers: its processes have ended")
+    assert OFF not in first.output
+    seen = r"ranks 2, 3 of n2 were last seen after step \d+.*, \d+ s ago|rank [23] of n2 was last seen after step \d+"
+    assert re.search(seen, first.output), first.output
+
+
 def test_a_link_is_cut(job: Job, reference: Reference) -> None:
     """Nothing closes a connection, and each side misses the other."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_link()
     first, second = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, r"no sign of n2 \(ranks 2, 3\) for \d+ s: switched off or unreachable")
-    assert_says(second, r"no sign of n1 \(ranks 0, 1\), where the job's store is, for \d+ s: switched off or unreach")
+    assert_says(first, rf"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
+    assert_says(
+        second, rf"no sign of n1 \(ranks 0, 1\), where the job's store is, for \d+ s; the machine doesn't .*: {OFF}"
+    )
     job.comes_back(reference)
 
 
@@ -139,9 +154,7 @@ def test_an_elastic_job_goes_on_without_a_host(job: Job, reference: Reference) -
     first, _ = hosts.all_ended(launchers, STARTED_SECONDS)
     assert first.code == 0, first.output
     assert "elastic: 2 ranks instead of 4, so --gradient_accumulation_steps 2 instead of 1: steps of 8" in first.output
-    assert re.search(r"another rank is gone: no (sign of|connection to) n2 \(ranks \d, \d\)", first.output), (
-        first.output
-    )
+    assert re.search(r"a collective failed: no (sign of|connection to) n2 \(ranks \d, \d\)", first.output), first.output
     assert losses_of(job.run, STEPS) == pytest.approx(reference.losses, abs=1e-4)
 
 

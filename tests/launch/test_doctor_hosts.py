@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import time
@@ -156,22 +155,16 @@ def test_the_report_for_others_names_nobody(machines: list[Host], tmp_path: Path
     assert json.loads(doctors(machines[:1], "--json", "--folder", folder)[0].output)["healthy"]
 
 
-def words_of_all(host: Host) -> list[str]:
-    """The command lines of what runs there, whoever started it."""
-    inner = psutil.Process(host.first.pid)
-    namespace = os.readlink(f"/proc/{inner.pid}/ns/net")
-    words = []
-    for one in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.readlink(f"/proc/{one.pid}/ns/net") == namespace:
-                words += one.cmdline()
-    return words
+def words_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def test_a_machine_that_is_switched_off_while_it_is_tested(machines: list[Host]) -> None:
     """Last, as it stays off."""
     processes = [started(host, number, 3, "--num-processes", "3") for number, host in enumerate(machines)]
-    while not any("doctor.probing" in word for word in words_of_all(machines[2])):
+    while not any("doctor.probing" in word for one in hosts.processes_of(machines[2]) for word in words_of(one)):
         time.sleep(0.05)
     machines[2].cut_power()
     first, second, _ = hosts.all_ended(processes, SECONDS)

@@ -11,16 +11,17 @@ from reference import job_words
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.training import hangs
 from accel_fsdp.training.beats import COMPUTES, GONE, Beat
-from accel_fsdp.training.hangs import Patience, Seen
+from accel_fsdp.training.hangs import Patience, Seen, Told
 
 HANGING = ROOT / "tests" / "hanging.py"
 SECONDS, STEPS, SAVED, FAULT_AFTER = 8, 8, 2, 3
 NO_STEP = r"error: no rank has finished a step for \d+ s"
 SAID = {
     "stop": (
-        r"error: .*rank 1 of \S+ \(process (\d+)\) is stopped by a signal since \d+ s; kill -CONT \1 lets it go on",
-        rf"rank 1 of \S+ stands after step {FAULT_AFTER} at tests/hanging.py:\d+ in on_step_end; rank 0 of \S+ waits",
-        r"--- rank 1 of \S+, as it last told, .*\n(  .*\n)+  File .*hanging.py.* in on_step_end\n",
+        r"error: .*rank 1 of \S+ \(process (\d+)\) has been stopped by a signal for \d+ s; kill -CONT \1 lets it go on",
+        rf"rank 1 of \S+ was last seen after step {FAULT_AFTER} at tests/hanging.py:\d+ in on_step_end, \d+ s ago; "
+        r"rank 0 of \S+ waits",
+        r"--- rank 1 of \S+, last seen after .*\n(  .*\n)+  File .*hanging.py.* in on_step_end\n",
     ),
     "skip": (
         rf"{NO_STEP}\n",
@@ -28,7 +29,7 @@ SAID = {
         r"--- rank 0 of \S+, after .*last collective: gloo:barrier.*\n(  .*\n)+  File .*hanging.py.* in take_part\n",
     ),
     "raise": (
-        r"error: another rank is gone: rank 1 of \S+ failed: ValueError: a fault of one rank\n",
+        r"error: a collective failed: rank 1 of \S+ failed: ValueError: a fault of one rank\n",
         r"\nrank 1 of \S+ failed: ValueError: a fault of one rank\n",
         r"failed: ValueError: a fault of one rank\n(  .*\n)+  File .*hanging.py.* in on_step_end\n",
     ),
@@ -84,7 +85,26 @@ def test_what_is_no_hang() -> None:
     assert hangs.verdict(seen(silent=50, mates={"1": COMPUTES}), Patience(800)) == ""
     two = {rank: Seen(Beat(rank, f"n{rank // 2}", f"n{rank // 2}", 7, idle=60, still=60), 0.0) for rank in range(4)}
     two |= {rank: dataclasses.replace(two[rank], silent=silent) for rank, silent in {2: 41.0, 3: 39.5}.items()}
-    vanished = "no sign of n1 (ranks 2, 3) for 41 s: switched off or unreachable"
+    vanished = "no sign of n1 (ranks 2, 3) for 41 s"
     assert hangs.verdict(two, Patience()) == vanished
+    off = hangs.verdict(two, Patience(), lambda beat: False)
+    on = hangs.verdict(two, Patience(), lambda beat: True)
+    assert off == f"{vanished}; the machine doesn't answer either: switched off or unreachable"
+    assert on == f"{vanished}; the machine itself answers: its processes have ended, or were stopped"
     gone = hangs.verdict(seen(silent=50, mates={"1": GONE}), Patience(800))
     assert gone == "rank 1 of n1 (process 8) is gone: killed, or ended by itself"
+
+
+def test_what_is_said_of_ranks_is_what_was_seen() -> None:
+    """One that failed is told by its exception, a silent one by its last sign, only the others by their place."""
+    beats = [
+        Beat(rank, f"n{rank // 2}", "", 7, step=8, collective="all_gather", caller="a.py:1 in f") for rank in range(4)
+    ]
+    told = {rank: Told(beat, "") for rank, beat in enumerate(beats)}
+    told[3] = Told(dataclasses.replace(beats[3], step=6, doing="a save"), "", ago=41.2)
+    told[1] = Told(dataclasses.replace(beats[1], collective="", caller="data.py:9 in __getitem__"), "", failed=True)
+    assert hangs.differences(told) == (
+        "rank 1 of n0 failed after step 8 at data.py:9 in __getitem__; "
+        "rank 3 of n1 was last seen after step 6, a save in all_gather at a.py:1 in f, 41 s ago; "
+        "the others wait after step 8 in all_gather at a.py:1 in f"
+    )

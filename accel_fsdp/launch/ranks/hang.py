@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple
@@ -91,6 +92,15 @@ def _computed_seconds() -> float:
     """What this process and its children have computed: one that tokenizes in others doesn't stand still."""
     times = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
     return time.process_time() + float(sum(one.user + one.system for one in times))
+
+
+def caller_of_error(error: BaseException) -> str:
+    """The innermost code that an error came through and that isn't torch's, Accelerate's or Python's own."""
+    spots = [
+        Spot(frame.f_code, frame.f_lasti, line, str(frame.f_globals.get("__name__")))
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return _caller(spots[::-1])
 
 
 def _caller(stack: Sequence[Spot]) -> str:
