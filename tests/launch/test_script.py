@@ -234,6 +234,7 @@ def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
 def test_a_pytorchjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
     manifest = yaml.safe_load(write("kubernetes", TWO, "--api", "pytorchjob", "--time", "36h"))
     spec = manifest["spec"]
+    assert spec["runPolicy"]["cleanPodPolicy"] == "Running"  # pods that still run hold GPUs after the job's end
     replicas = spec["pytorchReplicaSpecs"]
     assert (spec["nprocPerNode"], replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == ("4", 1, 1)
     assert replicas["Master"]["template"] == replicas["Worker"]["template"]
@@ -259,20 +260,65 @@ def _unknown(content: Any, kind: Any, models: Any) -> list[str]:
     return found
 
 
+def as_kubernetes_expands(text: str) -> str:
+    """$$ becomes $, and a variable between $( and ) its value, of which these pods have none."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else pytest.fail(found[0]), text)
+
+
+@pytest.mark.parametrize("engine", ["kubernetes", "skypilot", "dstack"])
+@pytest.mark.parametrize("name", ["null", "true", "on", "no", "yes", "off", "y"])
+def test_a_name_that_yaml_would_read_as_something_else(name: str, engine: str, write: Write) -> None:
+    job = yaml.safe_load(write(engine, TWO, *H100S, "--name", name))
+    assert job.get("name", job.get("metadata", {}).get("name")) == name
+
+
+PLACES = {
+    "kubernetes": r"^( *)# (- \{name: (?:HF_TOKEN|WANDB_API_KEY|NCCL_DEBUG), .*)$",
+    "skypilot": r"^( *)# ((?:secrets:|  HF_TOKEN: null|  WANDB_API_KEY: null|NCCL_DEBUG: INFO).*)$",
+    "dstack": r"^( *)# (- (?:HF_TOKEN|WANDB_API_KEY|NCCL_DEBUG=INFO) .*)$",
+}
+"""Lines for the user, which are YAML once the comment's sign is gone."""
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_tokens_and_nccls_log_have_a_place_in_each_file(engine: str, write: Write) -> None:
+    text = write(engine, TWO, *H100S)
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "NCCL_DEBUG"):
+        assert re.search(rf"^ *#.*{name}.*<-|^ *#.*<-.*{name}|^#   {name}: null", text, re.MULTILINE), name
+    if engine in PLACES:
+        used = yaml.safe_load(re.sub(PLACES[engine], r"\1\2", text, flags=re.MULTILINE))
+        envs = (
+            used["envs"]
+            if engine == "skypilot"
+            else used["env"]
+            if engine == "dstack"
+            else used["spec"]["trainer"]["env"]
+        )
+        names = [one.get("name") if isinstance(one, dict) else one.partition("=")[0] for one in envs]
+        assert {"HF_TOKEN", "WANDB_API_KEY", "NCCL_DEBUG"} <= {*names, *used.get("secrets", {})}
+
+
+def test_machines_that_may_be_taken_away_are_a_flag(write: Write) -> None:
+    assert yaml.safe_load(write("skypilot", TWO, *H100S, "--spot"))["resources"]["use_spot"] is True
+    assert yaml.safe_load(write("dstack", TWO, *H100S, "--spot"))["spot_policy"] == "spot"
+    assert "spot" not in write("skypilot", TWO, *H100S) + write("dstack", TWO, *H100S)
+    assert "--spot for slurm" in write("slurm", TWO, "--spot")
+
+
 @pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
 def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(api: str, write: Write, tmp_path: Path) -> None:
-    words = (*TRAINS, "--text", "$(HOME)\n two")
+    words = (*TRAINS, "--text", "$(HOME)\n two$$ $$(HOME) $")
     spec = yaml.safe_load(write("kubernetes", TWO, "--api", api, "--shared", str(tmp_path), words=words))["spec"]
     pods = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"] if api == "pytorchjob" else []
     container = pods[0] if pods else spec["trainer"]
-    text = container["args"][0].replace("$$(", "$(")  # as Kubernetes does
+    text = as_kubernetes_expands(container["args"][0])
     assert "\nexec accel-fsdp launch" in text
     for engine in ("Kubeflow", *(["PyTorchJob"] if api == "pytorchjob" else [])):
         code, said = started(text, tmp_path, ENGINES[engine], by=container["command"])
         assert code == 0, said
         assert f"# {engine}: num_machines 2" in said
         assert "--machine_rank 1 --main_process_ip job-" in said
-        assert "--text '$(HOME)\n two' --resume_from_checkpoint auto" in said
+        assert "--text '$(HOME)\n two$$ $$(HOME) $' --resume_from_checkpoint auto" in said
 
 
 def test_a_pod_of_a_script_that_cannot_resume_is_not_started_again(write: Write, tmp_path: Path) -> None:

@@ -104,19 +104,20 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
         )
 
 
-CONTAINERS = ("kubernetes", "skypilot", "dstack")
+FOR = {"--image": ("kubernetes", "skypilot", "dstack"), "--api": ("kubernetes",), "--spot": ("skypilot", "dstack")}
+"""Flags that not all engines take."""
 
 
 def _refuse_unread(options: ScriptCommand) -> None:
     """Goes on if the job file of this engine holds what the flags say."""
-    unread = "--image" if options.image is not None and options.engine not in CONTAINERS else ""
-    unread = "--api" if options.api == "pytorchjob" and options.engine != "kubernetes" else unread
-    if unread:
-        raise UsageError(
-            f"{unread} for {options.engine}",
-            why="its job file would not hold it",
-            fix=f"leave out {unread}; it is for {' and '.join(CONTAINERS) if unread == '--image' else 'kubernetes'}",
-        )
+    given = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
+    for flag, engines in FOR.items():
+        if given[flag] and options.engine not in engines:
+            raise UsageError(
+                f"{flag} for {options.engine}",
+                why="its job file would not hold it",
+                fix=f"leave out {flag}; it is for {' and '.join(engines)}",
+            )
 
 
 def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
@@ -160,6 +161,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         ours=ours,
         checked=not options.no_check,
         api=options.api,
+        spot=options.spot,
     )
 
 

@@ -1,6 +1,6 @@
 """A job file for dstack."""
 
-from accel_fsdp.launch.script.job import INSTALL, Job, indented, refuse_own_disk
+from accel_fsdp.launch.script.job import INSTALL, NCCL_DEBUG, TOKENS, Job, indented, refuse_own_disk
 
 FOLDER = "/project"
 """Where the container sees the files that dstack copies."""
@@ -16,7 +16,7 @@ def text(job: Job) -> str:
             f"# {job.made_by}",
             "# It lies in the folder that has both files; dstack copies it. Submit it: dstack apply -f FILE",
             "type: task",
-            f"name: {job.name}",
+            f'name: "{job.name}"',
             f"nodes: {job.machines}",
             *([f"image: {job.image}"] if job.image else []),
             "files:",
@@ -27,6 +27,9 @@ def text(job: Job) -> str:
             "env:",
             f"  - HF_HOME={job.folder}/.huggingface",
             *([f"  - TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
+            *(f"  # - {name}    # <- from your shell: {purpose}" for name, purpose in TOKENS.items()),
+            f"  # - NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
+            *(["spot_policy: spot"] if job.spot else []),
             "resources:",
             f"  gpu: {_gpu(job)}",
             f"  cpu: {job.cpus}..",

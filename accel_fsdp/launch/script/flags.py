@@ -90,4 +90,7 @@ class ScriptCommand:
         KubernetesApi,
         tyro.conf.arg(help="Of kubernetes: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob."),
     ] = "trainjob"
+    spot: Annotated[
+        bool, tyro.conf.arg(help="Machines that are cheaper, and may be taken away; skypilot and dstack.")
+    ] = False
     no_check: Annotated[bool, tyro.conf.arg(help="Write it although the linter finds errors; they are shown.")] = False

@@ -21,6 +21,9 @@ INSTALL = "pip install --quiet 'accel-fsdp[train]'"
 STOPPED = (75, 138)
 """How `accel-fsdp launch` ends when a checkpoint was saved: its ranks got the signal, or it got SIGUSR1 itself."""
 ENDED_BY_SIGTERM = 143
+TOKENS = {"HF_TOKEN": "gated models and --push_to_hub", "WANDB_API_KEY": "--report_to wandb"}
+"""Variables that hold a secret, which no job file should, and what they are for."""
+NCCL_DEBUG = "NCCL's log says which network it takes"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Job:
     ours: bool
     checked: bool
     api: KubernetesApi
+    spot: bool
 
     @property
     def resumes(self) -> bool:
@@ -78,6 +82,14 @@ class Job:
         """What each machine runs, a flag to the line."""
         words = ["accel-fsdp", "launch", *([] if self.checked else ["--no-check"]), str(self.file), str(self.script)]
         return in_lines(words, self.words, indent)
+
+
+def shell_variables() -> list[str]:
+    """What a user may want to set in a bash script: tokens from a file of their own, and NCCL's log."""
+    return [
+        f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",
+        f"# export NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
+    ]
 
 
 def in_lines(words: list[str], arguments: tuple[str, ...], indent: str) -> str:

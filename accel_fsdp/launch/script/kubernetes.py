@@ -1,6 +1,6 @@
 """A job file for kubectl: a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its older operator."""
 
-from accel_fsdp.launch.script.job import INSTALL, Job, indented
+from accel_fsdp.launch.script.job import INSTALL, NCCL_DEBUG, TOKENS, Job, indented
 
 RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
 """The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
@@ -23,7 +23,7 @@ def train_job(job: Job) -> str:
             "apiVersion: trainer.kubeflow.org/v1alpha1",
             "kind: TrainJob",
             "metadata:",
-            f"  name: {job.name}",
+            f'  name: "{job.name}"',
             "spec:",
             "  runtimeRef:",
             f"    name: {RUNTIME}",
@@ -65,11 +65,11 @@ def pytorch_job(job: Job) -> str:
             "apiVersion: kubeflow.org/v1",
             "kind: PyTorchJob",
             "metadata:",
-            f"  name: {job.name}",
+            f'  name: "{job.name}"',
             "spec:",
             f'  nprocPerNode: "{job.gpus}"',
             "  runPolicy:",
-            "    cleanPodPolicy: None",
+            "    cleanPodPolicy: Running",
             f"    backoffLimit: {RESTARTS if job.resumes else 0}",
             *_deadline(job, "    "),
             "  pytorchReplicaSpecs:",
@@ -129,9 +129,16 @@ def _container(job: Job, indent: str) -> list[str]:
         f"# {INSTALL}    # <- where the image lacks it",
         f"exec {job.command()}",
     ]
-    text = "\n".join(command).replace("$(", "$$(")  # Kubernetes would fill in a variable
-    lines = ["env:", *variables, "command: [bash, -euo, pipefail, -c]", "args:", "  - |"]
+    text = "\n".join(command).replace("$", "$$")  # Kubernetes fills in $(NAME), and makes $ of $$
+    lines = ["env:", *variables, *_own_variables(), "command: [bash, -euo, pipefail, -c]", "args:", "  - |"]
     return [*(indent + line for line in lines), indented(text, f"{indent}    ")]
+
+
+def _own_variables() -> list[str]:
+    """Those that a user may want; tokens come from a secret, not from the file."""
+    secret = "{{name: {0}, valueFrom: {{secretKeyRef: {{name: tokens, key: {0}}}}}}}"
+    lines = [f"  # - {secret.format(name)}    # <- {TOKENS[name]}" for name in TOKENS]
+    return [*lines, f"  # - {{name: NCCL_DEBUG, value: INFO}}    # <- {NCCL_DEBUG}"]
 
 
 def _pod(job: Job, indent: str) -> list[str]:

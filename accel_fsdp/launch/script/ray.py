@@ -2,7 +2,7 @@
 
 import json
 
-from accel_fsdp.launch.script.job import Job, refuse_own_disk
+from accel_fsdp.launch.script.job import NCCL_DEBUG, TOKENS, Job, refuse_own_disk
 
 RESTARTS = 3
 RESULTS = "ray"
@@ -58,6 +58,8 @@ def _loop(job: Job) -> list[str]:
     ]
     variables = [
         f'"HF_HOME": {_path(job, ".huggingface")},',
+        *(f'# "{name}": os.environ["{name}"],    # <- {purpose}' for name, purpose in TOKENS.items()),
+        f'# "NCCL_DEBUG": "INFO",    # <- {NCCL_DEBUG}',
         *(network if job.machines > 1 else []),
     ]
     return [

@@ -2,7 +2,16 @@
 
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
-from accel_fsdp.launch.script.job import ENDED_BY_SIGTERM, INSTALL, STOPPED, Job, indented, refuse_own_disk
+from accel_fsdp.launch.script.job import (
+    ENDED_BY_SIGTERM,
+    INSTALL,
+    NCCL_DEBUG,
+    STOPPED,
+    TOKENS,
+    Job,
+    indented,
+    refuse_own_disk,
+)
 
 RESTARTS = 3
 TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
@@ -17,7 +26,7 @@ def text(job: Job) -> str:
             f"# {job.title}",
             f"# {job.made_by}",
             "# Submit it from the folder that has both files; SkyPilot copies it: sky jobs launch FILE",
-            f"name: {job.name}",
+            f'name: "{job.name}"',
             f"num_nodes: {job.machines}",
             "workdir: .",
             "resources:",
@@ -25,7 +34,7 @@ def text(job: Job) -> str:
             f"  cpus: {job.cpus}+",
             *([f"  memory: {job.memory}+"] if job.memory else []),
             *([f"  image_id: docker:{job.image}"] if job.image else []),
-            "  # use_spot: true    # <- cheaper, and taken away at times",
+            *(["  use_spot: true"] if job.spot else []),
             *(["  # network_tier: best    # <- InfiniBand or EFA"] if job.machines > 1 else []),
             *(_recovery() if job.resumes else []),
             "volumes:",
@@ -33,6 +42,9 @@ def text(job: Job) -> str:
             "envs:",
             f"  HF_HOME: {job.folder}/.huggingface",
             *([f'  TORCH_ELASTIC_SHUTDOWN_TIMEOUT: "{job.shutdown}"'] if job.ours else []),
+            f"  # NCCL_DEBUG: INFO    # <- {NCCL_DEBUG}",
+            "# secrets:    # <- from your shell: sky jobs launch --secret HF_TOKEN FILE",
+            *(f"#   {name}: null    # {purpose}" for name, purpose in TOKENS.items()),
             "setup: |",
             f"  {INSTALL}",
             "run: |",

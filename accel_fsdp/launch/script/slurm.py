@@ -1,6 +1,6 @@
 """A job file for sbatch."""
 
-from accel_fsdp.launch.script.job import STOPPED, Job
+from accel_fsdp.launch.script.job import STOPPED, Job, shell_variables
 
 DEFAULT_MINUTES = 24 * 60
 OTHERS_SECONDS = 60
@@ -56,6 +56,7 @@ def _prepared(job: Job) -> list[str]:
         "set -euo pipefail",
         "# source .venv/bin/activate              # <- where accel-fsdp is installed",
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
+        *shell_variables(),
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
         *([] if job.machines == 1 else _network()),

@@ -5,7 +5,7 @@ import shlex
 from accel_fsdp.config import DEFAULT_PORT
 from accel_fsdp.errors import UsageError
 from accel_fsdp.launch import launcher
-from accel_fsdp.launch.script.job import Job, in_lines
+from accel_fsdp.launch.script.job import Job, in_lines, shell_variables
 
 
 def text(job: Job) -> str:
@@ -32,6 +32,7 @@ def text(job: Job) -> str:
             *([f"cd {job.shared}"] if job.shared else []),
             "# source .venv/bin/activate    # <- where accel-fsdp is installed",
             'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
+            *shell_variables(),
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
             *(_meeting() if several else []),
             f"mkdir -p logs/{job.name}",
