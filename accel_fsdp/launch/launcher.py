@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -278,8 +279,10 @@ def launch(args: Any, wait_seconds: float = 600.0) -> int:
         _meet(args, meeting, wait_seconds)
     logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
     try:
-        with leaving.ends_after_its_ranks() if meeting else contextlib.nullcontext():
-            launch_command(parsed)
+        with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
+            parsed.log_dir = parsed.log_dir or folder  # else torchrun leaves one of its own behind
+            with leaving.ends_after_its_ranks(Path(folder)) if meeting else contextlib.nullcontext():
+                launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         said = f"rank {rank} ended with exit code {failure.exitcode}"
@@ -290,6 +293,7 @@ def launch(args: Any, wait_seconds: float = 600.0) -> int:
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
     except SignalException as error:
+        print(f"\naccel-fsdp: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     except (DistError, RendezvousError) as error:
         if not meeting:

@@ -5,7 +5,7 @@ It asks the store at which the machines met, by a connection that nobody answers
 
 import contextlib
 import os
-import tempfile
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,18 +22,19 @@ RANKS_SECONDS = 45.0
 
 
 @contextlib.contextmanager
-def ends_after_its_ranks() -> Iterator[None]:
-    """Ends this process with code 1, when a rank has failed, none is left, and the block doesn't return."""
-    over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
-        note = Path(folder) / "failed"
-        os.environ[FAILURE_FILE] = str(note)
-        threading.Thread(target=_watch, args=(note, over), daemon=True).start()
-        try:
-            yield
-        finally:
-            over.set()
-            os.environ.pop(FAILURE_FILE)
+def ends_after_its_ranks(folder: Path) -> Iterator[None]:
+    """Ends this process with code 1, when a rank has failed, none is left, and the block doesn't return.
+
+    The folder is for the failed rank's note, and is removed with the process.
+    """
+    over, note = threading.Event(), folder / "failed"
+    os.environ[FAILURE_FILE] = str(note)
+    threading.Thread(target=_watch, args=(note, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        os.environ.pop(FAILURE_FILE)
 
 
 def _watch(note: Path, over: threading.Event) -> None:
@@ -48,6 +49,7 @@ def _watch(note: Path, over: threading.Event) -> None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()
             console.say("accel-fsdp: a rank has failed, and another machine doesn't answer any more")
+            shutil.rmtree(note.parent, ignore_errors=True)
             os._exit(1)
 
 

@@ -1,12 +1,16 @@
 """`accel-fsdp launch` against Accelerate's own launcher, on several machines, and where nothing can be sharded."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SFT
+from conftest import ROOT, SFT, made_yaml
 
 from accel_fsdp import cli, cpu
 from accel_fsdp.config import read_config
@@ -161,3 +165,29 @@ def test_a_script_that_can_run_on_this_machine_is_started(
     kind: str, text: str, args: tuple[str, ...], launch: Launch
 ) -> None:
     assert launch(kind, text, *args) == ""
+
+
+@pytest.mark.parametrize("flags", [["--cpu"], []])
+def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
+    """The terminal sends the signal to the launcher and to its ranks."""
+    (temporary := tmp_path / "tmp").mkdir()
+    (tmp_path / "job.yaml").write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
+    own = tmp_path / "own.py"
+    own.write_text("from accel_fsdp import cpu\nimport os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "accel_fsdp", "launch", *flags, str(tmp_path / "job.yaml"), str(own)]
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as launcher_process:
+        assert launcher_process.stdout is not None
+        for _ in range(2):
+            assert launcher_process.stdout.readline() == "a rank waits\n"
+        os.killpg(launcher_process.pid, signal.SIGINT)
+        _, said = launcher_process.communicate(timeout=60)
+    assert launcher_process.returncode == 130, said
+    assert "Traceback" not in said or not flags, said
+    assert "ended by SIGINT" in said
+    until = time.monotonic() + 20
+    while left := list(temporary.iterdir()):  # a process of its own removes the rehearsal's folder
+        assert time.monotonic() < until, left
+        time.sleep(0.1)

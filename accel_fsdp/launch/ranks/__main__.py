@@ -33,6 +33,8 @@ def main() -> int:
         watch.tell_failure(error)
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     except BaseException as error:
         watch.tell_failure(error)
         _print_without_runner(error)

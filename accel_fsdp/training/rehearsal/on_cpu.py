@@ -9,6 +9,9 @@ from accel_fsdp.launch import ranks
 from accel_fsdp.training.rehearsal import janitor, verdict, without_gpu
 from accel_fsdp.training.rehearsal.scaled import ScaledJob
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, which leaves nothing to measure."""
+
 
 def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 where the YAML asks else.
@@ -19,6 +22,8 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()
+        if code == INTERRUPTED:
+            return code
         events = ranks.read(folder)
     holdings = ranks.holdings(events)
     _say_what_needs_a_gpu(events)
