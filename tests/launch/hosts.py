@@ -39,8 +39,9 @@ def missing() -> str:
 class Host:
     """One machine, reached by the others as `name` at `address`."""
 
-    def __init__(self, name: str, address: str, namespace: str, hosts: Path) -> None:
+    def __init__(self, name: str, address: str, namespace: str, hosts: Path, switch: str, port: str) -> None:
         self.name, self.address = name, address
+        self._namespace, self._switch, self._port = namespace, switch, port
         words = ["nsenter", f"--net=/var/run/netns/{namespace}", "unshare", *NAMESPACES, "--fork", "--mount-proc"]
         self._unshare = subprocess.Popen(
             [*words, "bash", "-c", START, name, str(hosts)], stdin=subprocess.PIPE, start_new_session=True
@@ -63,16 +64,28 @@ class Host:
         """Starts a command there."""
         return conftest.start([*self.before, *map(str, words)], {**os.environ, **environment})
 
+    @contextlib.contextmanager
+    def black_hole(self, mtu: int) -> Iterator[None]:
+        """The switch drops larger packets of it, and says nothing; its own system sends each packet by itself."""
+        subprocess.run([*self.before, "ip", "link", "set", "eth0", "gso_max_segs", "1"], check=True)
+        _ip("-n", self._switch, "link", "set", self._port, "mtu", str(mtu))
+        try:
+            yield
+        finally:
+            _ip("-n", self._switch, "link", "set", self._port, "mtu", "1500")
+            subprocess.run([*self.before, "ip", "link", "set", "eth0", "gso_max_segs", "65535"], check=True)
+
     def cut_link(self) -> None:
         """Takes it off the network: connections stay open, and nothing comes."""
         subprocess.run([*self.before, "ip", "link", "set", "eth0", "down"], check=True)
 
     def cut_power(self) -> None:
-        """Ends all of its processes at once: they have no other parent than the first."""
+        """Ends all of its processes at once, which have no other parent than the first; then its system is silent."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.first.kill()
         with self._unshare:  # closes the pipe
             pass
+        subprocess.run(["ip", "-n", self._namespace, "link", "set", "eth0", "down"], check=False, capture_output=True)
 
 
 def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[conftest.Finished]:
@@ -124,8 +137,8 @@ def network(*names: str) -> Iterator[list[Host]]:
             _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
             _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
-        for name, address, namespace in zip(names, addresses, namespaces, strict=True):
-            machines.append(Host(name, address, namespace, hosts))
+        for number, (name, address, namespace) in enumerate(zip(names, addresses, namespaces, strict=True)):
+            machines.append(Host(name, address, namespace, hosts, switch, f"port{number}"))
         yield machines
     finally:
         for machine in machines:

@@ -131,8 +131,6 @@ def test_all_processes_of_a_host_are_killed(job: Job) -> None:
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
     assert_says(first, r"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine itself answers: its processes have ended")
     assert OFF not in first.output
-    seen = r"ranks 2, 3 of n2 were last seen after step \d+.*, \d+ s ago|rank [23] of n2 was last seen after step \d+"
-    assert re.search(seen, first.output), first.output
 
 
 def test_a_link_is_cut(job: Job, reference: Reference) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,14 +76,40 @@ def test_an_interface_that_leads_nowhere(machines: list[Host]) -> None:
     assert "export GLOO_SOCKET_IFNAME=eth0" in first.output
 
 
-def test_a_host_name_on_loopback(machines: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.1.1", "10.77.0.99"])
+def test_a_host_name_that_leads_elsewhere(address: str, machines: list[Host], tmp_path: Path) -> None:
+    """An error where the machines can't talk, and a warning where they do all the same."""
     names = tmp_path / "hosts"
-    names.write_text("127.0.0.1 localhost\n127.0.1.1 n2\n10.77.0.1 n1\n")
+    names.write_text(f"127.0.0.1 localhost\n{address} n2\n10.77.0.1 n1\n")
     with changed(machines[1], ["mount", "--bind", str(names), "/etc/hosts"], ["umount", "/etc/hosts"]):
-        first, _ = doctors(machines[:2])
-    assert first.code == 1
-    assert re.search(r"error +host name +n2 is 127\.0\.1\.1, its own alone", first.output)
+        first, _ = doctors(machines[:2], "--num-processes", "2")
+    said = "its own alone" if address.startswith("127") else "an address that none of its interfaces has"
+    row = re.search(rf"(error|warning) +host name +n2 is {re.escape(address)}, {said}", first.output)
+    assert row, first.output
+    talked = "each collective gives the right result" in first.output
+    assert (row[1], first.code) == (("warning", 0) if talked else ("error", 1)), first.output
     assert "export GLOO_SOCKET_IFNAME=eth0" in first.output
+
+
+BURNERS = 8
+BURN = "while True: pass"
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Other programs want all CPUs several times."""
+    started = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(BURNERS)]
+    yield
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def test_machines_that_are_busy_are_not_ill(busy: None, machines: list[Host], tmp_path: Path) -> None:
+    first, *others = doctors(machines, "--num-processes", "6", "--folder", tmp_path, "--timeout", "60")
+    assert [one.code for one in (first, *others)] == [0, 0, 0], [first.output, others]
+    assert not re.search(r"(error|warning) +machines? [\d ]", first.output), first.output
+    assert "6 ranks: each collective gives the right result" in first.output
 
 
 def test_a_blocked_port(machines: list[Host]) -> None:
@@ -102,6 +129,51 @@ def test_one_machine_is_slow(machines: list[Host]) -> None:
     assert first.code == 1
     assert re.search(r"error +machine 2 +[\d.]+ MB/s to the others at best", first.output)
     assert re.search(r"ok +machines 0 and 1", first.output)
+
+
+def test_packets_of_full_size_are_dropped(machines: list[Host]) -> None:
+    """An MTU black hole: whatever fits into one small packet passes."""
+    with machines[1].black_hole(1300):
+        first, _ = doctors(machines[:2])
+    assert first.code == 1
+    row = re.search(r"error +machines 0 and 1 +(.*)\n +why: (.*)\n +fix: (.*)", first.output)
+    assert row, first.output
+    assert row[1] == "messages of 1 KiB come back, and a message of 64 KiB didn't come back in 10 s"
+    assert "a smaller MTU" in row[2]
+    assert "skipped" not in first.output
+
+
+def shaped(host: Host, rate: str, burst: str, limit: str) -> contextlib.AbstractContextManager[None]:
+    root = ["dev", "eth0", "root"]
+    words = ["tbf", "rate", rate, "burst", burst, "limit", limit]
+    return changed(host, ["tc", "qdisc", "add", *root, *words], ["tc", "qdisc", "del", *root])
+
+
+def test_packets_are_lost(machines: list[Host]) -> None:
+    """A queue of three packets, whose overflow is dropped."""
+    with shaped(machines[1], "300mbit", "3kb", "4500"):
+        first, _ = doctors(machines[:2])
+    assert re.search(
+        r"warning +machines 0 and 1 +[\d,]+ of [\d,]+ TCP segments \([\d.]+%\) were sent again", first.output
+    )
+
+
+def test_a_link_that_is_very_slow(machines: list[Host]) -> None:
+    """It is measured, and nothing hangs."""
+    with shaped(machines[1], "4mbit", "256kb", "4mb"):
+        first, _ = doctors(machines[:2])
+    assert re.search(r"(warning|error) +machines 0 and 1 ", first.output), first.output
+    assert "would hang" not in first.output
+    assert "MTU" not in first.output
+
+
+def test_an_address_that_a_flag_gives(machines: list[Host], tmp_path: Path) -> None:
+    yaml = tmp_path / "job.yaml"
+    made = made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no")
+    yaml.write_text("".join(line for line in made.splitlines(True) if not line.startswith("num_")))
+    first, _ = doctors(machines[:2], "--num-processes", "2", yaml)
+    assert "AF401" not in first.output
+    assert first.code == 0, first.output
 
 
 def test_machines_that_were_told_other_numbers(machines: list[Host]) -> None:

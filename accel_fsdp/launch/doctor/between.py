@@ -6,16 +6,24 @@ from typing import Any
 from accel_fsdp.launch import agreement
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import Facts
-from accel_fsdp.launch.doctor.meeting import Found
-from accel_fsdp.launch.doctor.probing import PairResult
+from accel_fsdp.launch.doctor.known_errors import KnownError
+from accel_fsdp.launch.doctor.meeting import BUSY, Found
+from accel_fsdp.launch.doctor.probing import PAIR_SECONDS, SMALL_BYTES, PairResult
 from accel_fsdp.launch.doctor.rows import Row, Verdict
-from accel_fsdp.units import counted, per_second
+from accel_fsdp.units import counted, kib_or_mib, per_second
 
 CLOCK_SECONDS = 1.0
 SLOW_LINK = 125e6 / 2
 """Bytes per second of half a link of 1 Gbit/s: too slow to train over, whatever the other pairs have."""
 PER_MACHINE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PET_NODE_RANK", "CUDA_VISIBLE_DEVICES")
 """Variables that may differ between machines."""
+LOSSY, LEAST_RESENT = 0.01, 20
+"""The part of TCP's segments that is sent again, and how many at least, from which packets count as lost."""
+OF_SCRIPTS = ("collective-timeout", "missing-ranks", "gone")
+"""Known errors whose cause is what ranks of a script do."""
+PING = (
+    "ping -M do -s 1472 HOST between them shows it; ip link set eth0 mtu 1400 on both, or the network's MTU everywhere"
+)
 
 
 def judge(found: Found) -> list[Row]:
@@ -105,15 +113,19 @@ def _pairs(found: Found) -> Iterator[Row]:
     failed = [pair for pair in found.pairs if pair.error]
     dead, slow = _dead(found, failed), found.slow_machines()
     for machine in dead:
-        error = next(pair.error for pair in failed if machine in (pair.one, pair.other))
-        yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", error)
+        pair = next(pair for pair in failed if machine in (pair.one, pair.other))
+        yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", pair)
     for pair in failed:
         if not {pair.one, pair.other} & set(dead):
-            yield _unreachable(_name(pair), "they can't talk to each other", pair.error)
+            yield (
+                _cut_off(pair)
+                if pair.failed_bytes
+                else _unreachable(_name(pair), "they can't talk to each other", pair)
+            )
     yield from (_slow_machine(found, machine) for machine in slow)
     for pair in found.pairs:
         if not pair.error and not {pair.one, pair.other} & set(slow):
-            yield _measured(pair)
+            yield from _measured(pair)
 
 
 def _dead(found: Found, failed: list[PairResult]) -> list[int]:
@@ -127,15 +139,37 @@ def _name(pair: PairResult) -> str:
     return f"machines {pair.one} and {pair.other}"
 
 
-def _unreachable(subject: str, what: str, error: str) -> Row:
-    known = known_errors.find(error)
-    first = error.strip().splitlines()[0] if error.strip() else "no answer"
+def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
+    known = _known(pair.error)
+    first = pair.error.strip().splitlines()[0] if pair.error.strip() else "no answer"
     fix = (
         known.fix
         if known
         else "another interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or a firewall that opens all ports above 1024"
     )
     return Row(subject, "error", f"{what}: {first}", known.often if known else "ranks on them would hang", fix)
+
+
+def _known(message: str) -> KnownError | None:
+    """What is behind a message of the test itself, in which all take part: none is elsewhere in the script."""
+    known = known_errors.find(message)
+    return None if known is None or known.name in OF_SCRIPTS else known
+
+
+def _cut_off(pair: PairResult) -> Row:
+    """A message that didn't come back, after smaller ones had."""
+    arrived, failed = kib_or_mib(pair.arrived_bytes), kib_or_mib(pair.failed_bytes)
+    what = f"a message of {failed} didn't come back in {PAIR_SECONDS:.0f} s"
+    if not pair.arrived_bytes:
+        return Row(_name(pair), "error", f"{what}, and single numbers did", "ranks on them would hang", PING)
+    if pair.arrived_bytes <= SMALL_BYTES:
+        why = (
+            "packets of full size are lost on the way: often a switch or tunnel carries a smaller MTU than the machines"
+        )
+        return Row(_name(pair), "error", f"messages of {arrived} come back, and {what}", why, PING)
+    slow = per_second(2 * pair.failed_bytes / PAIR_SECONDS)
+    why = f"the link carries less than {slow}, or it was cut meanwhile"
+    return Row(_name(pair), "error", f"{what}, and one of {arrived} did", why, "ethtool eth0; another interface")
 
 
 def _slow_machine(found: Found, machine: int) -> Row:
@@ -147,12 +181,22 @@ def _slow_machine(found: Found, machine: int) -> Row:
     return Row(f"machine {machine}", "error", what, why, fix)
 
 
-def _measured(pair: PairResult) -> Row:
+def _measured(pair: PairResult) -> Iterator[Row]:
     what = f"{per_second(pair.bytes_per_second)}, {pair.latency_seconds * 1e6:,.0f} us"
     if pair.bytes_per_second >= SLOW_LINK:
-        return Row(_name(pair), "ok", what)
-    why = "a step sends the model's size several times: accel-fsdp plan says how long that takes"
-    return Row(_name(pair), "warning", what, why, "another interface: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME")
+        yield Row(_name(pair), "ok", what)
+    elif pair.waited >= BUSY:
+        what += f", while its processes waited for a CPU for {pair.waited:.0%} of the time"
+        why = "other programs keep the machines busy, so the network wasn't measured"
+        yield Row(_name(pair), "unknown", what, why, "accel-fsdp doctor again, when nothing else runs there")
+    else:
+        why = "a step sends the model's size several times: accel-fsdp plan says how long that takes"
+        yield Row(_name(pair), "warning", what, why, "another interface: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME")
+    if pair.resent >= max(LEAST_RESENT, LOSSY * pair.segments):
+        share = pair.resent / pair.segments
+        what = f"{pair.resent:,} of {pair.segments:,} TCP segments ({share:.1%}) were sent again"
+        why = "packets are lost on the way: a cable, a port, or a link with more to carry than it can"
+        yield Row(_name(pair), "warning", what, why, "ip -s link and ethtool -S eth0 on both count errors and drops")
 
 
 def _collectives(found: Found) -> Iterator[Row]:
@@ -165,7 +209,7 @@ def _collectives(found: Found) -> Iterator[Row]:
     for rank, said in found.failed_ranks.items():
         if silent and rank not in silent:
             continue  # these failed because of the silent ones
-        known = known_errors.find(said)
+        known = _known(said)
         why = known.often if known else "a job would hang or stop there"
         fix = known.fix if known else "accel-fsdp doctor --explain with the message"
         yield Row(f"rank {rank}", "error", said.strip().splitlines()[0], why, fix)

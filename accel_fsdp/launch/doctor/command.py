@@ -56,17 +56,19 @@ def examine(options: DoctorCommand) -> int:
     _check(options, launched)
     if launched.is_rank and launched.local_rank != 0:
         return 0  # one process of each machine is enough
-    values, of_file = _read(options)
+    values, unread = _read(options)
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
     with console.stopwatch("looking at this machine"):
         own = facts.look(options.folder, _asked(here, values))
-    rows += [replace(row, machine=number) for row in (*machine.judge(own, here.machines > 1), *of_file)]
+    rows += [replace(row, machine=number) for row in unread or _lint(options, here)]
     done = Examination(number, here.machines, rows)
     done.found.facts = {number: own}
     team = _team(options, here, launched, len(own.gpus))
     if team is not None:
         _meet(options, team, own, done)
+    if not done.met:
+        done.rows[:0] = _judged(done, {number: own})
     done.healthy = done.healthy and is_healthy(done.rows)
     if options.json:
         console.put(report.as_json(done), lines=True)
@@ -160,18 +162,38 @@ def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(options: DoctorCommand) -> tuple[Mapping[str, Any], list[Row]]:
-    """The values of the file, and what the linter finds in it, held against this machine."""
+    """The values of the file, or why it can't be read."""
     if options.file is None:
         return {}, []
     try:
-        values = read_config(options.file)[0].values
-        found = [one for one in lint(options.file, LintOptions(here=True)) if one.severity in ("error", "warning")]
+        return read_config(options.file)[0].values, []
     except UserError as error:
         return {}, [of_error("YAML", error)]
+
+
+def _lint(options: DoctorCommand, here: place.Place) -> list[Row]:
+    """What the linter finds in the file, held against this machine, with the numbers that this job has here."""
+    if options.file is None:
+        return []
+    job, document = read_config(options.file)
+    try:
+        found = lint(options.file, LintOptions(here=True), read=(here.applied(job), document))
+    except UserError as error:
+        return [of_error("YAML", error)]
     rows = [
-        Row(one.code, "error" if one.severity == "error" else "warning", one.what, one.why, one.fix) for one in found
+        Row(one.code, one.severity, one.what, one.why, one.fix) for one in found if one.severity in ("error", "warning")
     ]
-    return values, rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
+    return rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
+
+
+def _judged(done: Examination, facts: Mapping[int, facts.Facts]) -> list[Row]:
+    """What is right and wrong with each of these machines."""
+    several, talked = done.machines > 1, done.found.talked
+    return [
+        replace(row, machine=number)
+        for number, own in sorted(facts.items())
+        for row in machine.judge(own, several, talked)
+    ]
 
 
 def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
@@ -212,12 +234,11 @@ def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examinatio
         done.rows.append(_not_met(team, meeting, error))
         return
     if team.machine == 0:
-        done.found = meeting.found
-        for number in sorted(done.found.facts.keys() - {0}):
-            done.rows += [replace(row, machine=number) for row in machine.judge(done.found.facts[number], True)]
-        done.rows += between.judge(done.found)
+        done.found, done.met = meeting.found, True
+        done.rows += [*_judged(done, done.found.facts), *between.judge(done.found)]
     try:
         done.healthy = meeting.end(is_healthy(done.rows))
+        done.found.talked = meeting.found.talked
     except RuntimeError as error:
         done.rows.append(_not_met(team, meeting, error))
 

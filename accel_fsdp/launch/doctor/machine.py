@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ NO_JOB = "no job can be started here"
 ON = ("1", "true", "yes", "on", "detail")
 
 
-def judge(facts: Facts, several: bool) -> list[Row]:
-    """All rows of one machine. `several`: it works together with others."""
+def judge(facts: Facts, several: bool, talked: bool = False) -> list[Row]:
+    """All rows of one machine. `several`: it works together with others; `talked`: it was seen to exchange data."""
     checks: tuple[Callable[[Facts, bool], Iterator[Row]], ...] = (
         _system,
         _libraries,
@@ -39,7 +40,7 @@ def judge(facts: Facts, several: bool) -> list[Row]:
         _shared_memory,
         _limits,
         _disk,
-        _host_name,
+        partial(_host_name, talked=talked),
         _interfaces,
         _infiniband,
         _variables,
@@ -147,18 +148,25 @@ def _disk(facts: Facts, several: bool) -> Iterator[Row]:
         yield Row("disk", "ok", what)
 
 
-def _host_name(facts: Facts, several: bool) -> Iterator[Row]:
-    found = facts.name_addresses
-    if found and not all(ipaddress.ip_address(one).is_loopback for one in found):
+def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
+    found, own = facts.name_addresses, {one for each in facts.addresses.values() for one in each}
+    reached = [one for one in found if not ipaddress.ip_address(one).is_loopback]
+    if reached and (not own or own & set(reached)):  # without psutil no address is known
         yield Row("host name", "ok", f"{facts.name} is {', '.join(found)}")
         return
     what = f"{facts.name} is {', '.join(found)}, its own alone" if found else f"{facts.name} is unknown here"
+    if reached:
+        what = f"{facts.name} is {', '.join(reached)}, an address that none of its interfaces has"
     if not several or "GLOO_SOCKET_IFNAME" in facts.variables:
         yield Row("host name", "ok", f"{what}; a job on one machine doesn't need it" if not several else what)
         return
-    why = "ranks tell it to those of other machines, which then connect to themselves, or nowhere"
     interface = next((name for name, own in facts.addresses.items() if _leads_away(own)), "eth0")
     fix = f"the machine's own address beside its name in /etc/hosts; or export GLOO_SOCKET_IFNAME={interface}"
+    if talked:
+        why = "the ranks talked all the same; a library that asks for the name would connect to another place"
+        yield Row("host name", "warning", what, why, fix)
+        return
+    why = "ranks tell it to those of other machines, which then connect to themselves, or nowhere"
     yield Row("host name", "error", what, why, fix)
 
 

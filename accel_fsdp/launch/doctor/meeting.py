@@ -18,14 +18,14 @@ from accel_fsdp.launch import Address
 from accel_fsdp.launch.doctor import probing
 from accel_fsdp.launch.doctor.facts import Facts
 
-START_SECONDS = 30.0
-"""Until a process of its own has imported torch, on a busy machine."""
 FOLDER_SECONDS = 3.0
 """Until a file of one machine is seen by the others, where they share the folder (NFS remembers what it saw)."""
 LEAVE_SECONDS = 10.0
 NO_ANSWER = "no answer"
 SLOW = 0.5
 """The part of the others' bandwidth below which a machine is slow; on a busy network less than that varies."""
+BUSY = 0.1
+"""The part of its time in which a process waited for a CPU, above which its bandwidth says nothing of the network."""
 MARK = ".accel-fsdp-doctor-"
 
 
@@ -57,6 +57,8 @@ class Found:
     collectives: list[probing.CollectiveResult] = field(default_factory=list)
     failed_ranks: dict[int, str] = field(default_factory=dict)
     ranks: int = 0
+    talked: bool = False
+    """Whether every pair of machines exchanged data, and all ranks together."""
 
     @property
     def can_join(self) -> bool:
@@ -65,8 +67,13 @@ class Found:
         alike = all(one == told[0] for one in told)
         return alike and not self.missing and not any(pair.error for pair in self.pairs)
 
+    @property
+    def least_bandwidth(self) -> float:
+        """Bytes per second of the slowest pair; 0 for one machine."""
+        return min((pair.bytes_per_second for pair in self.pairs), default=0.0)
+
     def slow_machines(self) -> list[int]:
-        """Machines of three or more whose best pair is far below the best pairs of the others."""
+        """Machines of three or more that weren't busy, and whose best pair is far below the others' best."""
         best: dict[int, float] = {}
         for pair in self.pairs:
             for machine in (pair.one, pair.other):
@@ -74,7 +81,8 @@ class Found:
         if len(best) < 3:
             return []
         others = {one: statistics.median(best[other] for other in best if other != one) for one in best}
-        return [machine for machine, speed in others.items() if 0 < best[machine] < SLOW * speed]
+        idle = {machine for pair in self.pairs if pair.waited < BUSY for machine in (pair.one, pair.other)}
+        return [machine for machine, speed in others.items() if machine in idle and 0 < best[machine] < SLOW * speed]
 
 
 class Meeting:
@@ -83,7 +91,6 @@ class Meeting:
     def __init__(self, team: Team) -> None:
         self.team, self.found = team, Found(ranks=team.machines * team.ranks_each)
         self.board = team.address.open(team.seconds)
-        self.pairs: dict[tuple[int, int], probing.PairResult] = {}
 
     def gather(self, facts: Facts, folder: Path) -> None:
         """Learns who is there; machine 0 also what each knows of itself."""
@@ -120,31 +127,28 @@ class Meeting:
         longest = 0.0
         if len(present) > 1:
             count = len(list(probing.rounds(present)))
-            longest = START_SECONDS + count * probing.PAIR_SECONDS * 2
-            self._measure_pairs(present, longest)
+            longest = probing.START_SECONDS + count * probing.PAIR_SECONDS * 2
+            self._run([team.machine], "pairs", present, longest)
+            if team.machine == 0:
+                self.found.pairs = [self._pair(one, other) for one, other in combinations(present, 2)]
         if team.machine == 0:
-            board.put("all ranks", self.found.can_join and self.found.ranks > 1)
-        if board.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks"):
+            joins = self.found.can_join and self.found.ranks > 1
+            board.put("all ranks", self.found.least_bandwidth if joins else None)
+        bandwidth = board.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks")
+        if bandwidth is not None:
             own = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
-            self._run(own, "collectives", list(range(self.found.ranks)), START_SECONDS + 2 * probing.COLLECTIVE_SECONDS)
+            longest = probing.START_SECONDS + 2 * probing.COLLECTIVE_SECONDS
+            self._run(own, "collectives", list(range(self.found.ranks)), longest, bandwidth)
             if team.machine == 0:
                 self._collect_collectives()
 
-    def _measure_pairs(self, present: list[int], longest: float) -> None:
-        """Twice where a machine seems to be slow: a moment's other work is not its speed."""
-        for turn in range(2):
-            self._run([self.team.machine], "pairs", present, longest, turn)
-            if self.team.machine == 0:
-                self._collect_pairs(present, turn)
-                self.board.put(f"again/{turn}", bool(self.found.slow_machines()))
-            if not self.board.wait([f"again/{turn}"], longest + LEAVE_SECONDS).get(f"again/{turn}"):
-                break
-
-    def _run(self, numbers: Sequence[int], task: str, members: list[int], seconds: float, turn: int = 0) -> None:
+    def _run(
+        self, numbers: Sequence[int], task: str, members: list[int], seconds: float, bandwidth: float = 0.0
+    ) -> None:
         """Starts this machine's processes of a task; ends those that hang."""
         team, address = self.team, replace(self.board.address, hosts=False)
         tasks = [
-            probing.Task(task, address, number, members, team.device_of(place), turn)
+            probing.Task(task, address, number, members, team.device_of(place), bandwidth)
             for place, number in enumerate(numbers)
         ]
         with tempfile.TemporaryFile() as said:
@@ -166,15 +170,12 @@ class Meeting:
                     process.kill()
                     process.wait()
 
-    def _collect_pairs(self, present: list[int], turn: int) -> None:
-        """What the machines have left, all after the same time; of two turns the faster."""
-        for one, other in combinations(present, 2):
-            key = probing.pair_key(turn, one, other)
-            told = self.board.wait([key], 1.0).get(key) or self.board.get(probing.other_key(turn, one, other))
-            result = probing.PairResult(**told) if told else probing.PairResult(one, other, error=NO_ANSWER)
-            before = self.pairs.get((one, other), result)
-            self.pairs[one, other] = max(before, result, key=lambda pair: pair.bytes_per_second)
-        self.found.pairs = list(self.pairs.values())
+    def _pair(self, one: int, other: int) -> probing.PairResult:
+        """What both machines have left of it."""
+        keys = [probing.pair_key(one, other, side) for side in range(2)]
+        told = self.board.wait(keys, 1.0)
+        saw = [probing.PairResult(**told[key]) if key in told else None for key in keys]
+        return (saw[0] or probing.PairResult(one, other, error=NO_ANSWER)).with_other(saw[1])
 
     def _collect_collectives(self) -> None:
         found, board = self.found, self.board
@@ -183,17 +184,18 @@ class Meeting:
             said = done.get(probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}")
             if said:
                 found.failed_ranks[rank] = said
-        sizes = probing.sizes(self.team.on_gpus)
+        found.talked = not found.failed_ranks
+        sizes = probing.sizes(self.team.on_gpus, found.least_bandwidth)
         keys = [probing.collective_key(name, size) for name in probing.COLLECTIVES for size in sizes]
         found.collectives = [probing.CollectiveResult(**told) for key in keys if (told := board.get(key))]
 
     def end(self, healthy: bool) -> bool:
         """Tells how it went, and stays until the others have heard; they return what machine 0 tells."""
         if self.team.machine == 0:
-            self.board.put("healthy", healthy)
+            self.board.put("healthy", [healthy, self.found.talked])
             self.board.wait([f"left/{number}" for number in self.found.facts if number], LEAVE_SECONDS)
             return healthy
-        told = self.board.wait(["healthy"], self.team.seconds).get("healthy", False)
+        told, self.found.talked = self.board.wait(["healthy"], self.team.seconds).get("healthy", (False, False))
         self.board.put(f"left/{self.team.machine}", True)
         return healthy and bool(told)
 

@@ -3,6 +3,7 @@
 `python -m accel_fsdp.launch.doctor.probing '{"task": "pairs", ...}'`
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -10,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch import Address, Board
@@ -25,17 +27,27 @@ PAIR_SECONDS = 10.0
 COLLECTIVE_SECONDS = 20.0
 MEASURED_SECONDS = 0.3
 """About what each measurement takes."""
-PINGS, FIRST_BYTES, MOST_BYTES = 20, 64 * 1024, 64 * MIB
+START_SECONDS = 60.0
+"""Until a partner's process has imported torch, on a busy machine: the network's time begins after that."""
+PINGS = 20
+SMALL_BYTES = 1024
+"""Fits into one packet on any network."""
+SWEEP = (SMALL_BYTES, 64 * 1024, 512 * 1024, 4 * MIB, 32 * MIB, 64 * MIB)
+"""Bytes of messages, which grow until one takes long enough to be measured."""
+SCHEDULED = Path("/proc/self/task")
+TCP_COUNTERS = Path("/proc/net/snmp")
 SIZES_ON_CPU = (4 * 1024, MIB, 16 * MIB)
 SIZES_ON_GPU = (4 * 1024, MIB, 256 * MIB)
 REPEATS = 5
+LONG_SECONDS = 0.25
+"""For a message of a collective's size from one machine to another: a collective sends several."""
 
 
 @dataclass(frozen=True)
 class Task:
     """What a process is to do. `number` of `members`: machines for `pairs`, ranks for `collectives`.
 
-    `turn`: pairs may be measured several times.
+    `bytes_per_second`: of the slowest pair. Collectives that would take seconds over it are left out.
     """
 
     task: str
@@ -43,18 +55,42 @@ class Task:
     number: int
     members: list[int]
     device: str
-    turn: int = 0
+    bytes_per_second: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairResult:
-    """One machine sends to another and back. `error` is empty where that went well."""
+    """One machine sends to another and back, as one of the two saw it. `error` is empty where that went well.
+
+    `arrived_bytes`: of the largest message that came back whole; `failed_bytes`: of the one that didn't.
+    `segments`: those that TCP sent on this machine meanwhile, and `resent`: how many of them once more.
+    `waited`: the part of the time in which this process could compute, and no CPU was free for it.
+    """
 
     one: int
     other: int
     latency_seconds: float = 0.0
     bytes_per_second: float = 0.0
+    arrived_bytes: int = 0
+    failed_bytes: int = 0
+    segments: int = 0
+    resent: int = 0
+    waited: float = 0.0
     error: str = ""
+
+    def with_other(self, other: "PairResult | None") -> "PairResult":
+        """Of both sides: the first one's measurements, the packets of both, and what either complains of."""
+        if other is None:
+            return self
+        return replace(
+            self,
+            segments=self.segments + other.segments,
+            resent=self.resent + other.resent,
+            waited=max(self.waited, other.waited),
+            arrived_bytes=max(self.arrived_bytes, other.arrived_bytes),
+            failed_bytes=self.failed_bytes or other.failed_bytes,
+            error=self.error or other.error,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,42 +113,69 @@ def rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def pair_key(turn: int, one: int, other: int) -> str:
-    """Where the first of them leaves the result."""
-    return f"pair/{turn}/{one}-{other}"
+def pair_key(one: int, other: int, side: int) -> str:
+    """Where the first of them (`side` 0) or the second leaves what it saw."""
+    return f"pair/{one}-{other}/{side}"
 
 
-def other_key(turn: int, one: int, other: int) -> str:
-    """Where the second leaves its error."""
-    return f"{pair_key(turn, one, other)}/other"
-
-
-def sizes(on_gpus: bool) -> tuple[int, ...]:
-    """Bytes at which collectives are measured."""
-    return SIZES_ON_GPU if on_gpus else SIZES_ON_CPU
+def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
+    """Bytes at which collectives are measured, where the slowest pair of machines has this bandwidth; 0: unknown."""
+    least, *larger = SIZES_ON_GPU if on_gpus else SIZES_ON_CPU
+    return [least, *(size for size in larger if not bytes_per_second or size < bytes_per_second * LONG_SECONDS)]
 
 
 def _pairs(task: Task, board: Board) -> None:
+    began = time.monotonic()
     for pairs in rounds(task.members):
         for one, other in pairs:
             if task.number not in (one, other):
                 continue
-            result = _pair(task, board, one, other)
-            if task.number == one or result.error:
-                board.put((pair_key if task.number == one else other_key)(task.turn, one, other), asdict(result))
+            side = int(task.number == other)
+            board.put(f"{pair_key(one, other, side)}/comes", True)
+            comes = f"{pair_key(one, other, 1 - side)}/comes"
+            left = began + START_SECONDS - time.monotonic()
+            if board.wait([comes], max(left, 2 * PAIR_SECONDS)):
+                result = _pair(task, board, one, other)
+            else:
+                result = PairResult(one, other, error=f"machine {one if side else other} gave no sign in its test")
+            board.put(pair_key(one, other, side), asdict(result))
 
 
 def _pair(task: Task, board: Board, one: int, other: int) -> PairResult:
     import torch.distributed as dist
 
+    result, began = PairResult(one, other), time.monotonic()
+    waited, (segments, resent) = _waited_seconds(), _tcp_segments()
     try:
-        _join(task, board, f"group/{pair_key(task.turn, one, other)}", int(task.number == other), 2, PAIR_SECONDS)
+        _join(task, board, f"group/{one}-{other}", int(task.number == other), 2, PAIR_SECONDS)
         try:
-            return PairResult(one, other, *_measure_pair(task.device))
+            _measure_pair(task.device, result)
         finally:
             dist.destroy_process_group()
     except Exception as error:  # whatever the network makes of it is the result
-        return PairResult(one, other, error=str(error) or type(error).__name__)
+        result.error = str(error) or type(error).__name__
+    result.waited = (_waited_seconds() - waited) / (time.monotonic() - began)
+    now = _tcp_segments()
+    result.segments, result.resent = now[0] - segments, now[1] - resent
+    return result
+
+
+def _waited_seconds() -> float:
+    """How long the threads of this process could have computed, and had no CPU; 0 where the system doesn't tell."""
+    found = 0.0
+    for thread in SCHEDULED.glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found += int(thread.read_text().split()[1]) / 1e9
+    return found
+
+
+def _tcp_segments() -> tuple[int, int]:
+    """How many TCP segments this machine has sent, and how many of them again; 0 where the system doesn't tell."""
+    with contextlib.suppress(OSError, ValueError):
+        names, values = (line.split() for line in TCP_COUNTERS.read_text().splitlines() if line.startswith("Tcp:"))
+        counters = dict(zip(names[1:], values[1:], strict=True))
+        return int(counters["OutSegs"]), int(counters["RetransSegs"])
+    return 0, 0
 
 
 def _join(task: Task, board: Board, name: str, rank: int, size: int, seconds: float) -> None:
@@ -128,21 +191,24 @@ def _join(task: Task, board: Board, name: str, rank: int, size: int, seconds: fl
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
-def _measure_pair(device: str) -> tuple[float, float]:
-    """Seconds of the shortest way there, and bytes per second of a long one, the median of a few."""
+def _measure_pair(device: str, result: PairResult) -> None:
+    """The shortest way there, and the bytes per second of messages long enough to take some time."""
     import torch
 
     small = torch.zeros(1, device=device)
     _there_and_back(small)
-    latency = statistics.median(_there_and_back(small) for _ in range(PINGS)) / 2
-    first = torch.arange(FIRST_BYTES // 4, dtype=torch.float32, device=device)
-    took = max(_there_and_back(first) / 2, 1e-6)
-    wanted = torch.tensor([FIRST_BYTES * MEASURED_SECONDS / (2 * REPEATS * took)], device=device)
-    _there_and_back(wanted, agree=True)  # both take the size that the first one has chosen
-    size = int(min(max(float(wanted), FIRST_BYTES), MOST_BYTES)) // 4
-    big = torch.arange(size, dtype=torch.float32, device=device)
-    took = statistics.median(_there_and_back(big) for _ in range(REPEATS)) / 2
-    return latency, size * 4 / took
+    result.latency_seconds = statistics.median(_there_and_back(small) for _ in range(PINGS)) / 2
+    for size in SWEEP:
+        result.failed_bytes = size
+        data = torch.arange(size // 4, dtype=torch.float32, device=device)
+        once = torch.tensor([_there_and_back(data) / 2], device=device)
+        _there_and_back(once, agree=True)  # both stop at the size that the first one has chosen
+        result.arrived_bytes, result.failed_bytes = size, 0
+        if float(once) * REPEATS >= MEASURED_SECONDS:
+            break
+    again = REPEATS if float(once) < 1 else 1
+    took = statistics.median(_there_and_back(data) for _ in range(again)) / 2
+    result.bytes_per_second = result.arrived_bytes / max(took, 1e-6)
 
 
 def _there_and_back(sent: "torch.Tensor", agree: bool = False) -> float:
@@ -188,11 +254,13 @@ def _collectives(task: Task, board: Board) -> None:
     import torch.distributed as dist
 
     name = "the start"
+    board.put(_started_key(task.number), True)
+    board.wait([_started_key(number) for number in task.members], START_SECONDS)
     try:
         _join(task, board, "collectives/group", task.number, len(task.members), COLLECTIVE_SECONDS)
         for name, prepare in COLLECTIVES.items():
             board.put(at_key(task.number), name)
-            for size in sizes(task.device != "cpu"):
+            for size in sizes(task.device != "cpu", task.bytes_per_second):
                 result = _measure(name, size, prepare(size // 4, task.device))
                 if task.number == 0:
                     board.put(collective_key(name, size), asdict(result))
@@ -200,6 +268,10 @@ def _collectives(task: Task, board: Board) -> None:
         dist.destroy_process_group()
     except Exception as error:  # whatever the network makes of it is the result
         board.put(done_key(task.number), f"{name}: {error or type(error).__name__}")
+
+
+def _started_key(rank: int) -> str:
+    return f"collectives/{rank}/started"
 
 
 def at_key(rank: int) -> str:

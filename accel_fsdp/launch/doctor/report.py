@@ -36,6 +36,8 @@ class Examination:
     rows: list[Row] = field(default_factory=list)
     found: Found = field(default_factory=Found)
     healthy: bool = True
+    met: bool = False
+    """Whether this is machine 0, and has judged all that came."""
 
     def by_machine(self) -> Iterator[tuple[str, list[Row]]]:
         """The rows under their headings."""
