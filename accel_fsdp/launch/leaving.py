@@ -48,7 +48,7 @@ def _watch(note: Path, over: threading.Event) -> None:
             for rank in _ranks():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()
-            console.say("accel-fsdp: a rank has failed, and another machine doesn't answer any more")
+            console.say(f"accel-fsdp: a rank failed {failed:.0f} s ago, and torch's launcher hasn't ended since")
             shutil.rmtree(note.parent, ignore_errors=True)
             os._exit(1)
 

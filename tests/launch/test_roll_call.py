@@ -11,7 +11,9 @@ from conftest import Finished, made_yaml, run
 from hosts import Host
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
-PORT, WAIT, SECONDS = "29431", "12", 90
+PORT, SECONDS = "29431", 90
+WAIT, LONG = "12", "60"
+"""Where one doesn't come, and where all do, each when it has started."""
 SCRIPT = "from accel_fsdp import cpu\ncpu.enable()\nprint('a rank has started', flush=True)\ncpu.finish(0)\n"
 
 
@@ -29,9 +31,11 @@ class Launch:
         self.yaml.write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
         self.script.write_text(SCRIPT)
 
-    def __call__(self, host: Host, rank: int, count: int = 2, at: str = "n1") -> "subprocess.Popen[str]":
+    def __call__(
+        self, host: Host, rank: int, count: int = 2, at: str = "n1", wait: str = WAIT
+    ) -> "subprocess.Popen[str]":
         place = ["--num-machines", str(count), "--num-processes", str(count), "--machine-rank", str(rank)]
-        meeting = ["--main-process-ip", at, "--main-process-port", PORT, "--timeout", WAIT]
+        meeting = ["--main-process-ip", at, "--main-process-port", PORT, "--timeout", wait]
         return host.start(["-m", "accel_fsdp", "launch", *place, *meeting, self.yaml, self.script])
 
 
@@ -50,7 +54,7 @@ def all_refused(processes: Sequence["subprocess.Popen[str]"]) -> list[Finished]:
 
 
 def test_machines_that_meet(machines: list[Host], launch: Launch) -> None:
-    first, second = hosts.all_ended([launch(machines[0], 0), launch(machines[1], 1)], SECONDS)
+    first, second = hosts.all_ended([launch(machines[0], 0, wait=LONG), launch(machines[1], 1, wait=LONG)], SECONDS)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert "a rank has started" in first.output
     assert "a rank has started" in second.output
@@ -82,7 +86,7 @@ def test_both_were_told_that_they_are_machine_0(machines: list[Host], launch: La
 
 
 def test_two_of_three_have_one_rank(machines: list[Host], launch: Launch) -> None:
-    ended = all_refused([launch(host, min(number, 1), 3) for number, host in enumerate(machines)])
+    ended = all_refused([launch(host, min(number, 1), 3, wait=LONG) for number, host in enumerate(machines)])
     for one in ended:
         assert "error: two machines were told that they are machine 1: n" in one.output
         assert "n2 (process" in one.output
@@ -113,7 +117,7 @@ def test_machine_0_refuses_its_own_name(machines: list[Host], launch: Launch, tm
 
 
 def test_machines_that_were_told_other_numbers(machines: list[Host], launch: Launch) -> None:
-    first, second = all_refused([launch(machines[0], 0, 2), launch(machines[1], 1, 3)])
+    first, second = all_refused([launch(machines[0], 0, 2, wait=LONG), launch(machines[1], 1, 3, wait=LONG)])
     for one in (first, second):
         assert "error: num_machines is 2 on machine 0 (n1), and 3 on machine 1 (n2)" in one.output
 

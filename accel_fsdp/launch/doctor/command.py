@@ -265,10 +265,10 @@ def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
     at = f"machine 0 at {host}:{team.address.port}"
     first = (str(error).splitlines() or [type(error).__name__])[0]
     if meeting is not None:
-        what, why = f"{at} is gone: {first}", "it ended while this one was testing, or the network broke"
+        what, why = f"{at} answered, and doesn't any more: {first}", "it ended, or the network broke"
         return Row("machines", "error", what, why, "look at the report of machine 0")
     what, refused = f"{at} doesn't answer: {first}", "refused" in first
-    why = "nothing listens there" if refused else "a firewall drops the port, or the address is another machine's"
+    why = "nothing listens there" if refused else "often a firewall drops the port, or the address is another machine's"
     fix = (
         "accel-fsdp doctor on machine 0 at the same time"
         if refused
