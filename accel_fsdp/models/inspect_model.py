@@ -230,15 +230,21 @@ def language_parameters(model: Any) -> int:
 
     A language model is that part as a whole, and one with an encoder and a decoder is not told apart.
     """
+    beside = beside_text(model)
+    read = (counting.numel(one) for name, one in model.named_parameters() if name not in beside)
+    return sum(read) if beside else 0
+
+
+def beside_text(model: Any) -> frozenset[str]:
+    """The names of the parameters that text doesn't reach, as those of an image encoder."""
     if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
-        return 0
+        return frozenset()
     try:
         parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     except (AttributeError, NotImplementedError):
-        return 0
+        return frozenset()
     read = {one for part in parts if part is not None for one in part.parameters()}
-    others = any(one not in read for one in model.parameters())
-    return sum(map(counting.numel, read)) if read and others else 0
+    return frozenset(name for name, one in model.named_parameters() if one not in read) if read else frozenset()
 
 
 def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from accel_fsdp import atomic_files, console, cpu, disks, library_internals
-from accel_fsdp.checkpoints import completeness, file_names
+from accel_fsdp.checkpoints import clean_name, completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
 from accel_fsdp.launch.ranks import holding as holdings
@@ -44,6 +44,7 @@ from accel_fsdp.units import counted
 
 RELIES_ON = (
     Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
+    Internal(f"{TRAINER}.get_decay_parameter_names", "self model"),
     Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),
     Internal(f"{TRAINER}.log", "self logs start_time"),
     Internal(f"{TRAINER}.save_model", "self output_dir _internal_call"),
@@ -73,6 +74,7 @@ class SftTrainer(LossTrainer):
         counts = counting.weights(model)
         trained = sum(count for one, count in counts.items() if one.requires_grad)
         self.parameters = trained, sum(counts.values())
+        self.beside_text = inspect_model.beside_text(model)
         preflight.before_trainer(model, kwargs["args"])
         layers = profiling.layers_of(model) if kwargs["args"].profile_steps else []
         if kwargs["args"].process_index == 0:
@@ -115,6 +117,11 @@ class SftTrainer(LossTrainer):
         saved_as = getattr(torch, self.export_dtype) if self.export_dtype else None
         self.expected = exported_folder.expected_tensors(model, self._trained_as(), saved_as)
         self.exporting = False
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """The parameters that decay: none that text doesn't reach, to which FSDP1 gives gradients of zeros."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        return [name for name in names if clean_name(name) not in self.beside_text]
 
     def _export_dtype(self, model: Any) -> str:
         """The name of the dtype to export in; empty: as trained, which is the default of an adapter."""
