@@ -1,5 +1,14 @@
 """accel-fsdp: from "this model, these GPUs" to a trained, exported model."""
 
+import sys
+
+if (
+    sys.argv[:1] == ["-m"]
+    and sys.orig_argv[-len(sys.argv)].partition(".")[0] == __name__
+    and not getattr(sys.flags, "safe_path", False)
+):
+    del sys.path[0]  # the current folder, where `python -m accel_fsdp` would find a torch.py that isn't meant
+
 import logging
 import os
 

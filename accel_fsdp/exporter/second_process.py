@@ -9,18 +9,17 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
+from accel_fsdp import python_child
 from accel_fsdp.errors import UserError
 
-SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.exporter import second_process; second_process.serve()"
+SERVING = "from accel_fsdp.exporter import second_process; second_process.serve()"
 
 
 class SecondProcess(Executor):
@@ -30,11 +29,9 @@ class SecondProcess(Executor):
     """
 
     def __init__(self) -> None:
-        ours = str(Path(__file__).parents[2])  # beside a relative one, which leads elsewhere after os.chdir
-        path = [*(place for place in sys.path if isinstance(place, str)), ours]  # as Python, which skips others
         with _undisturbed():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVING.format(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                python_child.command(SERVING), stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         self._asking = ThreadPoolExecutor(1)
 

@@ -18,7 +18,7 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import agreement, rendezvous, roll_call
+from accel_fsdp.launch import agreement, ranks, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch.store import FAILED, Address
 from accel_fsdp.launch_environment import MACHINE_RANK, MEETING, LaunchEnvironment
@@ -30,8 +30,8 @@ REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Conn
 TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 """What torchrun has told the ranks itself."""
 
-ON_CPU = ("-m", "accel_fsdp.launch.ranks")
-"""What stands before a script that is to shard on CPU processes: a module that prepares them and then runs it."""
+ON_CPU = str(Path(ranks.__file__).with_name("__main__.py"))
+"""What stands before a script that is to shard on CPU processes: a program that prepares them and then runs it."""
 
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
@@ -96,7 +96,7 @@ def launcher_words(
             why="there is nothing to launch",
             fix="give the path of a training script",
         )
-    before = ON_CPU if on_cpu else ()
+    before = [ON_CPU] if on_cpu else []
     return [*_of_place(place, values), "--config_file", str(config_file), *before, str(script), *script_args]
 
 
@@ -196,10 +196,8 @@ def _refuse_unsharded(args: Any) -> None:
     Raises:
         UserError: there is no accelerator, and the script doesn't ask for `cpu.enable`.
     """
-    if args.module:  # ON_CPU
-        return
     script = Path(args.training_script)
-    if not cpu.is_needed() or _runs_on_cpu(script):
+    if args.training_script == ON_CPU or not cpu.is_needed() or _runs_on_cpu(script):
         return
     on_cpu = LaunchEnvironment.now().uses_cpu or _asks_for_cpu(args)
     if on_cpu and not (args.use_fsdp or args.use_deepspeed):
@@ -312,7 +310,7 @@ def _meet(args: Any, address: str, seconds: float) -> None:
         warnings.simplefilter("ignore")
         variables = {**os.environ, **environment(copy.copy(args))}
     words = [args.training_script, *args.training_script_args]
-    script, *words = words[1:] if args.module else words
+    script, *words = words[1:] if words[0] == ON_CPU else words
     told = agreement.of_job(variables, Path(script), words)
     port = int(place.value("main_process_port", DEFAULT_PORT))
     roll_call.attend(own, address, port, seconds, told)

@@ -7,7 +7,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files
+from accel_fsdp import atomic_files, python_child
 from accel_fsdp.errors import is_installed
 from accel_fsdp.hardware import host, machines
 from accel_fsdp.launch import agreement, rendezvous
@@ -173,7 +172,7 @@ def _gpus() -> tuple[list[str], str, str]:
 
 def _unseen_by_torch(count: int) -> str:
     """What torch says when it is to use the GPUs, if that isn't that there are so many."""
-    said = _output_of(sys.executable, "-c", SEEN_BY_TORCH).strip().splitlines() or ["torch says nothing"]
+    said = _output_of(*python_child.command(SEEN_BY_TORCH)).strip().splitlines() or ["torch says nothing"]
     return "" if said[-1] == str(count) else said[-1]
 
 

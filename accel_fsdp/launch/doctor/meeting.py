@@ -5,7 +5,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
-from accel_fsdp import atomic_files
+from accel_fsdp import atomic_files, python_child
 from accel_fsdp.launch import Address
 from accel_fsdp.launch.doctor import probing
 from accel_fsdp.launch.doctor.facts import Facts
@@ -152,7 +151,7 @@ class Meeting:
             for place, number in enumerate(numbers)
         ]
         with tempfile.TemporaryFile() as said:
-            words = [sys.executable, "-m", "accel_fsdp.launch.doctor.probing"]
+            words = python_child.module(probing.__name__)
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             started = [
                 subprocess.Popen(

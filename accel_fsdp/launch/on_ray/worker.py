@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from accel_fsdp import python_child
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.on_ray import meeting
 
@@ -95,7 +96,7 @@ def _start(job: Mapping[str, Any], variables: Mapping[str, str]) -> "subprocess.
         )
     words = [str(os.getpid()), job["config_file"], job["script"], *job["arguments"]]
     return subprocess.Popen(
-        [sys.executable, "-m", RANK, *words],
+        python_child.module(RANK, *words),
         env={**os.environ, "PYTHONUNBUFFERED": "1", **job["environment"], **variables},
         cwd=Path(job["folder"]),
         stderr=subprocess.PIPE,

@@ -1,11 +1,17 @@
-"""`python -m accel_fsdp.launch.ranks SCRIPT` runs a script as one rank, with gloo as its FSDP device without a GPU.
+"""`python .../launch/ranks/__main__.py SCRIPT` runs a script as one rank, with gloo as its FSDP device without a GPU.
 
-The script is not edited. `sys.argv`, `__main__` and `sys.path` are as if Python had been started with it.
+The script is not edited. `sys.argv`, `__main__` and `sys.path` are as if Python had been started with it. Torch's
+launcher starts it by its path: with `-m` Python would look for this package in the current folder first.
 """
 
 import os
-import runpy
 import sys
+
+if sys.path[:1] == [os.path.dirname(__file__)]:
+    del sys.path[0]
+    sys.path.append(os.path.abspath(os.path.join(__file__, *[os.pardir] * 4)))
+
+import runpy
 import traceback
 
 from accel_fsdp import cpu
@@ -16,7 +22,7 @@ from accel_fsdp.launch.ranks import events, hang, script, watch
 def main() -> int:
     """Runs the script whose name and arguments follow; returns its exit code."""
     del sys.argv[0]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     cpu.begin_rank()
     tell_end = watch.begin()
     hang.begin()

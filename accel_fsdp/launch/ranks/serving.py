@@ -20,13 +20,13 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
-from accel_fsdp import cpu
+from accel_fsdp import cpu, python_child
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import hang
 
 GROUP_SECONDS = timedelta(days=1)
 """How long a collective may take: the parent's own limit is shorter, and says more."""
-SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.launch.ranks import serving; serving.serve{!r}"
+SERVING = "from accel_fsdp.launch.ranks import serving; serving.serve{!r}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answer:
 
 def command(calls: Connection, questions: Connection, store: str) -> list[str]:
     """What starts a rank with its ends of the pipes; the ranks meet in the file `store`."""
-    return [sys.executable, "-c", SERVING.format(sys.path, (calls.fileno(), questions.fileno(), store))]
+    return python_child.command(SERVING.format((calls.fileno(), questions.fileno(), store)))
 
 
 def greeting() -> dict[str, Any]:

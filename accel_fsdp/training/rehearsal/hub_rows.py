@@ -51,7 +51,7 @@ def _asked(launcher: Rehearsed, wanted: Wanted, name: str, **environment: str) -
     """Why there are no rows, and whether a cache may have them; both are empty where the rows are written."""
     file = Path(wanted.told)
     file.unlink(missing_ok=True)
-    outcome = launcher.python(name, ["-m", __name__, json.dumps(asdict(wanted))], **environment)
+    outcome = launcher.python(name, __name__, [json.dumps(asdict(wanted))], **environment)
     if not file.is_file():
         crashed = f"the process that reads it ended with exit code {outcome.code}"
         return f"the hub gave none in {SECONDS} seconds" if outcome.code is None else crashed, True

@@ -16,17 +16,18 @@ from pathlib import Path
 
 import psutil
 
+from accel_fsdp import python_child
+
 FOLDER = "ACCEL_FSDP_REHEARSAL"
 """The variable by which processes of a rehearsal are known: it names the folder."""
-SERVING = "import sys; sys.path[:] = {!r}; from accel_fsdp.training.rehearsal import janitor; janitor.serve({!r})"
+SERVING = "from accel_fsdp.training.rehearsal import janitor; janitor.serve({!r})"
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
     """A new folder for all that a rehearsal writes; afterwards neither it nor a process with its name is there."""
     place = Path(tempfile.mkdtemp(prefix="accel-fsdp-rehearsal-"))
-    serving = SERVING.format(sys.path, str(place))
-    words = [sys.executable, "-c", serving]
+    words = python_child.command(SERVING.format(str(place)))
     ours = {name: value for name, value in os.environ.items() if name != FOLDER}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=ours)
     try:

@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TypeAlias
 import psutil
 import yaml
 
+from accel_fsdp import python_child
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import launcher, ranks
@@ -23,6 +23,7 @@ from accel_fsdp.training.rehearsal import warm
 from accel_fsdp.training.rehearsal.scaled import ScaledJob
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
+RANK = "accel_fsdp.launch.ranks"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
 TAIL_LETTERS = 4000
@@ -112,18 +113,17 @@ class Rehearsed:
         """
         own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
         each = environments(scaled, self.folder / f"{name}.yaml", self.script)
-        command = ["-m", "accel_fsdp.launch.ranks", str(self.script), *words]
-        return self._run(name, command, [own | one for one in each])
+        return self._run(name, RANK, [str(self.script), *words], [own | one for one in each])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
         """Runs a command of accel-fsdp."""
-        return self.python(name, ["-m", "accel_fsdp", *words])
+        return self.python(name, "accel_fsdp", words)
 
-    def python(self, name: str, words: Sequence[str], **environment: str) -> Outcome:
-        """Runs Python with these words, in a process of its own."""
-        return self._run(name, list(words), [environment])
+    def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:
+        """Runs a module with these words, in a process of its own."""
+        return self._run(name, module, words, [environment])
 
-    def _run(self, name: str, words: list[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
+    def _run(self, name: str, module: str, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
         told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
         stdout = self.folder / f"{name}.stdout" if self.cold else output
         told.mkdir()
@@ -131,7 +131,7 @@ class Rehearsed:
         started: list[Process] = []
         try:
             for number, own in enumerate(environments):
-                started.append(self._start(words, {**common, **own}, output, output if number else stdout))
+                started.append(self._start(module, words, {**common, **own}, output, output if number else stdout))
             code, hang = self._wait(started, told)
         finally:
             _kill(started)
@@ -139,12 +139,14 @@ class Rehearsed:
         printed = stdout.read_text(encoding="utf-8", errors="replace") if self.cold else ""
         return Outcome(code, ranks.read(told), printed + said, hang, printed)
 
-    def _start(self, words: list[str], environment: Mapping[str, str], output: Path, stdout: Path) -> Process:
+    def _start(
+        self, module: str, words: Sequence[str], environment: Mapping[str, str], output: Path, stdout: Path
+    ) -> Process:
         if not self.cold:
-            return warm.start(words, environment, output)
+            return warm.start(module, words, environment, output)
         with open(stdout, "ab") as printed, open(output, "ab") as log:
             return subprocess.Popen(
-                [sys.executable, *words],
+                python_child.module(module, *words),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,

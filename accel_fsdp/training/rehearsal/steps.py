@@ -85,7 +85,7 @@ class SftRehearsal:
         """All that the user gave, as the real job would read it; after that a rehearsal sets some itself."""
         places = (word for name, value in self._places("read").items() for word in (f"--{name}", value))
         words = [*readable(self.given), *places]
-        outcome = self.launcher.python("read", ["-m", READS, *words], ACCELERATE_MIXED_PRECISION=self.precision)
+        outcome = self.launcher.python("read", READS, words, ACCELERATE_MIXED_PRECISION=self.precision)
         if outcome.code:
             raise of_outcome(outcome)
         left = replaced(self.given)
@@ -148,7 +148,7 @@ class SftRehearsal:
     def reload(self) -> str:
         """What the run exported, in a fresh process, beside what one process trained."""
         folders = [str(self._output(name) / file_names.FINAL) for name in ("run", "alone")]
-        outcome = self.launcher.python("reload", ["-m", "accel_fsdp.training.rehearsal.reload", *folders])
+        outcome = self.launcher.python("reload", "accel_fsdp.training.rehearsal.reload", folders)
         if outcome.code:
             raise Failure("what the run exported can't be loaded", output=outcome.tail)
         apart, largest = (float(word) for word in outcome.output.split()[-2:])

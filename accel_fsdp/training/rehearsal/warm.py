@@ -20,25 +20,33 @@ PRELOAD = "accel_fsdp.training.rehearsal.preload"
 def start_server(folder: Path) -> None:
     """Lets the server begin to import, while this process does something else; its socket lies in `folder`.
 
+    It is started in `folder`: Python starts it with `-c`, and so it looks for modules in its current folder. What it
+    forks returns to this process's folder and path.
+
     Libraries ask for GPUs while they are imported. Without the variable, torch asks CUDA's driver, and then refuses
     all of `torch.cuda` in forked processes ("Cannot re-initialize CUDA in forked subprocess").
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload([PRELOAD])
     multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
-    forkserver.ensure_running()
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
 
 
-def start(words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
-    """Runs `-m MODULE` and its arguments in a process and a session of its own; all that it prints goes to `log`."""
+def start(module: str, words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
+    """Runs a module with these words in a process and a session of its own; all that it prints goes to `log`."""
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_become, args=(list(words), dict(environment), str(log)))
+    process = context.Process(target=_become, args=(module, list(words), dict(environment), str(log)))
     process.start()
     return process
 
 
-def _become(words: list[str], environment: dict[str, str], log: str) -> None:
-    """What the forked process does: it is Python, started with these words."""
+def _become(module: str, words: list[str], environment: dict[str, str], log: str) -> None:
+    """What the forked process does: it is Python, started with this module."""
     os.setsid()
     place = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for number in (1, 2):
@@ -49,11 +57,11 @@ def _become(words: list[str], environment: dict[str, str], log: str) -> None:
     import numpy as np
 
     np.random.seed()
-    sys.argv = words[1:]
+    sys.argv = [module, *words]
     multiprocessing.set_start_method(None, force=True)  # Python's own; locks of a forked server's have names that stay
     code = 1
     try:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
