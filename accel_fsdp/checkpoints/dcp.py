@@ -5,15 +5,16 @@ the types of DCP's metadata and turns them into inert values.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, torch_zip
 from accel_fsdp.checkpoints.pickle_opcodes import Inert
-from accel_fsdp.checkpoints.safe_unpickle import ERRORS, unpickle
+from accel_fsdp.checkpoints.safe_unpickle import ERRORS, SPARE_FOR_ONE_TENSOR, unpickle
 from accel_fsdp.checkpoints.tensor_storage import FileReader, FileRecord, Stored, damaged, tensor
 from accel_fsdp.checkpoints.torch_zip import DTYPES, TENSORS, Archive, Storage, View
 from accel_fsdp.errors import UserError
@@ -184,7 +185,7 @@ class _Chunks:
 
     def _taken_apart(self, item: _Item, sizes: tuple[int, ...]) -> Any:
         opened = Archive(self.reader, item.path, item.start, item.length)
-        view = opened.load(TENSORS)
+        view = opened.load(TENSORS, SPARE_FOR_ONE_TENSOR)
         if isinstance(view, View) and view.storage.dtype == view.dtype and DATA in opened.slots:
             record = opened.record(DATA)
             head = opened.head[: record.start - item.start]
@@ -237,7 +238,16 @@ def _items(folder: Path, reader: FileReader, listed: dict[_Index, _Place]) -> di
             raise damaged(path, f"is cut short: {size_bytes} bytes, {at + length} expected")
         offset = index.state.get("offset")
         found[_text(index.state["fqn"]), None if offset is None else torch_zip.size(offset)] = _Item(path, at, length)
+    _check_apart(folder, found.values())
     return found
+
+
+def _check_apart(folder: Path, items: Collection[_Item]) -> None:
+    """Refuses places that overlap: to read what lies there would take longer than the files are long."""
+    places = sorted((str(item.path), item.start, item.length) for item in items)
+    for (file, start, length), (following, at, _) in pairwise(places):
+        if file == following and at < start + length:
+            raise damaged(folder / file_names.DCP_METADATA, f"is damaged: it lists byte {at} of {file} twice")
 
 
 def _entry(

@@ -3,7 +3,10 @@
 A pickle is a program: it names code, calls it, and sets attributes on what it got. Python's own machine can be kept
 from names, but not from what it does with the admitted ones. This one knows no attribute, class or function: a name
 stands for what the reader admits under it, which is a value, a function written for this purpose, or a kind of `Inert`.
-Only these are called, and only `Inert` things take a state. Time and memory are bounded by the length of the pickle.
+Only these are called, and only `Inert` things take a state.
+
+Time and memory are bounded by the length of the pickle, because each step pays for what it makes, and a call for all
+that its arguments hold, as often as it is there: no function takes more than that, whatever it does with them.
 """
 
 import struct
@@ -18,8 +21,8 @@ from accel_fsdp.errors import UserError
 NEWEST = 5
 LONGEST_NUMBER = 64
 LONGEST_LINE = 1 << 16
-SPARE_ROOM, ROOM_PER_BYTE, MOST_ROOM = 1 << 26, 20, 1 << 31
-"""Bytes of memory that a pickle may take; honest ones take 15 times their length."""
+ROOM_PER_BYTE, MOST_ROOM = 36, 1 << 32
+"""Bytes of memory that a pickle may take per byte of its length, and at most; honest ones take 30 per byte."""
 SLOT, NUMBER, CONTAINER = 8, 40, 100
 """What a value takes, about."""
 MOST_IN_KEY = 16
@@ -41,6 +44,8 @@ Admitted = Mapping[tuple[str, str], Any]
 
 def _key(value: Any) -> Any:
     """A key of a mapping or member of a set: plain values, and short tuples of them."""
+    if isinstance(value, str):
+        return value
     left = [value]
     for _ in range(MOST_IN_KEY):
         one = left.pop()
@@ -74,27 +79,43 @@ def _no_bytes() -> bytes:
     return b""
 
 
+def _empty(*factory: Any) -> dict[Any, Any]:
+    """A mapping of a class of its own, whose items follow in the pickle."""
+    return {}
+
+
 PLAIN: Admitted = {
     ("collections", "OrderedDict"): _ordered,
     ("builtins", "set"): _set,
     ("builtins", "frozenset"): _set,
     ("_codecs", "encode"): _latin1,
     ("builtins", "bytes"): _no_bytes,
+    ("collections", "defaultdict"): _empty,
+    ("lightning_fabric.utilities.data", "AttributeDict"): _empty,
+    ("lightning.fabric.utilities.data", "AttributeDict"): _empty,
+    **{("builtins", name): name for name in ("int", "long", "float", "bool", "str", "list", "dict")},
+    **{(f"numpy.{core}.multiarray", "scalar"): Inert for core in ("core", "_core")},
+    ("numpy", "dtype"): Inert,
+    ("argparse", "Namespace"): Inert,
+    ("types", "SimpleNamespace"): Inert,
+    **{("datetime", name): Inert for name in ("date", "datetime", "timedelta")},
 }
-"""What plain data is made of, in all protocols."""
+"""What plain data is made of, in all protocols; and settings that people save beside weights, which are none."""
 
 
 class Machine:
     """Reads one pickle. Each method named after an opcode does what `pickletools` says of it."""
 
-    def __init__(self, content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None, spare_room: int
+    ) -> None:
         self.content, self.admitted, self.path, self.load = content, admitted, path, load
         self.at = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         """The stacks under each mark."""
         self.memo: dict[int, Any] = {}
-        self.room = min(SPARE_ROOM + ROOM_PER_BYTE * len(content), MOST_ROOM)
+        self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
 
     def run(self) -> Any:
         """The value that is on the stack in the end."""
@@ -110,9 +131,28 @@ class Machine:
             method, argument, cost = step
             self.room -= cost
             if self.room < 0:
-                raise ValueError("it takes much more memory than it is long")
+                self.pay(0)
             method(self, argument)
         raise EOFError("it ends early")
+
+    def pay(self, size: int) -> None:
+        """Takes so many bytes from what the pickle may make."""
+        self.room -= size
+        if self.room < 0:
+            raise ValueError("it takes much more memory than it is long")
+
+    def pay_for(self, value: Any) -> None:
+        """Pays for all that a function could do with a value that it is given, as often as a part of it is there."""
+        left = [value]
+        while left:
+            part = left.pop()
+            if isinstance(part, (str, bytes)):
+                self.pay(len(part))
+            elif isinstance(part, (tuple, list, set, dict)):
+                self.pay(4 * SLOT * len(part))
+                left += part
+                if isinstance(part, dict):
+                    left += part.values()
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
@@ -124,6 +164,9 @@ class Machine:
 
     def number(self, width: int) -> int:
         """The next bytes as a number."""
+        if width == 1:  # as most are
+            self.at += 1
+            return self.content[self.at - 1]
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> bytes:
@@ -149,7 +192,8 @@ class Machine:
         raise UserError(
             f"{self.path} names {module}.{name}, which no checkpoint needs",
             why="reading it the usual way could run code of whoever wrote the file; nothing was executed",
-            fix="don't load it; get the checkpoint again from where it was written",
+            fix="if the file is yours, save the weights alone: torch.save(model.state_dict(), FILE); "
+            "else don't load it, and get the checkpoint again from where it was written",
         )
 
     def call(self, made_by: Any, args: Any) -> Any:
@@ -157,6 +201,8 @@ class Machine:
         admitted = isinstance(made_by, FunctionType) or (isinstance(made_by, type) and issubclass(made_by, Inert))
         if not admitted or not isinstance(args, tuple):
             raise TypeError("a call of something that can't be called")
+        if args:
+            self.pay_for(args)
         return made_by(*args)
 
 
@@ -330,7 +376,9 @@ def _build(machine: Machine, _: None) -> None:
 def _persistent(machine: Machine, _: None) -> None:
     if machine.load is None:
         raise ValueError("a storage where none belongs")
-    machine.stack.append(machine.load(machine.stack.pop()))
+    name = machine.stack.pop()
+    machine.pay_for(name)
+    machine.stack.append(machine.load(name))
 
 
 STOP = ord(".")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp.checkpoints.pickle_opcodes import Admitted, Inert, Machine
+from accel_fsdp.checkpoints.pickle_opcodes import ROOM_PER_BYTE, Admitted, Inert, Machine
 from accel_fsdp.checkpoints.tensor_storage import damaged
 
 ERRORS = (
@@ -14,58 +14,69 @@ ERRORS = (
 )
 """How reading fails on damaged bytes, here and in what readers make of the result."""
 DEEPEST = 100
-SPARE_VALUES, VALUES_PER_BYTE = 1_000_000, 4
+SPARE_ROOM, SPARE_FOR_ONE_TENSOR = 1 << 22, 1 << 16
+"""Bytes of memory that any pickle may take, and one that describes a single tensor, of which there are thousands."""
+SPARE_LEAVES, LEAVES_PER_BYTE = 100_000, 4
 """How many values a pickle may hold, each counted as often as it is referred to; honest ones share a few."""
+INDEX_LETTERS = 8
 HOLDERS = (dict, list, tuple, set, Inert)
 
 
-def unpickle(content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None = None) -> Any:
+def unpickle(
+    content: bytes,
+    admitted: Admitted,
+    path: Path,
+    load: Callable[[Any], Any] | None = None,
+    spare_room: int = SPARE_ROOM,
+) -> Any:
     """The object in a pickle of admitted names; `load` makes what it calls persistent, such as storages.
 
-    It is a tree: nothing in it holds itself, and to walk it takes time and depth in proportion to the pickle's length.
+    It is a tree: nothing in it holds itself, and to walk it, or to write down the path of each leaf, takes time and
+    memory in proportion to the pickle's length.
 
     Raises:
         UserError: the pickle names something else, or is damaged.
     """
     try:
-        found = Machine(content, admitted, path, load).run()
-        _check_tree(found, SPARE_VALUES + VALUES_PER_BYTE * len(content))
+        found = Machine(content, admitted, path, load, spare_room).run()
+        _, leaves, letters = _unfolded([found], {}, 0)
+        most = SPARE_LEAVES + LEAVES_PER_BYTE * len(content)
+        if leaves > most or letters > most * ROOM_PER_BYTE:
+            raise ValueError("its parts are referred to more often than in any checkpoint")
     except ERRORS as error:
         raise damaged(path, f"is damaged: {type(error).__name__} in its pickle ({str(error)[:100]})") from error
     return found
 
 
-def _check_tree(value: Any, most: int) -> None:
-    """Refuses what holds itself, is nested deep, or is referred to so often that no walk through it would end."""
-    counts: dict[int, int] = {}
-    path = [(id(value), _inner(value), 1)]
-    around = {id(value)}
-    while path:
-        holder, rest, count = path.pop()
-        for one in rest:
-            if not isinstance(one, HOLDERS):
-                count += 1
-            elif id(one) in around:
-                raise ValueError("something holds itself")
-            elif id(one) in counts:
-                count += counts[id(one)]
-            else:
-                path += [(holder, rest, count), (id(one), _inner(one), 1)]
-                around.add(id(one))
-                break
+def _unfolded(holder: Any, known: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
+    """Height, leaves, and letters of all leaves with their paths, of a holder with each part as often as it is there.
+
+    `known` has those that were counted, and an empty tuple for those that this one lies in.
+    """
+    if found := known.get(id(holder)):
+        return found
+    if found is not None or depth > DEEPEST:
+        raise ValueError("it holds itself, or is nested deeper than any checkpoint")
+    known[id(holder)] = ()
+    height, leaves, letters = 1, 1, 0
+    for name_letters, part in _inner(holder):
+        if isinstance(part, HOLDERS):
+            below, inside, text = _unfolded(part, known, depth + 1)
         else:
-            counts[holder] = count
-            around.remove(holder)
-            if path:
-                outer, others, before = path.pop()
-                path.append((outer, others, before + count))
-        if len(path) > DEEPEST or count > most:
-            raise ValueError("nested deeper, or referred to more often, than in any checkpoint")
+            below, inside, text = 0, 1, len(part) if isinstance(part, (str, bytes)) else 0
+        height, leaves, letters = max(height, below + 1), leaves + inside, letters + text + name_letters * inside
+    if height > DEEPEST:
+        raise ValueError("it is nested deeper than any checkpoint")
+    known[id(holder)] = height, leaves, letters
+    return height, leaves, letters
 
 
-def _inner(value: Any) -> Iterator[Any]:
-    if isinstance(value, Inert):
-        return iter((*value.args, value.state))
+def _inner(value: Any) -> Iterator[tuple[int, Any]]:
+    """The parts of a holder, each with how many letters it adds to the paths of the leaves in it."""
     if isinstance(value, dict):
-        return (one for pair in value.items() for one in pair)
-    return iter(value) if isinstance(value, (list, tuple, set)) else iter(())
+        for name, part in value.items():
+            yield 0, name
+            yield len(name) if isinstance(name, str) else INDEX_LETTERS, part
+        return
+    for part in (*value.args, value.state) if isinstance(value, Inert) else value:
+        yield INDEX_LETTERS, part

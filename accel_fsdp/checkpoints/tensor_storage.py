@@ -4,8 +4,10 @@ import os
 import threading
 import zlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from operator import lt, mul, sub
 from pathlib import Path
@@ -36,6 +38,8 @@ GAP_BYTES = 1 << 24
 LONGEST_ROW = 1 << 22
 SPREAD, SMALL_READ = 2, 4096
 """Bytes that are read at once may be so many times those that are wanted, or so few."""
+MOST_CUTS = 8
+"""Dimensions along which the ranks of a mesh may cut one tensor; known are 3."""
 CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
 
 
@@ -215,19 +219,11 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
     Raises:
         UserError: they don't.
     """
-    inside = all(
-        len(piece.offsets) == len(shape)
-        and all(
-            at >= 0 and size >= 0 and at + size <= end
-            for at, size, end in zip(piece.offsets, piece.sizes, shape, strict=True)
-        )
-        for piece in pieces
-    )
-    if not inside or sum(prod(piece.sizes) for piece in pieces) != prod(shape):
-        found = sum(prod(piece.sizes) for piece in pieces)
+    found = sum(prod(piece.sizes) for piece in pieces)
+    if found != prod(shape) or any(len(piece.offsets) != len(shape) for piece in pieces):
         where = pieces[0].record.path if pieces else Path(name)
         raise damaged(where, f"and its siblings hold {found} of the {prod(shape)} elements of {name}")
-    if _overlap(pieces):
+    if not _fill_exactly(shape, pieces):
         raise damaged(pieces[0].record.path, f"and its siblings hold some elements of {name} twice, others never")
     if not prod(shape):
         return Stored(dtype, shape, tuple(pieces))
@@ -242,29 +238,23 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
     return Stored(dtype, shape, tuple(sorted(flat, key=lambda piece: piece.offsets)))
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two boxes share an element.
+def _fill_exactly(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
+    """Whether boxes cover each element once.
 
-    Boxes are passed by their beginnings along the dimension in which most of them begin apart, and each is compared
-    with those that have not ended there: one, or those of the other dimensions of a mesh.
+    A corner of a box counts with the sign of a determinant: one more or less for each side on which it is the end. The
+    counts of the boxes add up to those of the whole if, and only if, the boxes add up to it.
     """
-    boxes = [piece for piece in pieces if prod(piece.sizes)]
-    if len(boxes) < 2:
-        return False
-    beginnings = list(zip(*(piece.offsets for piece in boxes), strict=True))
-    along = max(range(len(beginnings)), key=lambda dimension: len(set(beginnings[dimension])))
-    begun: list[Piece] = []
-    for one in sorted(boxes, key=lambda piece: piece.offsets[along]):
-        begun = [other for other in begun if other.offsets[along] + other.sizes[along] > one.offsets[along]]
-        if any(_meet(one, other) for other in begun):
-            return True
-        begun.append(one)
-    return False
-
-
-def _meet(one: Piece, other: Piece) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(at < there + length and there < at + size for at, size, there, length in sides)
+    spans = [[(at, at + size) for at, size in zip(one.offsets, one.sizes, strict=True)] for one in pieces]
+    whole = [(0, size) for size in shape]
+    cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != whole[dimension] for span in spans)]
+    if not cut or len(cut) > MOST_CUTS:
+        return not cut
+    counts: Counter[tuple[int, ...]] = Counter()
+    for span, sign in [(whole, -1), *((span, 1) for span in spans)]:
+        for ends in product(range(2), repeat=len(cut)):
+            corner = tuple(span[dimension][end] for dimension, end in zip(cut, ends, strict=True))
+            counts[corner] += sign * (-1) ** sum(ends)
+    return not any(counts.values())
 
 
 class FileReader:

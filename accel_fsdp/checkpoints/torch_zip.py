@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_fsdp.checkpoints.pickle_opcodes import Admitted
-from accel_fsdp.checkpoints.safe_unpickle import unpickle
+from accel_fsdp.checkpoints.safe_unpickle import SPARE_ROOM, unpickle
 from accel_fsdp.checkpoints.tensor_storage import (
     ITEM_BYTES,
     TORCH_NAMES,
@@ -51,6 +51,8 @@ CRC_AT = 16
 LOCAL_FIELDS = struct.Struct("<4s22xHH")
 HEAD_BYTES, TAIL_BYTES = 4096, 1024
 LARGEST_DIRECTORY = 1 << 28
+LONGEST_KEY = 255
+"""Letters in the name of a storage, which torch numbers."""
 MOST_DIMENSIONS, LARGEST_SIZE = 64, 1 << 62
 """torch's own limits."""
 
@@ -263,19 +265,20 @@ class Archive:
             raise damaged(self.path, f"is damaged: the checksum of {name} is wrong")
         return content
 
-    def load(self, admitted: Admitted) -> Any:
-        """The pickled object, with a `View` for each tensor.
+    def load(self, admitted: Admitted, spare_room: int = SPARE_ROOM) -> Any:
+        """The pickled object, with a `View` for each tensor; `spare_room` as for `unpickle`.
 
         Raises:
             UserError: something is damaged, or names what isn't admitted.
         """
         if "byteorder" in self.slots and self.content_of("byteorder") != b"little":
             raise damaged(self.path, "was written on a machine of the other byte order")
-        return unpickle(self.content_of("data.pkl"), admitted, self.path, self._storage)
+        return unpickle(self.content_of("data.pkl"), admitted, self.path, self._storage, spare_room)
 
     def _storage(self, pid: Any) -> Storage:
         kind, storage, key, _, count = pid
-        if kind != "storage" or not all(isinstance(one, str) for one in (storage, key)) or type(count) is not int:
+        named = isinstance(storage, str) and isinstance(key, str) and len(key) <= LONGEST_KEY
+        if kind != "storage" or not named or type(count) is not int:
             raise ValueError("no storage")
         if storage in NAMELESS:
             raise _nameless(self.path, NAMELESS[storage])

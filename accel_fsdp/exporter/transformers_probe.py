@@ -17,7 +17,16 @@ from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
 from accel_fsdp.errors import NotInstalled, UserError, is_installed
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.exporter.second_process import SecondProcess
-from accel_fsdp.models import catalogue, first_line, model_class, part_for, read_config, read_tokenizer, remote_code
+from accel_fsdp.models import (
+    catalogue,
+    config_json,
+    first_line,
+    model_class,
+    part_for,
+    read_config,
+    read_tokenizer,
+    remote_code,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +130,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
     """
     try:
         config = read_config(str(folder))
-        with _creating(dtype):
+        with _creating(dtype), config_json.bounded(str(folder)):
             kind = model_class(config)
             if kind.__name__.startswith("Auto"):
                 model = kind.from_config(config, trust_remote_code=False)
@@ -152,6 +161,7 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     ties = exported_folder.ties_of(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     held = {name: one for name, one in model.state_dict().items() if name not in ignored}
+    config_json.check_count(str(folder), sum(one.shape[0] for one in held.values() if one.dim() > 2) // 3)
     held = _as_loaded(model, exported_folder.without_tied_copies(held, ties), dtype)
     filed = exported_folder.as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
     memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
@@ -240,8 +250,11 @@ def loads(folder: Path) -> None:
         UserError: from_pretrained refuses it, or would leave a weight random.
     """
     try:
-        kind = model_class(read_config(str(folder)))
-        _, report = kind.from_pretrained(folder, device_map="meta", output_loading_info=True, trust_remote_code=False)
+        config = read_config(str(folder))
+        kind = model_class(config)
+        given = {"config": part_for(kind, config), "device_map": "meta", "output_loading_info": True}
+        with config_json.bounded(str(folder)):
+            _, report = kind.from_pretrained(folder, **given, trust_remote_code=False)
     except remote_code.NeedsCode:
         raise
     except Exception as error:  # as above

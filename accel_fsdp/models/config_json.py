@@ -46,6 +46,8 @@ PARTS = re.compile(r"expert|head|num_labels")
 NO_COUNTS = re.compile(r"size|dim|vocab|_ids?$|_idx|index")
 MOST_LAYERS, MOST_PARTS = 2_000, 20_000
 """The largest known are 126 layers and 16,384 experts."""
+MOST_EXPERTS = 300_000
+"""Of all layers together; the largest known have 31,000."""
 LARGEST_WIDTH = 10**9
 MOST_CALLS = 100_000
 """Of torch, to build one model; DeepSeek-V3 takes 2,600."""
@@ -101,6 +103,8 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
     for key, value in settings.items():
         if key == "model_type" and not isinstance(value, str | None):
             raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a name")
+        if key == "attribute_map":
+            raise contradictory(name, f"{place}{key} would give its keys other meanings, as only a model's code does")
         if key in NO_SIZES:
             if not isinstance(value, dict | None):
                 raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a mapping")
@@ -120,13 +124,28 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
 def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
     """Refuses tokens that go to more experts than there are: building such a model succeeds, running it does not.
 
-    Of one expert some models make an ordinary layer, which asks nobody.
+    Of one expert some models make an ordinary layer, without a router.
     """
+    check_count(name, max(map(_number, map(settings.get, EXPERTS))) * _number(settings.get("num_hidden_layers")))
     for count, used in ((count, used) for count in EXPERTS for used in EXPERTS_USED):
         there, taken = settings.get(count), settings.get(used)
         if isinstance(there, int) and isinstance(taken, int) and 1 < there < taken:
             both = f"{count} is {there}, {place}{used} {taken}"
             raise contradictory(name, f"{place}{both}: a token can't go to more experts than there are")
+
+
+def check_count(name: str, experts: int) -> None:
+    """Refuses more experts, of all layers together, than any model has: each becomes tensors of its own in files.
+
+    Raises:
+        UserError: there are more.
+    """
+    if experts > MOST_EXPERTS:
+        raise contradictory(name, f"it has {experts:,} experts in all, many times those of the largest known")
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _wrong(key: str, value: Any) -> str:

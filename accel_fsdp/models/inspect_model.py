@@ -296,11 +296,14 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
         remote_code.check_kernels(name, settings)
     with config_json.believed(name):
         try:
-            return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
         except ValueError as error:
             if remote_code.is_refusal(error):
                 raise remote_code.refusal(name, "its config") from error
             raise _unknown_kind(name, settings) or error from error
+        if not run_code:
+            remote_code.check_built_kernels(name, config)
+        return config
 
 
 def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:

@@ -40,15 +40,34 @@ def check_kernels(name: str, settings: Mapping[str, Any]) -> None:
         NeedsCode: it does, at any depth.
     """
     for key, value in settings.items():
-        if key in KERNEL_KEYS and any("/" in str(one) for one in _values(value)):
-            raise NeedsCode(
-                f"the config of {name} names a repository of code: {key}: {value}",
-                why="transformers would download it and run it, and no command runs code that comes with a model",
-                fix=f"remove {key} from its config.json; train/sft.py takes --attn_implementation",
-            )
+        if key in KERNEL_KEYS:
+            _check_kernel(name, key, value)
         if isinstance(value, dict):
             check_kernels(name, value)
 
 
-def _values(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else [value]
+def check_built_kernels(name: str, config: Any) -> None:
+    """As `check_kernels`, of a config as transformers built it, which may know a setting by several names.
+
+    Flash Attention is left to the flags: where its package isn't installed, transformers takes it from the hub.
+
+    Raises:
+        NeedsCode: it names a repository.
+    """
+    for key in ("_attn_implementation", "_experts_implementation"):
+        value = getattr(config, key, None)
+        _check_kernel(name, key, value)
+        if "flash" in str(value):
+            setattr(config, key, None)
+    for part in getattr(config, "sub_configs", None) or {}:
+        if (inner := getattr(config, part, None)) is not None:
+            check_built_kernels(name, inner)
+
+
+def _check_kernel(name: str, key: str, value: Any) -> None:
+    if any("/" in str(one) for one in (value.values() if isinstance(value, dict) else [value])):
+        raise NeedsCode(
+            f"the config of {name} names a repository of code: {key}: {value}",
+            why="transformers would download it and run it, and no command runs code that comes with a model",
+            fix=f"remove {key} from its config.json; train/sft.py takes --attn_implementation",
+        )

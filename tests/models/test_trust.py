@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, warm_python
+from transformers import LlamaConfig
 
 from accel_fsdp.models import inspect_model, remote_code
 
@@ -156,6 +158,44 @@ def test_a_config_cannot_name_a_repository_of_kernels(key: str, nested: bool, pl
         edit(planted / "config.json", model_type="llama", **{key: "some/kernel"})
     with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
         inspect_model.read_config(str(planted))
+
+
+def test_a_config_cannot_rename_the_setting_of_kernels(planted: Path) -> None:
+    edit(planted / "config.json", model_type="llama", attribute_map={"a": "_attn_implementation"}, a="some/kernel")
+    with pytest.raises(remote_code.UserError, match="attribute_map would give its keys other meanings"):
+        inspect_model.read_config(str(planted))
+
+
+def test_a_class_that_renames_the_setting_of_kernels(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the config as it was built."""
+    monkeypatch.setattr(LlamaConfig, "attribute_map", {"a": "_attn_implementation"})
+    edit(planted / "config.json", model_type="llama", a="some/kernel")
+    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
+        inspect_model.read_config(str(planted))
+
+
+def test_flash_attention_is_not_fetched_to_look_at_a_model(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package isn't installed here, and transformers would take the kernel from the hub."""
+    from accel_fsdp.exporter import transformers_probe
+
+    fetched: list[Any] = []
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda *_: True)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *given, **_: fetched.append(given))
+    edit(planted / "config.json", model_type="llama", _attn_implementation="flash_attention_2")
+    transformers_probe.build(planted)
+    inspect_model.read_model(str(planted))
+    assert not fetched
+
+
+def test_experts_of_all_layers_are_bounded(planted: Path) -> None:
+    from accel_fsdp.exporter import transformers_probe
+
+    sizes = {"num_hidden_layers": 2000, "num_local_experts": 20_000, "hidden_size": 64, "intermediate_size": 64}
+    edit(planted / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"], **sizes)
+    begun = time.process_time()
+    with pytest.raises(remote_code.UserError, match="40,000,000 experts in all"):
+        transformers_probe.describe(planted)
+    assert time.process_time() - begun < 10
 
 
 def test_the_training_script_runs_code_only_when_told_so(
