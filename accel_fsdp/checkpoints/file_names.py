@@ -9,8 +9,8 @@ from pathlib import Path
 SAFETENSORS = ".safetensors"
 """How files of the safetensors library end."""
 ALL_SAFETENSORS = f"*{SAFETENSORS}"
-TORCH_SAVED = (".pth", ".bin", ".pt")
-"""How files end that torch.save writes."""
+TORCH_SAVED = (".pth", ".bin", ".pt", ".ckpt")
+"""How files end that torch.save writes; the last ones are Lightning's."""
 WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
 """How files end that may hold weights, those of other frameworks too."""
 

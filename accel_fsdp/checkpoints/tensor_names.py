@@ -6,7 +6,7 @@ Adapters stand in a model, which may hold several, or in a file of their own.
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -218,3 +218,12 @@ def _in_file(name: str) -> tuple[str | None, str]:
     if found := SAVED.search(name):
         return found[1], SAVED.sub(".", name)
     return ("" if LORA.search(name) or name.endswith(TOKENS) else None), name
+
+
+def unprefixed(tensors: Mapping[str, T], expected: Collection[str]) -> dict[str, T]:
+    """The tensors by the names of their model, where all of those stand behind one prefix, such as Lightning's."""
+    first = next(iter(expected), "")
+    held = [] if any(name in expected for name in tensors) else [name for name in tensors if name.endswith(f".{first}")]
+    prefixes = [name.removesuffix(first) for name in held]
+    fitting = [prefix for prefix in prefixes if all(f"{prefix}{name}" in tensors for name in expected)]
+    return {name.removeprefix(fitting[0] if len(fitting) == 1 else ""): one for name, one in tensors.items()}

@@ -4,11 +4,12 @@ This route shares the export's readers of files, and nothing of what the export 
 models in memory, and runs in the second process.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import MODEL_KEYS, CheckpointLocation, FileReader, clean_name, open_checkpoint
+from accel_fsdp.checkpoints import MODEL_KEYS, CheckpointLocation, FileReader, clean_name, open_checkpoint, tensor_names
 from accel_fsdp.exporter import reload, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import whole
@@ -27,7 +28,7 @@ def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple
 
     config = read_config(str(folder))
     kind = model_class(config)
-    exported = kind.from_pretrained(folder, trust_remote_code=False)
+    exported = kind.from_pretrained(folder, config=copy.deepcopy(config), trust_remote_code=False)
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()
@@ -63,7 +64,7 @@ class _Original:
         if self.papers.adapter is not None:
             return self._with_adapter(kind, config, dtype)
         model = kind(config)
-        state = self._state()
+        state = tensor_names.unprefixed(self._state(), model.state_dict())
         if model.state_dict().keys() <= state.keys() or not _tied(model):
             model.load_state_dict(state, strict=False)
         else:

@@ -16,12 +16,13 @@ from accel_fsdp.checkpoints import (
     Weights,
     open_checkpoint,
     part_of,
+    tensor_names,
 )
 from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
-from accel_fsdp.models import remote_code
+from accel_fsdp.models import config_json, remote_code
 
 SHOWN = 3
 PARAMETERS = (".weight", ".bias", TOKENS)
@@ -54,6 +55,8 @@ class Planner:
             return self._named(self.weights.adapter, {})
         filed = self.weights.filed or (self.merge and not self.weights.tensors)
         given = self._tensors(description)
+        if description is not None:
+            given = tensor_names.unprefixed(given, description.files if filed else description.memory)
         tensors = self._once(given, self._ties(given, description))
         if description is None:
             return self._named(tensors, {})
@@ -72,6 +75,9 @@ class Planner:
 
         adapter, settings = self.weights.adapter, self.papers.settings
         turned = description.turned if description else None
+        method = config_json.quant_method(self.papers.config.get("quantization_config"))
+        if method and not self.weights.tensors:
+            raise _quantised(self.papers, method)
         base: Mapping[str, Source] = self.weights.tensors or open_checkpoint.of_folder(self.papers.folder)
         ties = self._ties(base, description)
         merge_lora.check_saved(adapter, settings, description.memory if description else base, ties)
@@ -221,6 +227,8 @@ def _compared(
     """The tensors that the model has, all of them, without buffers that it computes itself."""
     extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
     problems = list(_problems(tensors, expected, floating)) + [f"{name} is unexpected" for name in extra]
+    if problems and (method := config_json.quant_method(papers.config.get("quantization_config"))):
+        raise _quantised(papers, method)
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise UserError(
@@ -229,6 +237,14 @@ def _compared(
             fix=FIX_CONFIG,
         )
     return {name: tensors[name] for name in expected}
+
+
+def _quantised(papers: Papers, method: str) -> UserError:
+    return UserError(
+        f"{papers.folder} is quantised ({method}), which the export doesn't support",
+        why="its files hold packed numbers and their scales, in a layout that only the library that quantised it knows",
+        fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
+    )
 
 
 def _problems(

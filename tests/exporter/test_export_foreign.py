@@ -1,0 +1,93 @@
+"""Files that other trainers write: with settings beside the weights, under a prefix, quantised."""
+
+import argparse
+import collections
+import datetime
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import command
+
+
+def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    assert command.run(command.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    return load_file(out / "model.safetensors")
+
+
+def settings() -> dict[str, Any]:
+    counts = collections.defaultdict(int, {"rows": 3})
+    namespace = argparse.Namespace(lr=1e-3, betas=(0.9, 0.99), name=None)
+    return {
+        **{"best_loss": np.float64(2.5), "epoch": np.int64(3), "rate": np.float32(0.1), "counts": counts},
+        **{"args": namespace, "more": types.SimpleNamespace(a=1), "when": datetime.datetime(2026, 1, 1)},
+        **{"lists": collections.defaultdict(list), "took": datetime.timedelta(hours=1)},
+    }
+
+
+def test_settings_beside_the_weights_carry_none(tiny_model: Path, tmp_path: Path) -> None:
+    state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    torch.save({"model": state, **settings()}, tmp_path / "run.pth")
+    found = export(tmp_path / "run.pth", tmp_path / "out", model=str(tiny_model))
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+class Unknown:
+    """Some class of a project."""
+
+
+def test_other_objects_are_refused_with_the_way_out(tiny_model: Path, tmp_path: Path) -> None:
+    state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    torch.save({"model": state, "config": Unknown()}, tmp_path / "run.pth")
+    with pytest.raises(UserError, match=r"names \S+Unknown, which no checkpoint needs") as raised:
+        export(tmp_path / "run.pth", tmp_path / "out", model=str(tiny_model))
+    assert "torch.save(model.state_dict(), FILE)" in raised.value.fix
+
+
+@pytest.mark.parametrize("verify", ["bytes", "logits"])
+def test_lightnings_file_with_its_prefix(verify: str, tiny_model: Path, tmp_path: Path) -> None:
+    state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    adam = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
+    content = {
+        **{"epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.6.0", "lr_schedulers": [], "callbacks": {}},
+        **{"state_dict": {f"net.model.{name}": one for name, one in state.items()}, "optimizer_states": [adam]},
+        **{"loops": {"fit_loop": {"state_dict": {}}}, "hyper_parameters": {"lr": 0.1}},
+    }
+    torch.save(content, tmp_path / "last.ckpt")
+    found = export(tmp_path / "last.ckpt", tmp_path / "out", model=str(tiny_model), verify=verify)
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_two_models_in_one_file_are_not_guessed_at(tiny_model: Path, tmp_path: Path) -> None:
+    state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    both = {f"{name}.{key}": one for name in ("student", "teacher") for key, one in state.items()}
+    torch.save(both, tmp_path / "both.pt")
+    with pytest.raises(UserError, match="isn't of the model"):
+        export(tmp_path / "both.pt", tmp_path / "out", model=str(tiny_model))
+
+
+@pytest.mark.parametrize("settings", [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}])
+def test_a_quantised_base_is_named(settings: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name], tensors[f"{name}_scale"] = tensors[name].to(torch.uint8), torch.ones(1)
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(UserError, match=rf"base is quantised \({settings['quant_method']}\)"):
+        export(tmp_path / "adapter", tmp_path / "out", model=str(tmp_path / "base"), merge_adapter=True)
+    with pytest.raises(UserError, match=r"is quantised|from_pretrained|can't build"):
+        export(tmp_path / "base", tmp_path / "out")
