@@ -13,7 +13,7 @@ from accel_fsdp.checkpoints import MODEL_KEYS, CheckpointLocation, FileReader, c
 from accel_fsdp.exporter import reload, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import whole
-from accel_fsdp.models import model_class, read_config
+from accel_fsdp.models import model_class, part_for, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple
 
     config = read_config(str(folder))
     kind = model_class(config)
-    exported = kind.from_pretrained(folder, config=copy.deepcopy(config), trust_remote_code=False)
+    exported = kind.from_pretrained(folder, config=copy.deepcopy(part_for(kind, config)), trust_remote_code=False)
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()

@@ -418,7 +418,8 @@ def _named_class(config: Any) -> Any:
 
 def _reads_text_part(kind: Any, config: Any) -> bool:
     """Whether a class is built from the part of a config that is about text, as the Auto classes decide it."""
-    return bool(kind.config_class == config.sub_configs.get("text_config"))
+    own = getattr(kind, "config_class", None)  # which Auto classes lack
+    return own is not None and own == config.sub_configs.get("text_config")
 
 
 def trained_class(config: Any) -> Any:
