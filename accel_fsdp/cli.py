@@ -195,7 +195,11 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     from accel_fsdp.launch import launcher, place
 
     if options.timeout < 1:
-        raise UsageError(f"--timeout {options.timeout}", why="machines need time to connect", fix="--timeout SECONDS")
+        raise UsageError(
+            f"--timeout {options.timeout}",
+            why="machines need time to connect",
+            fix="accel-fsdp launch --timeout SECONDS FILE SCRIPT",
+        )
     job, document = read_config(options.file)
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))
