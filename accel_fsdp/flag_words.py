@@ -41,18 +41,36 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
     Raises:
         UsageError: one isn't, or has a value that it can't have.
     """
-    flags = flags_of(declared)
+    flags, places = flags_of(declared), _places_of(declared)
     if set(words) & set(HELP) or any(word.startswith("--tyro-") for word in words):
         return
     unknown: list[str] = []
+    plain: list[str] = []
     for name, value in _pairs(flags, words):
-        if (flag := flags.get(name)) is None:
+        if not is_flag(name):
+            plain.append(name)
+        elif (flag := flags.get(name)) is None:
             unknown.append(name)
         elif value is not None:
             _check(command, flag, value)
     if unknown:
         listed = " ".join(f"{name} is no flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
         raise UsageError(listed, why="nothing was done", fix=f"{command} --help shows the flags")
+    if places is not None and len(plain) > places:
+        extra = plain[places]
+        flag = "--script" if extra.endswith(".py") and "--script" in flags else ""
+        raise UsageError(
+            f"{command} does not take the word {extra}",
+            why="nothing was done",
+            fix=f"{flag} {extra}" if flag else f"{command} --help shows what it takes",
+        )
+
+
+def _places_of(declared: type) -> int | None:
+    """How many words without a flag such a class takes; None where there is no limit."""
+    hints = [get_args(hint) for hint in get_type_hints(declared, include_extras=True).values()]
+    kinds = [hint[0] for hint in hints if tyro.conf.Positional in hint]
+    return None if any(get_origin(kind) is tuple for kind in kinds) else len(kinds)
 
 
 def flags_of(declared: type) -> dict[str, Flag]:
@@ -71,16 +89,20 @@ def flags_of(declared: type) -> dict[str, Flag]:
 
 
 def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Each flag among these words, and its value where it has one."""
+    """Each flag among these words, and its value where it has one; the other words as they are."""
     rest = list(words)
     while rest and (word := rest.pop(0)) != "--":
         if not is_flag(word):
+            yield word, None
             continue
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        elif name not in flags and name[:2] in flags:
-            continue  # -yo FILE, which tyro takes apart
+        elif name not in flags and name[:2] in flags:  # -yo FILE, which tyro takes apart
+            last = flags.get(f"-{name[-1]}")
+            if last and not last.is_switch and rest and not is_flag(rest[0]):
+                rest.pop(0)
+            continue
         known = flags.get(name)
         if equals:
             yield name, value

@@ -18,7 +18,7 @@ import yaml
 from conftest import ROOT, SFT, accel_fsdp
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError
 from accel_fsdp.training.rehearsal import janitor, scaled, small_run
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -158,6 +158,27 @@ def test_numbers_that_mean_nothing(flags: list[str]) -> None:
     assert finished.output.startswith(f"error: {' '.join(flags)}")
 
 
+def test_json_says_why_a_job_cannot_be_rehearsed(tmp_path: Path) -> None:
+    """Nothing was written where the YAML was refused before the first step."""
+    broken, tpu = tmp_path / "broken.yaml", tmp_path / "tpu.yaml"
+    broken.write_text("fsdp_config: [")
+    tpu.write_text((CONFIGS / "tpu.yaml").read_text())
+    for file in (broken, tpu):
+        finished = accel_fsdp("rehearse", "--json", file)
+        assert finished.code == 2, finished.output
+        report = json.JSONDecoder().raw_decode(finished.output[finished.output.index("{\n") :])[0]
+        assert not report["passed"]
+        assert report["error"].splitlines()[0] in finished.output
+
+
+def test_a_script_without_its_flag_is_told_the_flag() -> None:
+    finished = accel_fsdp("rehearse", CONFIGS / "fsdp2.yaml", "mine.py", "--", "--lr", "1")
+    assert finished.code == 2
+    assert finished.output == (
+        "error: accel-fsdp rehearse does not take the word mine.py\n  why: nothing was done\n  fix: --script mine.py\n"
+    )
+
+
 def test_train_sft_draws_the_same_dropout_again_under_fsdp2s_checkpointing(
     tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
@@ -227,9 +248,9 @@ def test_units_chosen_by_size_shrink_with_the_layers() -> None:
 
 
 def test_what_cannot_be_rehearsed_is_said() -> None:
-    with pytest.raises(UserError, match="tp_size can't be rehearsed"):
+    with pytest.raises(UsageError, match="tp_size can't be rehearsed"):
         scaled.scale(job(parallelism_config={"parallelism_config_tp_size": 2}))
-    with pytest.raises(UserError, match="TPU can't be rehearsed"):
+    with pytest.raises(UsageError, match="TPU can't be rehearsed"):
         scaled.scale(JobConfig({"distributed_type": "XLA"}))
     with pytest.raises(UsageError, match="--processes 1"):
         scaled.scale(job(fsdp_config={}), processes=1)

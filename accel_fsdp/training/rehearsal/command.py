@@ -31,8 +31,24 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
     `words` are the script's arguments; what they don't give of those of train/sft.py, the YAML's own comment does.
 
     Raises:
-        UserError: the file can't be read, or its job can't be rehearsed.
+        UserError: the file can't be read, or its job can't be rehearsed. The report as JSON then says so too.
     """
+    report = Report(str(options.file))
+    try:
+        _run(options, words, report)
+    except UserError as error:
+        report.error = str(error)
+        raise
+    finally:
+        if options.json:
+            console.put(report.as_json(), lines=True)
+    if not options.json:
+        conclude(report)
+    return 0 if report.passed else 1
+
+
+def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> None:
+    """Takes the steps, and adds each to the report."""
     require("rehearsing", "torch", "accelerate", "transformers")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
     if options.processes is not None:
@@ -49,7 +65,7 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
     if options.script is None:
         words = with_defaults(words, script_arguments(options.file.read_text(encoding="utf-8")))
     model = prepare.model_of(options.model, words)
-    report = Report(str(options.file), left_out=list(left_out(job)))
+    report.left_out = list(left_out(job))
     with janitor.folder() as folder:
         for name, action in _steps(options, words, model, job, report, folder):
             step = _taken(name, action)
@@ -60,11 +76,6 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
                 break
     if report.passed and options.script is None:
         report.forecast = forecast.of_job(job, model, words)
-    if options.json:
-        console.put(report.as_json(), lines=True)
-    else:
-        conclude(report)
-    return 0 if report.passed else 1
 
 
 def _steps(

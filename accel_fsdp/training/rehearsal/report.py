@@ -41,7 +41,8 @@ class Proof:
 class Report:
     """All steps so far. `changes` say what is smaller than in the real job.
 
-    What no step here shows: `left_out` takes GPUs, `of_real_model` the real model and its data.
+    What no step here shows: `left_out` takes GPUs, `of_real_model` the real model and its data. `error` is why the job
+    can't be rehearsed.
     """
 
     file: str
@@ -50,11 +51,12 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     of_real_model: list[str] = field(default_factory=list)
     forecast: str = ""
+    error: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether all went well."""
-        return all(step.passed for step in self.steps)
+        return bool(self.steps) and not self.error and all(step.passed for step in self.steps)
 
     def as_json(self) -> str:
         """All of it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_fsdp.config import HYBRID, Engine, JobConfig
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError
 
 PROCESSES = 2
 """How many the two cores of a laptop carry, and enough for shards."""
@@ -37,7 +37,7 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     """The job on `processes` ranks of this machine, by default 2, or 4 where copies of the model are sharded too.
 
     Raises:
-        UserError: the job's engine or mesh can't be rehearsed. UsageError: so many processes have no such mesh.
+        UsageError: the job's engine or mesh can't be rehearsed, or so many processes have no such mesh.
     """
     _refuse_unknown(job)
     mesh = dict(job.section("parallelism_config"))
@@ -80,13 +80,13 @@ def _refuse_unknown(job: JobConfig) -> None:
     others = [key.removeprefix("parallelism_config_") for key in mesh if key not in (REPLICAS, SHARDS)]
     others = [name for name in others if name.endswith("_size") and mesh[f"parallelism_config_{name}"] not in (1, None)]
     if others:
-        raise UserError(
+        raise UsageError(
             f"{others[0]} can't be rehearsed",
             why="only data-parallel meshes run on CPU here",
             fix=f"rehearse the job without {others[0]}",
         )
     if job.engine in (Engine.TPU, Engine.NONE):
-        raise UserError(
+        raise UsageError(
             f"{job.engine.value} can't be rehearsed",
             why="there is nothing that several CPU processes could share",
             fix="a YAML with distributed_type: FSDP, MULTI_GPU or DEEPSPEED",
