@@ -58,11 +58,11 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
         raise UsageError(listed, why="nothing was done", fix=f"{command} --help shows the flags")
     if places is not None and len(plain) > places:
         extra = plain[places]
-        flag = "--script" if extra.endswith(".py") and "--script" in flags else ""
+        hint = "--script" if extra.endswith(".py") and "--script" in flags else ""
         raise UsageError(
             f"{command} does not take the word {extra}",
             why="nothing was done",
-            fix=f"{flag} {extra}" if flag else f"{command} --help shows what it takes",
+            fix=f"{hint} {extra}" if hint else f"{command} --help shows what it takes",
         )
 
 
