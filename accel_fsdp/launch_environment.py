@@ -53,6 +53,11 @@ class LaunchEnvironment:
         return int(self.variables.get("LOCAL_RANK", "0"))
 
     @property
+    def restarts(self) -> int:
+        """How often torchrun has started the ranks anew."""
+        return int(self.variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    @property
     def world_size(self) -> int:
         """Ranks of the job."""
         return int(self.variables.get("WORLD_SIZE", "1"))

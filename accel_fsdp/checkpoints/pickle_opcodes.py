@@ -51,7 +51,7 @@ def _key(value: Any) -> Any:
         one = left.pop()
         if isinstance(one, tuple):
             left += one[: MOST_IN_KEY + 1]
-        elif isinstance(one, (int, float)) and abs(one) > LARGEST_KEY:
+        elif isinstance(one, (int, float)) and (one is not value or abs(one) > LARGEST_KEY):  # tuples' hashes can agree
             raise ValueError("an impossible key")
         elif not isinstance(one, (str, bytes, int, float, Inert, type(None))):
             raise TypeError(f"a key of type {type(one).__name__}")

@@ -69,6 +69,7 @@ class JobConfig:
     def other_tool(self) -> str:
         """Whose configuration it is, if it is not Accelerate's; empty if it is, or may be."""
         marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
+        marks["a training script"] += 2 * isinstance(self.values.get("fsdp"), str)  # as TrainingArguments have it
         likely = max(marks, key=lambda tool: marks[tool])
         own = "distributed_type" in self.values or "compute_environment" in self.values
         return "" if own or marks[likely] < 2 else likely

@@ -42,7 +42,8 @@ VARIABLES = re.compile(
 )
 """Environment variables that change results, or which collectives a rank calls."""
 OWN_VARIABLES = re.compile(
-    r"\w+_(DIR|PATH|HOME|FILE|ADDR|PORT|ACCELERATOR)|\w*(CACHE|LOG|DEBUG)\w*|ACCELERATE_TORCH_DEVICE"
+    r"\w+_(DIR|PATH|HOME|FILE|ADDR|PORT|ACCELERATOR)|\w*(CACHE|LOG|DEBUG)\w*|ACCELERATE_(TORCH_DEVICE|ENABLE_RICH)"
+    r"|TORCHINDUCTOR_COMPILE_THREADS|DS_BUILD_\w+"
 )
 """Of those, variables that may differ between machines: paths, caches, logs, devices."""
 CONFIG_FILES = ("ACCELERATE_DEEPSPEED_CONFIG_FILE",)
@@ -50,14 +51,14 @@ CONFIG_FILES = ("ACCELERATE_DEEPSPEED_CONFIG_FILE",)
 OWN_ARGUMENTS = re.compile(
     r"(out|output|log|logs|logging|cache|tmp|temp|scratch)|(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)"
     r"_(dir|path|folder|root|file)"
-    r"|(local|node|machine)_?(rank|id|index)|rank|host|host_?name|node_?name"
+    r"|(local|node|machine)_?(rank|id|index)|host|host_?name|node_?name"
     r"|(gpu|device)(s|_ids?)?|(\w+_)?(addr|address|ip|port)"
     r"|run_name|project|report_to|hub_token|disable_tqdm|log_level(_replica)?|log_on_each_node|accelerate_config"
     r"|dataset_num_proc|(dataloader_)?(num_workers|pin_memory|persistent_workers|prefetch_factor)"
     r"|ddp_timeout|hang_timeout"
 )
 """Arguments that may differ between machines: places, logs, trackers, how fast data are read, how long to wait."""
-SECRET_FLAGS = re.compile(r"(\w+_)?(token|password|secret|key)")
+SECRET_FLAGS = re.compile(r"([\w.]*[_.])?(token|password|secret|key)")
 """Flags whose values are compared and not shown."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
 """The variable that names, on any machine, what else may differ."""
@@ -171,14 +172,16 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flags_of(words: Sequence[str]) -> dict[str, str]:
-    """The arguments of a script by flag, without those that are each machine's own."""
+    """The arguments of a script by flag, or by the name before `=`, without those that are each machine's own."""
     found: dict[str, list[str]] = {}
     flag = "arguments"
     for word in words:
+        name, _, value = word.partition("=")
         if re.match(r"--?[A-Za-z]", word):
-            name, _, value = word.partition("=")
             flag = name if name.startswith("--") else word
-            found[flag] = [value] if value and flag == name else []
+            found.setdefault(flag, []).extend([value] if value and flag == name else [])
+        elif value and re.fullmatch(r"[A-Za-z_][\w.]*", name):
+            found.setdefault(name, []).append(value)
         else:
             found.setdefault(flag, []).append(word)
     told = {flag: " ".join(map(_portable, values)) or "given" for flag, values in found.items()}
@@ -190,10 +193,13 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def _portable(value: str) -> str:
-    """A value as another machine would have it: of a path the last part, and no host name."""
+    """A value as another machine would have it: of each path the last part, and no host name.
+
+    A host that is called by a plain word, such as train, stays: the word may mean something else.
+    """
     host = socket.gethostname()
-    text = re.sub(rf"\b{re.escape(host)}\b", "HOST", value) if host else value
-    return Path(text).name if os.sep in text and "://" not in text and not text.startswith(("{", "[")) else text
+    text = re.sub(rf"\b{re.escape(host)}\b", "HOST", value) if re.search(r"[\d.-]", host) else value
+    return ",".join(Path(part).name if part.startswith(("/", "./", "../", "~")) else part for part in text.split(","))
 
 
 def _allowed(text: str) -> list[str]:
@@ -219,8 +225,12 @@ class Differs(UserError):
         return "\n".join([first, *(f"    {one_line(line)}" for line in self.lines), *rest])
 
 
-def compare(store: "Store", name: str, own: Member, members: int, settings: Settings, seconds: float) -> None:
+def compare(
+    store: "Store", name: str, own: Member, members: int, settings: Settings, seconds: float, wait: str = ""
+) -> None:
     """Goes on if all members were told the same. Call on all of them; `name` is that of one comparison.
+
+    `wait` is what to type for more than these seconds.
 
     Raises:
         Differs: they differ, or not all come in time.
@@ -233,7 +243,7 @@ def compare(store: "Store", name: str, own: Member, members: int, settings: Sett
             store.set(f"{name}/settings/{own.digest}", text)
         store.set(f"{name}/{own.number}", json.dumps(asdict(own)))
         if own.number == 0:
-            verdict = _judge(store, name, members, seconds)
+            verdict = _judge(store, name, members, seconds, wait)
             store.set(f"{name}/verdict", json.dumps(verdict))
         else:
             store.wait([f"{name}/verdict"], timedelta(seconds=seconds + LEAVE_SECONDS))
@@ -253,7 +263,7 @@ def compare(store: "Store", name: str, own: Member, members: int, settings: Sett
         raise Differs(**verdict)
 
 
-def _judge(store: "Store", name: str, members: int, seconds: float) -> dict[str, Any]:
+def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -> dict[str, Any]:
     """The error of all, and the numbers of those who will hear it; empty where the members agree."""
     came, deadline = list[Member](), time.monotonic() + seconds
     for number in range(members):
@@ -263,8 +273,8 @@ def _judge(store: "Store", name: str, members: int, seconds: float) -> dict[str,
     numbers = [one.number for one in came]
     if len(came) < members:
         what = f"{len(came)} of {counted(members, 'process', 'processes')} came to compare settings"
-        why = f"the others have ended, or load for longer than machine {_places(came, by_rank=True)}"
-        fix = "look at the logs of all machines; --ddp_timeout SECONDS waits longer"
+        why = f"the others have ended, or are {seconds:.0f} s behind machine {_places(came, by_rank=True)}"
+        fix = f"look at the logs of all machines{wait}"
         return {"what": what, "why": why, "fix": fix, "members": numbers}
     first = {one.digest: one.number for one in reversed(came)}
     if len(first) == 1:

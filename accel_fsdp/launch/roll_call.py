@@ -25,7 +25,7 @@ OPEN_SECONDS = 60.0
 """Until a store is opened, or a machine that has connected has seen that all have."""
 OWN_SECONDS = 60.0
 """How long a machine with another rank waits for machine 0 at an address that is its own."""
-OTHER_SECONDS = 5.0
+OTHER_SECONDS = 30.0
 """How long machine 0 tries to reach itself at an address that none of its interfaces has."""
 HEARD_SECONDS = 2.0
 """How long machine 0 keeps the store open, for the others to read what it says."""

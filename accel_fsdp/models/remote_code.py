@@ -55,10 +55,9 @@ def check_built_kernels(name: str, config: Any) -> None:
         NeedsCode: it names a repository.
     """
     for key in ("_attn_implementation", "_experts_implementation"):
-        value = getattr(config, key, None)
-        _check_kernel(name, key, value)
-        if "flash" in str(value):
-            setattr(config, key, None)
+        _check_kernel(name, key, getattr(config, key, None))
+    if "flash" in str(getattr(config, "_attn_implementation", "")):
+        config._attn_implementation = None
     for part in getattr(config, "sub_configs", None) or {}:
         if (inner := getattr(config, part, None)) is not None:
             check_built_kernels(name, inner)

@@ -250,8 +250,8 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         raise UsageError(
             "--eval_on_start without evaluation", why="there is nothing to evaluate on", fix="--eval_strategy steps"
         )
-    if data.streaming:  # a rank that hands out batches to the others needs them of one length
-        training.accelerator_config.dispatch_batches = False
+    # A rank that hands out batches to the others needs them of one length, and repeats rows in the last one
+    training.accelerator_config.dispatch_batches = False
     _check_trackers(training.report_to)
     flag_values.check(model, data, training)
     return model, data, training

@@ -82,7 +82,7 @@ class Board:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        self._store = store_of_job(PREFIX)
+        self._store = store_of_job(f"{PREFIX}/{LaunchEnvironment.now().restarts}")
 
     def put(self, beat: Beat, stack: str) -> None:
         """Shows this rank's sign of life, and where it stands."""

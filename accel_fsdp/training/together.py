@@ -53,7 +53,7 @@ class Ranks:
         self.own = agreement.Member(launch.rank, launch.machine_rank)
         self.several = dist.is_initialized() and dist.get_world_size() > 1
         self.machines = launch.machines
-        self._prefix = f"{PREFIX}/{next(_jobs)}"
+        self._prefix = f"{PREFIX}/{launch.restarts}/{next(_jobs)}"  # torchrun keeps the store when it starts ranks anew
         self._over, self._fails_itself = threading.Event(), False
 
     def __enter__(self) -> "Ranks":
@@ -80,7 +80,8 @@ class Ranks:
             UserError: they differ.
         """
         if self.several:
-            agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds)
+            wait = "; --ddp_timeout SECONDS waits longer"
+            agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds, wait)
 
     # When a rank fails
 

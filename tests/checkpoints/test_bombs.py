@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, accel_fsdp
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -143,6 +143,15 @@ def test_a_bomb_is_refused(name: str, tmp_path: Path) -> None:
     assert "is damaged: " in output
     assert used.ru_utime + used.ru_stime < SECONDS
     assert used.ru_maxrss << 10 < BYTES
+
+
+def test_numbers_in_a_tuple_are_no_key(tmp_path: Path) -> None:
+    """Their hashes can be made to agree, and a mapping of such keys takes time by the square of its length."""
+    in_metadata(pickle.dumps({(1, 2): None}, protocol=2))(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    refused = accel_fsdp("export", tmp_path, tmp_path / "out", "--verify", "bytes")
+    assert refused.code == 1
+    assert "an impossible key" in refused.output
 
 
 def test_a_tensor_of_many_parts_takes_time_in_proportion(tmp_path: Path) -> None:

@@ -27,6 +27,28 @@ def test_arguments_that_are_compared(kind: str) -> None:
     assert agreement.flags_of(words.split()) == compared
 
 
+def test_a_host_called_by_a_plain_word_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for host in ("train", "work"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        found.append(agreement.flags_of(["--split", "train"]))
+    assert found[0] == found[1] == {"--split": "train"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("--layer x --layer y", "--layer z --layer y"),
+        ("--data /d/a.jsonl,/d/b.jsonl", "--data /d/c.jsonl,/d/b.jsonl"),
+        ("--rank 8", "--rank 16"),
+        ("--model meta/Llama", "--model other/Llama"),
+        ("model.lr=1e-3", "model.lr=1e-2"),
+    ],
+)
+def test_arguments_that_differ_are_told_apart(ours: str, theirs: str) -> None:
+    assert agreement.flags_of(ours.split()) != agreement.flags_of(theirs.split())
+
+
 def test_the_host_itself_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for host in ("n1", "n2"):
@@ -36,8 +58,9 @@ def test_the_host_itself_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_secrets_are_compared_and_not_shown() -> None:
-    (value,) = agreement.flags_of(["--api_key", "hf_abc"]).values()
-    assert "hf_abc" not in value
+    for words in (["--api_key", "hf_abc"], ["--trainer.logger.api_key=hf_abc"], ["wandb.api_key=hf_abc"]):
+        (value,) = agreement.flags_of(words).values()
+        assert "hf_abc" not in value
     assert value != agreement.flags_of(["--api_key", "hf_abd"])["--api_key"]
 
 

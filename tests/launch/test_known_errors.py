@@ -93,6 +93,9 @@ def test_an_unknown_message() -> None:
         "node1: NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nKeyError: 'loss'",
         "UserWarning: The devices used by this process are currently unknown.\nKeyError: 'loss'",
         "ValueError: error 802.1x",
+        "EntryNotFoundError: 404 Client Error. Entry Not Found for url: https://huggingface.co/gpt2/resolve/main/a.json",
+        "Downloading https://huggingface.co/gpt2/resolve/main/config.json 100%\nKeyError: 'labels'",
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     ],
 )
 def test_what_follows_from_others_or_harms_nothing_explains_nothing(message: str) -> None:

@@ -120,7 +120,13 @@ def test_a_key_that_stands_twice_hides_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tool"), [(AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "a training script")]
+    ("text", "tool"),
+    [
+        (AXOLOTL, "Axolotl"),
+        (LLAMA_FACTORY, "LLaMA-Factory"),
+        (TRL, "a training script"),
+        ('{"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 2000}}', "a training script"),
+    ],
 )
 def test_a_file_of_another_tool_is_named_and_left_alone(text: str, tool: str, tmp_path: Path) -> None:
     (found,) = findings(text, tmp_path, fix=True)

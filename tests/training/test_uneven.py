@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conftest import SFT, accelerate_launch, made_yaml
 from datasets import Dataset
 from reference import job_words
 from safetensors.torch import load_file
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accel_fsdp.training import run_record
 from accel_fsdp.training.data import IGNORED, Collator, batching
@@ -78,3 +79,13 @@ def test_a_loader_of_held_out_rows_drops_none() -> None:
     rows = batching.RowsAndNone(Dataset.from_dict({"input_ids": [[1]] * 5, "labels": [[1]] * 5}))
     loader = DataLoader(rows, batch_sampler=BatchSampler(range(5), 2, drop_last=True), collate_fn=list)
     assert [len(batch) for batch in batching.even_out(loader, keep_last=True)] == [2, 2, 1]
+
+
+def test_batches_that_are_split_among_ranks_are_filled_once() -> None:
+    """Accelerate's `split_batches`: each batch is already all ranks'."""
+    for rank in range(3):
+        batches = BatchSampler(SequentialSampler(range(14)), 12, drop_last=False)
+        shard = BatchSamplerShard(batches, 3, rank, split_batches=True)
+        batching.even_out(SimpleNamespace(batch_sampler=shard))
+        own = [row for row in (12, 13) if row - 12 in range(4 * rank, 4 * rank + 4)]
+        assert list(shard) == [list(range(4 * rank, 4 * rank + 4)), own + [-1] * (4 - len(own))]

@@ -245,7 +245,7 @@ KNOWN = (
         "gpu-memory",
         (
             r"CUDA out of memory",
-            r"OutOfMemoryError",
+            r"(?<!ray\.exceptions\.)OutOfMemoryError",
             r"CUDA error: out of memory",
             r"Cuda failure.{0,4}'out of memory'",
         ),
@@ -540,13 +540,13 @@ KNOWN = (
         "hub",
         (
             r"(huggingface\.co|hf\.co|HTTPS?ConnectionPool|HTTPS?Connection\b)[^\n]*"
-            r"(Max retries|timed out|resol|unreachable|refused|couldn't connect|establish a new connection)",
+            r"(Max retries|timed out|resol(?!ve/)|unreachable|refused|couldn't connect|establish a new connection)",
             r"couldn't connect to '?https://huggingface\.co",
             r"Connection error, and we cannot find the requested files",
             r"(httpx|httpcore)\.(Connect|Read|Network|Proxy)\w*(Error|Timeout)",
             r"LocalEntryNotFoundError",
             r"OfflineModeIsEnabled",
-            r"(?s)(urllib3|httpx|httpcore|requests|huggingface_hub)/.{0,9999}?"
+            r"(?s)(urllib3|httpx|httpcore|requests|huggingface_hub)/.{0,2000}?"
             r"(Name or service not known|Temporary failure in name resolution|Errno 1\d\d\] Connection refused)",
         ),
         "this machine doesn't reach the Hub, as compute nodes often don't reach the internet",

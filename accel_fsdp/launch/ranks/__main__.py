@@ -7,7 +7,7 @@ launcher starts it by its path: with `-m` Python would look for this package in 
 import os
 import sys
 
-if sys.path[:1] == [os.path.dirname(__file__)]:
+if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
     del sys.path[0]
     sys.path.append(os.path.abspath(os.path.join(__file__, *[os.pardir] * 4)))
 

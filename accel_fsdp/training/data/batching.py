@@ -154,7 +154,7 @@ def even_out(loader: Any, keep_last: bool = False) -> Any:
     if keep_last and shared is not None:
         batches.drop_last = shared.drop_last = False
     if isinstance(shared, BatchSamplerShard) and type(batches) is BatchSampler and not batches.drop_last:
-        shared.batch_sampler = EvenBatches(batches, shared.num_processes)
+        shared.batch_sampler = EvenBatches(batches, 1 if shared.split_batches else shared.num_processes)
     return loader
 
 
