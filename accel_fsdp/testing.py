@@ -202,13 +202,13 @@ def _scaled(processes: int | None, config_file: str | Path | None) -> scaled.Sca
     job = read_config(Path(config_file))[0]
     try:
         return scaled.scale(job, processes)
+    except scaled.CannotRehearse as error:
+        what = f"{config_file} can't run on CPU ranks: {error.what}"
+        raise UserError(what, why=error.why, fix=error.fix) from None
     except UsageError as error:
         on = counted(processes or scaled.PROCESSES, "CPU rank")
         fix = "another number of processes, or none: Ranks(config_file=FILE)"
         raise UsageError(f"{config_file} can't run on {on}", why=error.why, fix=fix) from None
-    except UserError as error:
-        what = f"{config_file} can't run on CPU ranks: {error.what}"
-        raise UserError(what, why=error.why, fix=error.fix) from None
 
 
 def _started(environment: Mapping[str, str], folder: Path, output: Path) -> _Rank:

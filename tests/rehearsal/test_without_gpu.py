@@ -55,7 +55,7 @@ folder = Path(sys.argv[1])
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warm.start_server(folder)
 log = folder / "log"
-process = warm.start(["-m", "script"], os.environ, log)
+process = warm.start("script", [], os.environ, log)
 process.join()
 print(log.read_text())
 sys.exit(process.exitcode)

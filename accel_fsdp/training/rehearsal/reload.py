@@ -1,6 +1,7 @@
 """Loads two exported folders in a fresh process and prints how far their logits are apart, and the largest one."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import guard
@@ -20,9 +21,11 @@ def main() -> None:
 def _logits(folder: str) -> "torch.Tensor":
     import torch
 
+    from accel_fsdp.checkpoints import file_names, summary
     from accel_fsdp.models import model_class, read_config
 
-    model = model_class(read_config(folder)).from_pretrained(folder, trust_remote_code=False).eval()
+    base = summary.read_json(Path(folder, file_names.ADAPTER_CONFIG)).get("base_model_name_or_path", folder)
+    model = model_class(read_config(base)).from_pretrained(folder, trust_remote_code=False).eval()
     tokens = torch.arange(1, TOKENS + 1).remainder(model.config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         logits: torch.Tensor = model(tokens).logits

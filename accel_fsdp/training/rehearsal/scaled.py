@@ -18,6 +18,10 @@ SMALLEST_UNIT = "fsdp_min_num_params"
 REPLICAS, SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
 
 
+class CannotRehearse(UsageError):
+    """The job's engine or mesh runs on no CPU."""
+
+
 @dataclass(frozen=True)
 class ScaledJob:
     """A YAML for this machine. `nodes`: machines that its ranks stand for; `changes` say what differs from the file."""
@@ -37,7 +41,7 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     """The job on `processes` ranks of this machine, by default 2, or 4 where copies of the model are sharded too.
 
     Raises:
-        UsageError: the job's engine or mesh can't be rehearsed, or so many processes have no such mesh.
+        CannotRehearse: the job's engine or mesh can't be. UsageError: so many processes have no such mesh.
     """
     _refuse_unknown(job)
     mesh = dict(job.section("parallelism_config"))
@@ -80,13 +84,13 @@ def _refuse_unknown(job: JobConfig) -> None:
     others = [key.removeprefix("parallelism_config_") for key in mesh if key not in (REPLICAS, SHARDS)]
     others = [name for name in others if name.endswith("_size") and mesh[f"parallelism_config_{name}"] not in (1, None)]
     if others:
-        raise UsageError(
+        raise CannotRehearse(
             f"{others[0]} can't be rehearsed",
             why="only data-parallel meshes run on CPU here",
             fix=f"rehearse the job without {others[0]}",
         )
     if job.engine in (Engine.TPU, Engine.NONE):
-        raise UsageError(
+        raise CannotRehearse(
             f"{job.engine.value} can't be rehearsed",
             why="there is nothing that several CPU processes could share",
             fix="a YAML with distributed_type: FSDP, MULTI_GPU or DEEPSPEED",
