@@ -38,11 +38,12 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
         _run(options, words, report)
     except UserError as error:
         report.error = str(error)
-        raise
-    finally:
         if options.json:
             console.put(report.as_json(), lines=True)
-    if not options.json:
+        raise
+    if options.json:
+        console.put(report.as_json(), lines=True)
+    else:
         conclude(report)
     return 0 if report.passed else 1
 
