@@ -79,7 +79,8 @@ class SurvivingTrainer(ResumingTrainer):
         self.watch.begin()
         try:
             self._check_shared_disk(resume_from_checkpoint)
-            result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            with self._explaining():
+                result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             self.watch.trained()
             return result
         except Stopped:
@@ -95,6 +96,13 @@ class SurvivingTrainer(ResumingTrainer):
             raise
         finally:
             self.stop.release()
+
+    def _explaining(self) -> contextlib.AbstractContextManager[None]:
+        """Around training: subclasses may raise an error that says more.
+
+        The other ranks hear of it afterwards, because they wait only seconds for a rank that has failed to end.
+        """
+        return contextlib.nullcontext()
 
     def _blame(self, error: BaseException) -> NoReturn:
         """Says who is gone, as far as signs of life tell; local rank 0 shows the stack of one that failed.

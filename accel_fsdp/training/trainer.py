@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +175,9 @@ class SftTrainer(LossTrainer):
         self.report.add_metrics(logs)
         super().log(logs, start_time)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as `Trainer` does.
-
-        Raises:
-            UserError: memory is used up; with what the plan says would free some.
-        """
-        with self.report.explains_out_of_memory():
-            return super().train(*args, **kwargs)
+    def _explaining(self) -> AbstractContextManager[None]:
+        """Turns an out-of-memory error into what the plan says would free some."""
+        return self.report.explains_out_of_memory()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; of a checkpoint, makes the folder on every rank first.

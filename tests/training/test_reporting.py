@@ -191,6 +191,7 @@ def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_pat
         config, SCARCE, *sft_args(deeper, text_data, tmp_path / "run"), SCARCE="gpu", XDG_CACHE_HOME=str(tmp_path)
     )
     assert finished.code == 1
+    assert "error: out of memory" in finished.output, finished.output
     said = finished.output[finished.output.index("error: out of memory") :]
     assert re.search(r"the plan says [\d.]+ MiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", said)
     for change in ("--per_device_train_batch_size 1 --gradient_accumulation_steps 2", "fsdp_activation_checkpointing"):
