@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.errors import UserError
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import capacity, trace_store
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, predict, variant_of
+from accel_fsdp.prediction.memory import ModelShape, Tapes, predict, variant_of
 from accel_fsdp.units import MIB
 
 HERE = Path(__file__).parent

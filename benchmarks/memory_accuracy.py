@@ -21,18 +21,9 @@ from results import keep
 
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity, trace_store
-from accel_fsdp.prediction.memory import (
-    Layout,
-    ModelShape,
-    Recipe,
-    Tapes,
-    losses,
-    quirks_of,
-    reservation,
-    step,
-    variant_of,
-)
+from accel_fsdp.prediction.memory import ModelShape, Tapes, losses, quirks_of, reservation, step, variant_of
 from accel_fsdp.prediction.memory.allocator import AllocatorSettings
 from accel_fsdp.prediction.memory.library_versions import Quirks
 from accel_fsdp.units import GIB

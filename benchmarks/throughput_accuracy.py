@@ -14,8 +14,9 @@ from typing import Any
 import results
 
 from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import EAGER, Software, Step, speed, step_time
-from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe
+from accel_fsdp.prediction.memory import Block, ModelShape, Parameter
 
 DATA = Path(__file__).parent / "data" / "throughput.json"
 

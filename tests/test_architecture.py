@@ -19,7 +19,7 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"helpers"},
     {"checkpoints", "config", "hardware"},
     {"models"},
-    {"models.shrink"},
+    {"models.shrink", "job"},
     {"prediction.memory"},
     {"prediction"},
     {"prediction.tracing"},

@@ -1,13 +1,7 @@
-from . import combinations as combinations
 from . import header as header
 from . import schema as schema
 from . import yaml_edit as yaml_edit
 from . import yaml_file as yaml_file
-from .combinations import UNLESS_OURS as UNLESS_OURS
-from .combinations import Clash as Clash
-from .combinations import Setup as Setup
-from .combinations import clashes as clashes
-from .combinations import recompute_by as recompute_by
 from .header import COMMAND as COMMAND
 from .header import MADE_HERE as MADE_HERE
 from .header import SCRIPT as SCRIPT

@@ -10,6 +10,7 @@ from accel_fsdp import atomic_files, console, flag_words, linter
 from accel_fsdp.config import Precision
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
+from accel_fsdp.job import Layout, Recipe, from_arguments, from_yaml
 from accel_fsdp.linter.rules import Subject
 from accel_fsdp.models import catalogue, config_json
 from accel_fsdp.planner import proposal, text_report, workload
@@ -17,18 +18,8 @@ from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.planner.workload import Prices
-from accel_fsdp.prediction import (
-    Candidate,
-    PlanJob,
-    capacity,
-    cost,
-    from_arguments,
-    from_yaml,
-    search,
-    speed,
-    trace_store,
-)
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe
+from accel_fsdp.prediction import Candidate, PlanJob, capacity, cost, search, speed, trace_store
+from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 

@@ -9,10 +9,11 @@ from typing import Any
 from accel_fsdp import atomic_files, console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, machines
+from accel_fsdp.job import Recipe
 from accel_fsdp.planner import command, cost_report, html_report, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in, cost, name_of, search
-from accel_fsdp.prediction.memory import Prediction, Recipe
+from accel_fsdp.prediction.memory import Prediction
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.svg import Range
 from accel_fsdp.units import about_gib, gib_of, parameters, two_digits

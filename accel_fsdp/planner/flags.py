@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Optional
 import tyro
 
 from accel_fsdp.config import DTYPES, Method, Precision
-from accel_fsdp.prediction.memory import Attention, Checkpointing, Kernels, OptimizerName
+from accel_fsdp.job import Attention, Checkpointing, Kernels, OptimizerName
 
 
 @dataclass(frozen=True)

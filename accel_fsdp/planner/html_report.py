@@ -7,6 +7,7 @@ from typing import Literal
 
 from accel_fsdp import __version__, html_page, svg
 from accel_fsdp.html_page import WIDTHS
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import (
     Candidate,
     Plan,
@@ -27,8 +28,6 @@ from accel_fsdp.prediction.memory import (
     LOSS,
     OPTIMIZER,
     PARAMETERS,
-    Layout,
-    Recipe,
     step,
     variant_of,
 )

@@ -9,21 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_fsdp import flag_words
-from accel_fsdp.config import (
-    ENGINE_NAMES,
-    PLANNED,
-    THIS_FILE,
-    TORCH_DTYPES,
-    as_scalar,
-    combinations,
-    header,
-    yaml_file,
-)
+from accel_fsdp.config import ENGINE_NAMES, PLANNED, THIS_FILE, TORCH_DTYPES, as_scalar, header, yaml_file
 from accel_fsdp.errors import UserError
+from accel_fsdp.job import Layout, Recipe, combinations, from_yaml
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import from_yaml
-from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.wizard import MODEL as PRESET_MODEL
 from accel_fsdp.wizard import Answers, interview, to_yaml
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import console
-from accel_fsdp.config import combinations
+from accel_fsdp.job import Layout, Recipe, combinations
 from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
@@ -22,16 +22,7 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import (
-    KINDS,
-    LETTERS,
-    Layout,
-    ModelShape,
-    Recipe,
-    Reservation,
-    shards,
-    units_of,
-)
+from accel_fsdp.prediction.memory import KINDS, LETTERS, ModelShape, Reservation, shards, units_of
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, number_in_figure, parameters
 
 SCHEMA_VERSION = 2

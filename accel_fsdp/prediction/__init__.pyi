@@ -2,8 +2,6 @@ from . import advice as advice
 from . import by_unit as by_unit
 from . import capacity as capacity
 from . import cost as cost
-from . import from_arguments as from_arguments
-from . import from_yaml as from_yaml
 from . import remedies as remedies
 from . import search as search
 from . import smaller as smaller
@@ -18,7 +16,6 @@ from .capacity import workspace_bytes as workspace_bytes
 from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
 from .communication import units as units
-from .from_yaml import Sharding as Sharding
 from .search import Candidate as Candidate
 from .search import Plan as Plan
 from .search import PlanJob as PlanJob

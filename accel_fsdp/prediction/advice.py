@@ -9,9 +9,10 @@ from typing import Literal
 
 from accel_fsdp.config import Method, Precision
 from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.job import SHARDING_KINDS, Layout, Recipe
 from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.capacity import Verdict
-from accel_fsdp.prediction.memory import SHARDING_KINDS, Layout, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction.memory import ModelShape, Tapes
 from accel_fsdp.prediction.search import Candidate, PlanJob, evaluate
 from accel_fsdp.units import GIB, gib_of
 

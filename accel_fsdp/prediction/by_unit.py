@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import communication, speed
 from accel_fsdp.prediction.communication import GatheredUnit, Traffic
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes, step
+from accel_fsdp.prediction.memory import ModelShape, Tapes, step
 
 Phase = Literal["forward", "backward", "update"]
 EMBEDDING, HEAD, UPDATE = "embedding", "head and loss", "optimizer"

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
     AllocatorSettings,
-    Layout,
     ModelShape,
     Prediction,
-    Recipe,
     Reservation,
     Tapes,
     idle_units,

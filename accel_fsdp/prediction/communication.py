@@ -11,14 +11,13 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.memory import (
     Block,
-    Layout,
     ModelShape,
     Parameter,
-    Recipe,
     compute_bytes,
     master_bytes,
     outer_parts,

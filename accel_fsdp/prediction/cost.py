@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.job import Event, Layout, Recipe, Schedule
 from accel_fsdp.prediction.amounts import Amounts
-from accel_fsdp.prediction.from_arguments import Event, Schedule
-from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.prediction.speed import RANGE, Step
 
 HOUR = 3600

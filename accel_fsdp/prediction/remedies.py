@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accel_fsdp.config import Method
-from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.search import (
     PlanJob,
     evaluate,

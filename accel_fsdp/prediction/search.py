@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from accel_fsdp.config import PLANNED, STRATEGIES, Engine, zero_name
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device, Replay
-from accel_fsdp.prediction.memory import Layout, ModelShape, Prediction, Recipe, Reservation, Tapes
+from accel_fsdp.prediction.memory import ModelShape, Prediction, Reservation, Tapes
 from accel_fsdp.prediction.speed import RANGE, Step, step_time
 from accel_fsdp.units import GIB, gib_of
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from accel_fsdp.hardware import Gpu
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.capacity import predicted
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction.memory import ModelShape, Tapes
 
 Try = tuple[str, Recipe, Layout]
 

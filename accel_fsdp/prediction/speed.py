@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_fsdp.hardware import Gpu, is_hopper
+from accel_fsdp.job import Layout, OptimizerName, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.communication import Traffic
-from accel_fsdp.prediction.memory import Layout, ModelShape, OptimizerName, Recipe, compute_bytes, master_bytes
+from accel_fsdp.prediction.memory import ModelShape, compute_bytes, master_bytes
 from accel_fsdp.prediction.work import EAGER, UNPACKING_FLOPS, Software, Work, block_work, head_work, recomputed
 from accel_fsdp.units import about_gb
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from accel_fsdp.job import Recipe
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.communication import GatheredUnit
-from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, Recipe, compute_bytes
+from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, compute_bytes
 
 TILE = 128
 """Rows of a matrix product that a thread block computes at once: the last tile of an expert's is half full."""

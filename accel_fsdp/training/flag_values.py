@@ -15,9 +15,10 @@ import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils import is_liger_kernel_available
 
-from accel_fsdp.config import Engine, Setup, combinations
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
+from accel_fsdp.job import Setup, combinations
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
 

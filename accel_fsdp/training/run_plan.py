@@ -8,10 +8,11 @@ from accel_fsdp import console
 from accel_fsdp.config import DDP_TYPES, FSDP_VERSIONS, Engine
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.job import Layout, Recipe, Sharding, from_arguments, from_yaml
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction import Sharding, from_arguments, from_yaml, name_of, predicted, savings, speed
-from accel_fsdp.prediction.memory import Layout, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction import name_of, predicted, savings, speed
+from accel_fsdp.prediction.memory import ModelShape, Tapes
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import GIB, gib_or_mib
 

@@ -9,8 +9,8 @@ from typing import Any
 from accel_fsdp import console
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.job import Recipe
 from accel_fsdp.models import ModelFacts, catalogue, inspect_model, remote_code
-from accel_fsdp.prediction.memory import Recipe
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import parameters
 from accel_fsdp.wizard import notes

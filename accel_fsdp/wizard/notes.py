@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from accel_fsdp.config import ENGINE_KINDS, FSDP_VERSIONS, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.job import Layout
 from accel_fsdp.models import ModelFacts, state_bytes
-from accel_fsdp.prediction.memory import Layout, ModelShape
+from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.units import GIB, about_gib, gib_of, gib_or_mib
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, is_ddp
@@ -49,7 +50,7 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
         return None
     together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
     if given["engine"] == "deepspeed":
-        from accel_fsdp.prediction import Sharding
+        from accel_fsdp.job import Sharding
 
         stage = given.get("zero_stage", 3)
         return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=stage).layout()

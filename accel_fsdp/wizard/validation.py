@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_PORT, FSDP_VERSIONS, OTHER_ENGINES, Clash, Engine, Setup, clashes
+from accel_fsdp.config import DEFAULT_PORT, FSDP_VERSIONS, OTHER_ENGINES, Engine
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.job import Clash, Setup, clashes
 from accel_fsdp.models import catalogue
 from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, GivenAnswers, is_ddp

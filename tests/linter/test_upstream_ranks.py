@@ -19,7 +19,8 @@ from conftest import ROOT, accelerate_launch, run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from accel_fsdp.config import Engine, Setup, clashes
+from accel_fsdp.config import Engine
+from accel_fsdp.job import Setup, clashes
 
 PROBE = ROOT / "tests" / "upstream_probe.py"
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from accel_fsdp import cli
 from accel_fsdp.errors import UserError
+from accel_fsdp.job import Recipe
 from accel_fsdp.models import config_json, inspect_model
-from accel_fsdp.prediction.memory import Recipe
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.training.data import chat_template
 

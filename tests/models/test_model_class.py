@@ -10,8 +10,8 @@ import transformers
 from accel_fsdp import models, planner
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.job import Recipe
 from accel_fsdp.models import inspect_model
-from accel_fsdp.prediction.memory import Recipe
 
 NESTED = {
     "MllamaForConditionalGeneration": "two parts, of which AutoModelForCausalLM builds one",

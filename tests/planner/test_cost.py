@@ -20,9 +20,9 @@ from test_page import Balance
 import accel_fsdp as package
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import GPUS, gpus, machines
+from accel_fsdp.job import Layout, Recipe, from_arguments
 from accel_fsdp.planner import proposal, workload
-from accel_fsdp.prediction import RANGE, cost, from_arguments, search
-from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.prediction import RANGE, cost, search
 from accel_fsdp.units import two_digits
 
 LLAMA = ("--model", "llama-3.1-8b")

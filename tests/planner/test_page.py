@@ -10,9 +10,10 @@ import pytest
 from conftest import accel_fsdp
 
 from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.planner import html_report
 from accel_fsdp.prediction import search, trace_store
-from accel_fsdp.prediction.memory import KINDS, Layout, Recipe, step, variant_of
+from accel_fsdp.prediction.memory import KINDS, step, variant_of
 from accel_fsdp.units import GIB
 
 VOID = {"meta", "link"}

@@ -9,17 +9,16 @@ import pytest
 from conftest import ROOT, accel_fsdp, run
 
 from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import RANGE, advice, search, trace_store
 from accel_fsdp.prediction.memory import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     Block,
-    Layout,
     Meter,
     ModelShape,
     Parameter,
-    Recipe,
     shards,
     step,
     variant_of,

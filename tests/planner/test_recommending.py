@@ -16,11 +16,11 @@ from conftest import ROOT, SFT, accel_fsdp
 from accel_fsdp import cli, linter, planner
 from accel_fsdp.config import Method
 from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.linter.rules import Subject, run
 from accel_fsdp.models import catalogue
 from accel_fsdp.planner import proposal, text_report
 from accel_fsdp.prediction import speed, trace_store
-from accel_fsdp.prediction.memory import Layout, Recipe
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import to_yaml
 

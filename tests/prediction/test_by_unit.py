@@ -3,8 +3,9 @@
 import pytest
 
 from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import by_unit, step_time, step_traffic, trace_store
-from accel_fsdp.prediction.memory import Layout, Recipe, predict, variant_of
+from accel_fsdp.prediction.memory import predict, variant_of
 from accel_fsdp.units import any_size
 
 LLAMA = "meta-llama/Llama-3.1-8B"

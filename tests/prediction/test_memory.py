@@ -10,17 +10,8 @@ from typing import Any
 import pytest
 from conftest import ROOT, run
 
-from accel_fsdp.prediction.memory import (
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Layout,
-    ModelShape,
-    Recipe,
-    quirks_of,
-    step,
-    variant_of,
-)
+from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, ModelShape, quirks_of, step, variant_of
 
 RANKS = 4  # as in tracked.py
 SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}

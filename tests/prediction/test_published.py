@@ -7,8 +7,9 @@ from pathlib import Path
 import memory_accuracy
 import pytest
 
+from accel_fsdp.job import Recipe
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.memory import At, Recipe, Tape, Variant, fused_head, levels
+from accel_fsdp.prediction.memory import At, Tape, Variant, fused_head, levels
 from accel_fsdp.prediction.tracing import Recorder, by_name
 
 ROWS = {row["id"]: row for row in memory_accuracy.content()["rows"]}

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from conftest import accel_fsdp
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import (
     AllocatorSettings,
-    Layout,
     ModelShape,
-    Recipe,
     Reservation,
     Tapes,
     predict,

@@ -13,8 +13,9 @@ from throughput_accuracy import DATA, KINDS, Case, cases, gated, gelu, outside, 
 
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import GPUS, Gpu, find
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import EAGER, HBM_EFFICIENCY, Software, block_work, step_time
-from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Recipe
+from accel_fsdp.prediction.memory import Block, ModelShape
 
 DIMENSIONS = json.loads(DATA.read_text())["models"]
 LLAMA = gated("Llama-3-8B", DIMENSIONS["Llama-3-8B"], 4096)

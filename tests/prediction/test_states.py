@@ -9,9 +9,10 @@ from conftest import ROOT, accelerate_launch
 from held import ODD
 
 from accel_fsdp.config import EngineKind, Precision
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.memory import Block, Layout, ModelShape, Parameter, Recipe, deepspeed, shards, step
+from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, deepspeed, shards, step
 
 HELD = ROOT / "tests" / "held.py"
 

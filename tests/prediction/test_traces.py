@@ -15,6 +15,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.models import catalogue, inspect_model
 from accel_fsdp.prediction import capacity, trace_store
@@ -25,8 +26,6 @@ from accel_fsdp.prediction.memory import (
     VARIANTS,
     At,
     Event,
-    Layout,
-    Recipe,
     Tape,
     Variant,
     levels,

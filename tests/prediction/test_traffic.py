@@ -6,9 +6,9 @@ from math import isclose
 import pytest
 from throughput_accuracy import gated
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import Traffic, step_traffic, units
-from accel_fsdp.prediction.memory import Layout, Recipe
 
 LLAMA = gated(
     "Llama-2-7B",

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import Traffic, by_unit, trace_store
-from accel_fsdp.prediction.memory import Layout, Recipe, variant_of
+from accel_fsdp.prediction.memory import variant_of
 from accel_fsdp.training import arguments, run_record, step_page, step_report, step_trace
 from accel_fsdp.training.step_trace import Mark, Measured, StepTrace
 

@@ -29,9 +29,9 @@ from accel_fsdp.config import DDP_TYPES, Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import gpus, host
+from accel_fsdp.job import Layout, Recipe, from_yaml
 from accel_fsdp.linter import read_subject
-from accel_fsdp.prediction import from_yaml, smaller, trace_store
-from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.prediction import smaller, trace_store
 from accel_fsdp.svg import Curve, Words
 from accel_fsdp.training import Tally, arguments, beginning, gather, line, model_card, run_plan, run_record
 

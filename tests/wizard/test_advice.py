@@ -8,8 +8,8 @@ from conftest import accel_fsdp
 
 from accel_fsdp.config import STRATEGIES, Method
 from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.job import Layout
 from accel_fsdp.prediction import advice
-from accel_fsdp.prediction.memory import Layout
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Context, interview, notes
 

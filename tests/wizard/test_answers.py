@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from transformers import ViTConfig, WhisperConfig
 
 from accel_fsdp import cli, linter, planner, wizard
-from accel_fsdp.config import Engine, Method, combinations
+from accel_fsdp.config import Engine, Method
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
+from accel_fsdp.job import Checkpointing, Recipe, combinations, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.models import catalogue, config_json, inspect_model
-from accel_fsdp.prediction import from_yaml, search
-from accel_fsdp.prediction.memory import Checkpointing, Recipe
+from accel_fsdp.prediction import search
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Answers, interview, questions, to_yaml
 

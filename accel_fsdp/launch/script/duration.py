@@ -9,8 +9,9 @@ from typing import Any
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.job import from_arguments
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import Step, cost, from_arguments, step_time
+from accel_fsdp.prediction import Step, cost, step_time
 from accel_fsdp.prediction.tracing import by_name
 
 FACTOR = 3

@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accel_fsdp.config import LOW_DTYPES, UNLESS_OURS, Engine
+from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.errors import near_key
+from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.script import TRL, trainer_classes
 from accel_fsdp.linter.rules.versions import older

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.config import UNLESS_OURS, Engine
+from accel_fsdp.config import Engine
+from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.units import counted
 

@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Setup, apply, clashes, short_name
+from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, apply, short_name
 from accel_fsdp.hardware import HereFacts
+from accel_fsdp.job import Setup, clashes
 from accel_fsdp.models import ModelFacts, state_bytes
 
 SWITCHES = ("use_dora", "load_in_8bit", "predict_with_generate")

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, TRUE_WORDS, UNLESS_OURS, Engine
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, TRUE_WORDS, Engine
+from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib, counted

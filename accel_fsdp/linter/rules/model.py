@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, UNLESS_OURS, Engine, clashes
+from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine
+from accel_fsdp.job import UNLESS_OURS, clashes
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 MANY_RANKS = 32

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from accel_fsdp.job import Layout
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.engines import EngineMemory
-from accel_fsdp.prediction.memory.recipe import Layout
 from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHER, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 
 MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.recipe import Layout, Recipe
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import (
     BUFFERS,

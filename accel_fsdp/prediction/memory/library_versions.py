@@ -7,8 +7,8 @@ from importlib import metadata
 
 from packaging.version import Version
 
+from accel_fsdp.job import Recipe
 from accel_fsdp.prediction.memory import losses
-from accel_fsdp.prediction.memory.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.library_versions import Quirks
-from accel_fsdp.prediction.memory.recipe import Block, Layout, ModelShape, Recipe
+from accel_fsdp.prediction.memory.shape import Block, ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.traces import At, Replay, Tape, Tapes, replay
 

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.allocator import AllocatorSettings, Block, CachingAllocator
 from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_here
-from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.memory.replay import repeated_bytes
 from accel_fsdp.prediction.memory.scripts import REPEATED, UPSTREAM, ModelScripts, Request
+from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.step import Walk
 from accel_fsdp.prediction.memory.timeline import (

@@ -5,12 +5,13 @@ from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
+from accel_fsdp.job import Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.library_versions import Quirks
 from accel_fsdp.prediction.memory.losses import UPCAST_AND_KEPT, Loss
-from accel_fsdp.prediction.memory.recipe import ModelShape, Recipe
 from accel_fsdp.prediction.memory.replay import tape_of_block, tape_of_head
+from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Tapes
 
 

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import TORCH_DTYPES
+from accel_fsdp.job import Layout, OptimizerName, Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, OptimizerName, Parameter, Recipe
+from accel_fsdp.prediction.memory.shape import ModelShape, Parameter
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp1, Fsdp2
 from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_here
-from accel_fsdp.prediction.memory.recipe import Layout, ModelShape, Recipe
 from accel_fsdp.prediction.memory.replay import play
+from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
 from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_of

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Method
-from accel_fsdp.prediction.memory.recipe import SHARDING_KINDS, Kernels, LoraTargets, Recipe, Wide
+from accel_fsdp.job import SHARDING_KINDS, Kernels, LoraTargets, Recipe, Wide
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import console
+from accel_fsdp.job import Recipe
 from accel_fsdp.models import catalogue, config_json
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.memory import VARIANTS, ModelShape, Recipe, Tapes
+from accel_fsdp.prediction.memory import VARIANTS, ModelShape, Tapes
 
 
 @dataclass(frozen=True)

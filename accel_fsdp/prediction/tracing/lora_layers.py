@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from accel_fsdp.prediction.memory import ATTENTION_LINEAR, Variant
+from accel_fsdp.job import ATTENTION_LINEAR
+from accel_fsdp.prediction.memory import Variant
 
 QUANT_BLOCK = 64
 """Weights that share one scale in bitsandbytes' nf4."""

@@ -2,8 +2,9 @@
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter import parse_command_line
-from accel_fsdp.prediction import from_arguments, name_of, predicted
+from accel_fsdp.prediction import name_of, predicted
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import about_gib, counted
 

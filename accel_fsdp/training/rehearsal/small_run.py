@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_fsdp import flag_words
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter import parse_command_line
-from accel_fsdp.prediction import from_arguments
 from accel_fsdp.training.data import columns
 from accel_fsdp.training.rehearsal.rows import Rows
 

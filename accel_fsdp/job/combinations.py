@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.config.vocabulary import Engine, Method
+from accel_fsdp.config import Engine, Method
 
 Effect = Literal["stops", "stops when it saves", "trains something else", "saves nothing"]
 Recompute = Literal["none", "engine", "script"]

@@ -5,9 +5,10 @@ A running job says the same by the plugins that Accelerate made of its YAML (`tr
 
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import ENGINE_KINDS, PLANNED, STRATEGIES, Engine, JobConfig, Precision, Setup, recompute_by
+from accel_fsdp.config import ENGINE_KINDS, PLANNED, STRATEGIES, Engine, JobConfig, Precision
 from accel_fsdp.errors import UsageError
-from accel_fsdp.prediction.memory import Layout, Recipe
+from accel_fsdp.job.combinations import Setup, recompute_by
+from accel_fsdp.job.recipe import Layout, Recipe
 from accel_fsdp.units import counted
 
 KINDS = {engine: kind for engine, kind in ENGINE_KINDS.items() if engine is not Engine.NONE}

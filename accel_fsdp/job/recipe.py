@@ -1,6 +1,5 @@
-"""What a prediction is made of: a model's shape, a recipe to train it by, and a layout of the ranks."""
+"""How a job trains: the recipe of one rank, and the layout of all ranks."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,84 +13,8 @@ LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
 Wide = Literal["none", "norms", "rest"]
 Kernels = Literal["none", "liger", "foak"]
-ParameterKind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
 """Linear layers of attention, by the names that models give them."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter by its full shape. `kind` decides what 4 bits quantise, and LoRA adapts: linear layers."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: ParameterKind
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    def is_adapted(self, targets: LoraTargets) -> bool:
-        """Whether LoRA adapts it inside of a block: every linear layer, or those of attention alone."""
-        return self.kind == "linear" and (
-            targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
-        )
-
-
-@dataclass(frozen=True)
-class Block:
-    """A layer class that repeats: `parameters` of one instance, and where its instances stand among all layers.
-
-    Two blocks may have one class where layers alternate, such as sliding and full attention, or dense and experts.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    parameters: tuple[Parameter, ...]
-
-    def __hash__(self) -> int:
-        """Of a part, as that of a `ModelShape`."""
-        return hash((self.name, self.layers))
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What memory and time depend on. `outer` are the parameters outside of the blocks: embeddings, last norm, head.
-
-    A tied head has no parameter of its own. `buffers_bytes` are stored or computed buffers, on every rank. `experts`
-    and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
-    window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
-    places of the blocks that images go through, whose activations aren't known. `eager_only`: transformers has no other
-    attention for the model. `language` counts the parameters of the part that text goes through, 0 without another.
-    """
-
-    name: str
-    model_type: str
-    hidden: int
-    vocab: int
-    heads: int
-    head_dim: int
-    blocks: tuple[Block, ...]
-    outer: tuple[Parameter, ...]
-    tied: bool
-    buffers_bytes: int = 0
-    experts: int = 0
-    experts_used: int = 0
-    window: int = 0
-    positions: int = 0
-    untraced: tuple[int, ...] = ()
-    eager_only: bool = False
-    language: int = 0
-
-    def __hash__(self) -> int:
-        """Of a part: shapes have hundreds of parameters, and are keys of what is remembered."""
-        return hash((self.name, self.hidden, self.vocab))
-
-    @property
-    def layers(self) -> int:
-        """How many blocks the model is made of."""
-        return sum(len(block.layers) for block in self.blocks)
 
 
 @dataclass(frozen=True)

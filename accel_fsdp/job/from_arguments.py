@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from accel_fsdp.config import DTYPES, LONG_DTYPES, JobConfig, Method
 from accel_fsdp.errors import UsageError
-from accel_fsdp.prediction import from_yaml
-from accel_fsdp.prediction.memory import (
+from accel_fsdp.job import from_yaml
+from accel_fsdp.job.recipe import (
     ATTENTION_LINEAR,
     Attention,
     Checkpointing,
