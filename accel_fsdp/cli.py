@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_fsdp.linter import CheckCommand
     from accel_fsdp.migration import MigrateCommand
     from accel_fsdp.planner import PlanCommand
-    from accel_fsdp.training.rehearsal import RehearseCommand
+    from accel_fsdp.rehearsal import RehearseCommand
 
 NO_SOURCE = {"__module__": "builtins"}
 """Of a class that has no comments: else tyro parses whole modules for them, which is a quarter of `--help`'s time."""
@@ -210,7 +210,7 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, job.values)
     args = launcher.parse(options.file, words, here) if parses else None
     if options.cpu and not options.dry_run:
-        from accel_fsdp.training import rehearsal
+        from accel_fsdp import rehearsal
 
         return rehearsal.measured(read[0], lambda: launcher.launch(args, options.timeout))
     if not options.dry_run:
@@ -241,7 +241,7 @@ def _doctor(options: "DoctorCommand", _: tuple[str, ...]) -> int:
 
 
 def _rehearse(options: "RehearseCommand", script_args: tuple[str, ...]) -> int:
-    from accel_fsdp.training import rehearsal
+    from accel_fsdp import rehearsal
 
     _end_as_ctrl_c_does(CLEANED)
     return rehearsal.rehearse(options, script_args)
@@ -301,7 +301,7 @@ COMMANDS = {
     ),
     "rehearse": Command(
         "Run the job in small on this machine, on CPU: train, save, kill, resume, export, reload; compare each.",
-        "accel_fsdp.training.rehearsal:RehearseCommand",
+        "accel_fsdp.rehearsal:RehearseCommand",
         _rehearse,
     ),
     "export": Command(

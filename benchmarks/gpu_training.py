@@ -20,7 +20,7 @@ import results
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.models import catalogue
-from accel_fsdp.training import run_record
+from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import interview, to_text
 

@@ -25,7 +25,7 @@ from typing import Any
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, guard
-from accel_fsdp.training import run_record
+from accel_fsdp.training.reporting import run_record
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "train"))

@@ -27,7 +27,7 @@ PRINTED_BY = {
     "script": "launch/script/",
     "doctor": "launch/doctor/",
     "launch": "launch/",
-    "rehearse": "training/rehearsal/ models/shrink/",
+    "rehearse": "rehearsal/ models/shrink/",
     "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint cli",
     "train/sft.py": "training/ models/causal atomic_files",
     "": "config/ wizard/ models/",

@@ -28,11 +28,13 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"launch"},
     {"planner", "launch.script", "launch.doctor", "launch.on_ray"},
     {"training.data"},
+    {"training.reporting"},
     {"training"},
-    {"training.rehearsal"},
+    {"rehearsal"},
+    {"testing"},
     {"commands"},
 ]
-COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs", "testing"}
+COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {

@@ -241,7 +241,8 @@ def main() -> None:
     for name in MODULES:
         __import__(name)
     from accel_fsdp import training  # noqa: F401
-    from accel_fsdp.training import arguments, data, losses, progress, trainer  # noqa: F401
+    from accel_fsdp.training import arguments, data, losses, trainer  # noqa: F401
+    from accel_fsdp.training.reporting import progress  # noqa: F401
 
     with contextlib.suppress(ImportError):  # Accelerate imports it to unwrap any model
         import deepspeed  # noqa: F401

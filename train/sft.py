@@ -13,8 +13,9 @@ from typing import Any
 from accel_fsdp import atomic_files, console, training
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
-from accel_fsdp.training import Diverged, arguments, lineage, load_model, model_card, resuming, run_record, together
+from accel_fsdp.training import Diverged, arguments, load_model, resuming, together
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
+from accel_fsdp.training.reporting import lineage, model_card, run_record
 
 
 def main() -> None:

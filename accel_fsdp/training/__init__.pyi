@@ -1,15 +1,11 @@
 from . import arguments as arguments
 from . import flag_hints as flag_hints
 from . import gather as gather
-from . import lineage as lineage
 from . import load_model as load_model
 from . import losses as losses
-from . import model_card as model_card
 from . import peft_patches as peft_patches
 from . import preflight as preflight
 from . import resuming as resuming
-from . import run_plan as run_plan
-from . import run_record as run_record
 from . import together as together
 from . import trainer as trainer
 from .arguments import ModelArguments as ModelArguments
@@ -19,9 +15,6 @@ from .losses import Diverged as Diverged
 from .preemption import SAME_KEY_SECONDS as SAME_KEY_SECONDS
 from .preemption import SIGNALS as SIGNALS
 from .preemption import Stop as Stop
-from .progress import Tally as Tally
-from .progress import beginning as beginning
-from .progress import line as line
 from .trainer import SftTrainer as SftTrainer
 from .trainer import begin as begin
 from .trainer import exported as exported

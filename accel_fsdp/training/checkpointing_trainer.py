@@ -23,8 +23,8 @@ from accel_fsdp.models import counting, state_bytes
 from accel_fsdp.prediction import cost
 from accel_fsdp.training import resuming
 from accel_fsdp.training.hang_watch import HangWatch
-from accel_fsdp.training.lineage import History
 from accel_fsdp.training.preemption import Stop
+from accel_fsdp.training.reporting import History
 from accel_fsdp.training.resuming_trainer import ResumingTrainer, cause
 from accel_fsdp.units import gib_or_mib
 

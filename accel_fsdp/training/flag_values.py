@@ -6,7 +6,6 @@ FSDP2 can't run came to light in a traceback, after data and model were loaded.
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +20,10 @@ from accel_fsdp.exporter import hub
 from accel_fsdp.job import Setup, combinations
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
+from accel_fsdp.training.reporting import profile_flag
 
 UNSHARDED = ("lora_modules_to_save",)
 LARGEST_SEED = 2**32 - 1
-MOST_PROFILED = 10
-"""Steps: more would fill a disk and tell no more."""
-PROFILED = "--profile_steps 3:5 profiles the steps 3, 4 and 5, as the log counts them"
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -122,48 +119,14 @@ def _check_profile(training: TrainingArguments) -> None:
     """
     if training.profile_steps is None:
         return
-    steps = steps_asked(training.profile_steps)
+    steps = profile_flag.steps_asked(training.profile_steps)
     if training.max_steps > 0:
-        check_reached(steps, training.max_steps)
+        profile_flag.check_reached(steps, training.max_steps)
     if training.torch_compile:
         raise UsageError(
             "--profile_steps with --torch_compile",
             why="a compiled graph doesn't say where a unit begins",
             fix="leave out one of the two",
-        )
-
-
-def steps_asked(text: str) -> range:
-    """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is one.
-
-    Raises:
-        UsageError: these are no steps, or too many.
-    """
-    if not (found := re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text.strip())):
-        raise UsageError(f"--profile_steps {text}", why="it has to be FIRST:LAST, from 1 on", fix=PROFILED)
-    first, last = int(found[1]), int(found[2] or found[1])
-    if last < first:
-        raise UsageError(f"--profile_steps {text}", why="its last step comes before the first", fix=PROFILED)
-    if last - first >= MOST_PROFILED:
-        raise UsageError(
-            f"--profile_steps {text}",
-            why=f"each step takes a file on each rank; {MOST_PROFILED} steps are the most",
-            fix=PROFILED,
-        )
-    return range(first, last + 1)
-
-
-def check_reached(steps: range, last: int) -> None:
-    """Whether a run of so many steps trains these.
-
-    Raises:
-        UsageError: some of them never come.
-    """
-    if steps[-1] > last:
-        raise UsageError(
-            f"--profile_steps {steps.start}:{steps[-1]}",
-            why=f"the run has {last:,} steps",
-            fix=f"a last step up to {last:,}",
         )
 
 

@@ -27,20 +27,17 @@ from accel_fsdp.models import counting, inspect_model
 from accel_fsdp.training import (
     beats,
     checkpointing_trainer,
-    flag_values,
     gather,
     load_model,
     losses,
     preemption,
     preflight,
-    profiling,
-    progress,
     resuming_trainer,
-    run_plan,
     sharding_check,
 )
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.losses import LossTrainer
+from accel_fsdp.training.reporting import profile_flag, profiling, progress, run_plan
 from accel_fsdp.units import counted
 
 RELIES_ON = (
@@ -96,10 +93,10 @@ class SftTrainer(LossTrainer):
         self.report.replace_printers(self)
         self.profiler: profiling.StepProfiler | None = None
         if self.args.profile_steps:
-            steps = flag_values.steps_asked(self.args.profile_steps)
+            steps = profile_flag.steps_asked(self.args.profile_steps)
             reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, model)
             self.profiler = profiling.StepProfiler(
-                steps, layers, self.args, lambda: self.model_wrapped, self.watch, reporter
+                steps, layers, self.args, lambda: self.model_wrapped, self.watch.doing, reporter
             )
             self.add_callback(self.profiler)
         if self.args.early_stopping_patience is not None:

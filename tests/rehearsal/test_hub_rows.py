@@ -19,8 +19,8 @@ from datasets import Dataset
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.training.rehearsal import hub_rows, prepare, scaled
-from accel_fsdp.training.rehearsal.job import Rehearsed
+from accel_fsdp.rehearsal import hub_rows, prepare, scaled
+from accel_fsdp.rehearsal.job import Rehearsed
 
 COMMIT = "1" * 40
 ROWS = [{"question": f"Q{number} " * 40, "answer": "A" * (1 + number % 5)} for number in range(80)]

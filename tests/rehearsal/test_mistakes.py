@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.launch.ranks import Event, script
-from accel_fsdp.training.rehearsal import mistakes, own_script
+from accel_fsdp.rehearsal import mistakes, own_script
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
 FSDP1 = {

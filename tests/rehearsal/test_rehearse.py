@@ -19,7 +19,7 @@ from conftest import ROOT, SFT, accel_fsdp
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
-from accel_fsdp.training.rehearsal import janitor, scaled, small_run
+from accel_fsdp.rehearsal import janitor, scaled, small_run
 
 CONFIGS = ROOT / "accelerate_configs"
 RESUMED = [

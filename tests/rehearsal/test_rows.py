@@ -10,8 +10,8 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.rehearsal import cut
 from accel_fsdp.training.data import DataArguments, load, tokenizing
-from accel_fsdp.training.rehearsal import cut
 
 
 def read(folder: Path, split: str = "train") -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from accel_fsdp import models
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import inspect_model
 from accel_fsdp.models.shrink import SmallModel, layer_kinds, shrink
-from accel_fsdp.training.rehearsal import cut
+from accel_fsdp.rehearsal import cut
 
 ROWS, LENGTH = 2, 64
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_text())

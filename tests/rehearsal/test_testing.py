@@ -21,7 +21,7 @@ from torch import nn
 
 from accel_fsdp import testing
 from accel_fsdp.errors import UserError
-from accel_fsdp.training.rehearsal import janitor
+from accel_fsdp.rehearsal import janitor
 
 
 def held() -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, run
 
-from accel_fsdp.training.rehearsal import without_gpu
+from accel_fsdp.rehearsal import without_gpu
 
 pytestmark = pytest.mark.oldest  # PyPI's torch for Linux is built with CUDA
 CALLS = {
@@ -49,7 +49,7 @@ FORKING = """
 import os
 import sys
 from pathlib import Path
-from accel_fsdp.training.rehearsal import warm
+from accel_fsdp.rehearsal import warm
 
 folder = Path(sys.argv[1])
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

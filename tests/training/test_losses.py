@@ -32,8 +32,9 @@ from transformers import (
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import guard
-from accel_fsdp.training import losses, run_record
+from accel_fsdp.training import losses
 from accel_fsdp.training.data import IGNORED
+from accel_fsdp.training.reporting import run_record
 
 PER_RANK, ACCUMULATED = 2, 2
 

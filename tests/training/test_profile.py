@@ -22,8 +22,9 @@ from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import Traffic, by_unit, trace_store
 from accel_fsdp.prediction.memory import variant_of
-from accel_fsdp.training import arguments, run_record, step_page, step_report, step_trace
-from accel_fsdp.training.step_trace import Mark, Measured, StepTrace
+from accel_fsdp.training import arguments
+from accel_fsdp.training.reporting import run_record, step_page, step_report, step_trace
+from accel_fsdp.training.reporting.step_trace import Mark, Measured, StepTrace
 
 LAYERS, HIDDEN, VOCAB = 3, 128, 509
 FLOAT = 4

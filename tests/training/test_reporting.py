@@ -33,7 +33,8 @@ from accel_fsdp.job import Layout, Recipe, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import smaller, trace_store
 from accel_fsdp.svg import Curve, Words
-from accel_fsdp.training import Tally, arguments, beginning, gather, line, model_card, run_plan, run_record
+from accel_fsdp.training import arguments, gather
+from accel_fsdp.training.reporting import Tally, beginning, line, model_card, run_plan, run_record
 
 SCARCE = ROOT / "tests" / "scarce.py"
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -1,7 +1,6 @@
 from . import hang as hang
 from . import holding as holding
 from . import script as script
-from . import serving as serving
 from .events import EVENTS as EVENTS
 from .events import Event as Event
 from .events import EventReader as EventReader

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,9 @@ from accel_fsdp.library_internals import Internal
 from accel_fsdp.prediction import by_unit, workspace_bytes
 from accel_fsdp.prediction.memory import variant_of
 from accel_fsdp.prediction.tracing import model_shape
-from accel_fsdp.training import flag_values, progress, run_plan, step_page, step_report, step_trace
-from accel_fsdp.training.hang_watch import HangWatch
-from accel_fsdp.training.progress import ProgressReport
-from accel_fsdp.training.step_trace import Mark, Span, StepTrace
+from accel_fsdp.training.reporting import profile_flag, progress, run_plan, step_page, step_report, step_trace
+from accel_fsdp.training.reporting.progress import ProgressReport
+from accel_fsdp.training.reporting.step_trace import Mark, Span, StepTrace
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,10 +119,10 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         layers: Sequence[Layer],
         args: Any,
         wrapped: Callable[[], Any],
-        watch: HangWatch,
+        during: Callable[[str], AbstractContextManager[None]],
         reporter: "Reporter",
     ) -> None:
-        self.steps, self.layers, self.args, self.wrapped, self.watch = steps, layers, args, wrapped, watch
+        self.steps, self.layers, self.args, self.wrapped, self.during = steps, layers, args, wrapped, during
         self.reporter = reporter
         self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
         self.on_gpu = args.device.type == "cuda"
@@ -149,7 +149,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self._drop()
         if not self.steps:
             return
-        flag_values.check_reached(self.steps, state.max_steps)
+        profile_flag.check_reached(self.steps, state.max_steps)
         left = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
         if left != self.steps and self.rank == 0:
             rest = f"step {left.start} is the first profiled one" if left else "none is profiled"
@@ -195,7 +195,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         step.profiler.stop()
         for hook in step.hooks:
             hook.remove()
-        with self.watch.doing("writing the profile"):
+        with self.during("writing the profile"):
             with self._told(step.number):
                 self._newest = self._write(step, self.wrapped())
             if step.number == self.steps[-1]:

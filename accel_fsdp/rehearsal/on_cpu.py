@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from accel_fsdp import console
 from accel_fsdp.config import JobConfig
 from accel_fsdp.launch import ranks
-from accel_fsdp.training.rehearsal import janitor, verdict, without_gpu
-from accel_fsdp.training.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal import janitor, verdict, without_gpu
+from accel_fsdp.rehearsal.scaled import ScaledJob
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which leaves nothing to measure."""

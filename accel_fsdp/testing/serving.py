@@ -26,7 +26,7 @@ from accel_fsdp.launch.ranks import hang
 
 GROUP_SECONDS = timedelta(days=1)
 """How long a collective may take: the parent's own limit is shorter, and says more."""
-SERVING = "from accel_fsdp.launch.ranks import serving; serving.serve{!r}"
+SERVING = "from accel_fsdp.testing import serving; serving.serve{!r}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_yaml
 from accel_fsdp.launch.ranks import Holding, Unit
-from accel_fsdp.training.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.units import counted
 
 

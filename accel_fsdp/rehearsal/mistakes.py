@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Event, Holding, holdings
-from accel_fsdp.training.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.units import counted
 
 APART = 1e-3

@@ -20,7 +20,7 @@ from accel_fsdp import python_child
 
 FOLDER = "ACCEL_FSDP_REHEARSAL"
 """The variable by which processes of a rehearsal are known: it names the folder."""
-SERVING = "from accel_fsdp.training.rehearsal import janitor; janitor.serve({!r})"
+SERVING = "from accel_fsdp.rehearsal import janitor; janitor.serve({!r})"
 
 
 @contextlib.contextmanager

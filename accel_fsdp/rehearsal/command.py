@@ -11,15 +11,15 @@ from accel_fsdp import console, shipped
 from accel_fsdp.config import SCRIPT, JobConfig, read_config, script_arguments
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.linter import LintOptions, lint, parse_command_line
-from accel_fsdp.training.rehearsal import forecast, janitor, prepare, warm
-from accel_fsdp.training.rehearsal.blame import Failure
-from accel_fsdp.training.rehearsal.flags import RehearseCommand
-from accel_fsdp.training.rehearsal.job import Rehearsed
-from accel_fsdp.training.rehearsal.own_script import OwnRehearsal
-from accel_fsdp.training.rehearsal.report import Proof, Report, Step, conclude, left_out, show
-from accel_fsdp.training.rehearsal.scaled import check_processes, scale
-from accel_fsdp.training.rehearsal.small_run import with_defaults
-from accel_fsdp.training.rehearsal.steps import SftRehearsal
+from accel_fsdp.rehearsal import forecast, janitor, prepare, warm
+from accel_fsdp.rehearsal.blame import Failure
+from accel_fsdp.rehearsal.flags import RehearseCommand
+from accel_fsdp.rehearsal.job import Rehearsed
+from accel_fsdp.rehearsal.own_script import OwnRehearsal
+from accel_fsdp.rehearsal.report import Proof, Report, Step, conclude, left_out, show
+from accel_fsdp.rehearsal.scaled import check_processes, scale
+from accel_fsdp.rehearsal.small_run import with_defaults
+from accel_fsdp.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
 
 Action = Callable[[], str | Proof]

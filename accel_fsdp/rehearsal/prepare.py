@@ -12,11 +12,11 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.models import catalogue
 from accel_fsdp.models.shrink import SmallModel, shrink
+from accel_fsdp.rehearsal import hub_rows, rows
+from accel_fsdp.rehearsal.job import Rehearsed
+from accel_fsdp.rehearsal.scaled import ScaledJob, by_size, with_smaller_units
+from accel_fsdp.rehearsal.small_run import SmallRun, small_run
 from accel_fsdp.training.data import load
-from accel_fsdp.training.rehearsal import hub_rows, rows
-from accel_fsdp.training.rehearsal.job import Rehearsed
-from accel_fsdp.training.rehearsal.scaled import ScaledJob, by_size, with_smaller_units
-from accel_fsdp.training.rehearsal.small_run import SmallRun, small_run
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import SCRIPT, Engine, JobConfig
 from accel_fsdp.models import config_json
-from accel_fsdp.training import run_record
-from accel_fsdp.training.rehearsal import mistakes, verdict
-from accel_fsdp.training.rehearsal.blame import Failure, judge, of_outcome
-from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
-from accel_fsdp.training.rehearsal.scaled import ScaledJob, without_mesh
-from accel_fsdp.training.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
+from accel_fsdp.rehearsal import mistakes, verdict
+from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
+from accel_fsdp.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.rehearsal.scaled import ScaledJob, without_mesh
+from accel_fsdp.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
+from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import counted
 
 EXACT = 1e-4
@@ -33,7 +33,7 @@ WRITTEN: Mapping[str, str] = {"max_steps": "2", "save_strategy": "no", "learning
 """Weights hardly differ after a step: ZeRO's are bfloat16's from the beginning, and a small update is lost in them."""
 WRITTEN_ROWS = 8
 """Rows of each rank and step in the YAML's precision: more tokens than bfloat16 can count one by one."""
-READS = "accel_fsdp.training.rehearsal.read_arguments"
+READS = "accel_fsdp.rehearsal.read_arguments"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class SftRehearsal:
     def reload(self) -> str:
         """What the run exported, in a fresh process, beside what one process trained."""
         folders = [str(self._output(name) / file_names.FINAL) for name in ("run", "alone")]
-        outcome = self.launcher.python("reload", "accel_fsdp.training.rehearsal.reload", folders)
+        outcome = self.launcher.python("reload", "accel_fsdp.rehearsal.reload", folders)
         if outcome.code:
             raise Failure("what the run exported can't be loaded", output=outcome.tail)
         apart, largest = (float(word) for word in outcome.output.split()[-2:])

@@ -6,8 +6,8 @@ from html import escape
 from accel_fsdp import __version__, html_page, svg
 from accel_fsdp.html_page import WIDTHS, figure, section, table
 from accel_fsdp.svg import Curve, Words
-from accel_fsdp.training import step_report
-from accel_fsdp.training.step_report import Comparison, Pair
+from accel_fsdp.training.reporting import step_report
+from accel_fsdp.training.reporting.step_report import Comparison, Pair
 from accel_fsdp.units import GIB, KIB, MIB, any_size, any_time
 
 NAMES = ("measured", "predicted")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from accel_fsdp import flag_words
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter import parse_command_line
+from accel_fsdp.rehearsal.rows import Rows
 from accel_fsdp.training.data import columns
-from accel_fsdp.training.rehearsal.rows import Rows
 
 STEPS, SAVED = 4, 2
 """Steps of the rehearsal, and the one after which the first checkpoint lies."""

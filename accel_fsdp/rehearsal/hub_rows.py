@@ -11,8 +11,8 @@ from pathlib import Path
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line
-from accel_fsdp.training.rehearsal import rows
-from accel_fsdp.training.rehearsal.job import Rehearsed
+from accel_fsdp.rehearsal import rows
+from accel_fsdp.rehearsal.job import Rehearsed
 
 SECONDS = 20
 """How long the hub may take; libraries try again for minutes."""

@@ -19,8 +19,8 @@ from accel_fsdp.config import Engine
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import launcher, ranks
 from accel_fsdp.launch.ranks import Event, Holding, Stand
-from accel_fsdp.training.rehearsal import warm
-from accel_fsdp.training.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal import warm
+from accel_fsdp.rehearsal.scaled import ScaledJob
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 RANK = "accel_fsdp.launch.ranks"

@@ -14,7 +14,7 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PRELOAD = "accel_fsdp.training.rehearsal.preload"
+PRELOAD = "accel_fsdp.rehearsal.preload"
 
 
 def start_server(folder: Path) -> None:

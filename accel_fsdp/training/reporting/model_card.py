@@ -8,8 +8,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from accel_fsdp.exporter import exported_folder
-from accel_fsdp.training import lineage
-from accel_fsdp.training.run_record import results
+from accel_fsdp.training.reporting import lineage
+from accel_fsdp.training.reporting.run_record import results
 
 METHODS = {True: "a LoRA adapter", False: "every weight"}
 SHOWN = (

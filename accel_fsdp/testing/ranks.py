@@ -1,14 +1,4 @@
-"""Ranks of FSDP on the CPU for tests: started once, so that a test costs milliseconds.
-
-In conftest.py: `pytest_plugins = ["accel_fsdp.testing"]`. Then a test calls a function on every rank:
-
-    def held(scale):
-        model = fully_shard(nn.Linear(8, 8))
-        return scale * sum(p.to_local().numel() for p in model.parameters())
-
-    def test_each_rank_holds_half(fsdp_ranks):
-        assert fsdp_ranks(held, 1) == [36, 36]
-"""
+"""The parent's side: starts the ranks, sends them calls, and says where they wait if an answer does not come."""
 
 import contextlib
 import multiprocessing
@@ -28,8 +18,9 @@ import pytest
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.launch.ranks import Stand, serving
-from accel_fsdp.training.rehearsal import Hang, environments, janitor, places, scaled
+from accel_fsdp.launch.ranks import Stand
+from accel_fsdp.rehearsal import Hang, environments, janitor, places, scaled
+from accel_fsdp.testing import serving
 from accel_fsdp.units import counted
 
 TIMEOUT_SECONDS = 60.0

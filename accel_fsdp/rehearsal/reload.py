@@ -13,7 +13,7 @@ TOKENS = 32
 
 
 def main() -> None:
-    """`python -m accel_fsdp.training.rehearsal.reload ONE OTHER`."""
+    """`python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
     one, other = (_logits(folder) for folder in sys.argv[1:3])
     sys.stdout.write(f"{float((one - other).abs().max())} {float(other.abs().max())}\n")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.launch.ranks import Unit, holding
 from accel_fsdp.prediction import Traffic, by_unit
-from accel_fsdp.training.step_trace import Collective, Measured, StepTrace
+from accel_fsdp.training.reporting.step_trace import Collective, Measured, StepTrace
 from accel_fsdp.units import any_size, any_time, counted
 
 BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "the whole model"

@@ -22,9 +22,9 @@ from transformers import (
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
-from accel_fsdp.training import run_plan
 from accel_fsdp.training.data import IGNORED
-from accel_fsdp.training.run_plan import Forecast
+from accel_fsdp.training.reporting import run_plan
+from accel_fsdp.training.reporting.run_plan import Forecast
 from accel_fsdp.units import GIB, gib_or_mib, millions
 
 if TYPE_CHECKING:

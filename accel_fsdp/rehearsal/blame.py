@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_fsdp.training.rehearsal import verdict, without_gpu
-from accel_fsdp.training.rehearsal.job import Hang, Outcome
-from accel_fsdp.training.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal import verdict, without_gpu
+from accel_fsdp.rehearsal.job import Hang, Outcome
+from accel_fsdp.rehearsal.scaled import ScaledJob
 
 SCRIPT = "the script"
 """The key of what the YAML can't mend."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.config import Engine
-from accel_fsdp.training.rehearsal import mistakes, saved, verdict
-from accel_fsdp.training.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
-from accel_fsdp.training.rehearsal.job import Outcome, Rehearsed
-from accel_fsdp.training.rehearsal.report import Proof
-from accel_fsdp.training.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal import mistakes, saved, verdict
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
+from accel_fsdp.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.rehearsal.report import Proof
+from accel_fsdp.rehearsal.scaled import ScaledJob
 
 LAST_LINES, LINE_LETTERS = 5, 160
 SAVE = (

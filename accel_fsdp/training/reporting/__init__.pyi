@@ -1,0 +1,11 @@
+from . import lineage as lineage
+from . import model_card as model_card
+from . import profile_flag as profile_flag
+from . import profiling as profiling
+from . import progress as progress
+from . import run_plan as run_plan
+from . import run_record as run_record
+from .lineage import History as History
+from .progress import Tally as Tally
+from .progress import beginning as beginning
+from .progress import line as line

@@ -1,0 +1,43 @@
+"""The steps that `--profile_steps` names."""
+
+import re
+
+from accel_fsdp.errors import UsageError
+
+MOST_PROFILED = 10
+"""Steps: more would fill a disk and tell no more."""
+PROFILED = "--profile_steps 3:5 profiles the steps 3, 4 and 5, as the log counts them"
+
+
+def steps_asked(text: str) -> range:
+    """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is one.
+
+    Raises:
+        UsageError: these are no steps, or too many.
+    """
+    if not (found := re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text.strip())):
+        raise UsageError(f"--profile_steps {text}", why="it has to be FIRST:LAST, from 1 on", fix=PROFILED)
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise UsageError(f"--profile_steps {text}", why="its last step comes before the first", fix=PROFILED)
+    if last - first >= MOST_PROFILED:
+        raise UsageError(
+            f"--profile_steps {text}",
+            why=f"each step takes a file on each rank; {MOST_PROFILED} steps are the most",
+            fix=PROFILED,
+        )
+    return range(first, last + 1)
+
+
+def check_reached(steps: range, last: int) -> None:
+    """Whether a run of so many steps trains these.
+
+    Raises:
+        UsageError: some of them never come.
+    """
+    if steps[-1] > last:
+        raise UsageError(
+            f"--profile_steps {steps.start}:{steps[-1]}",
+            why=f"the run has {last:,} steps",
+            fix=f"a last step up to {last:,}",
+        )
