@@ -74,7 +74,7 @@ def readers(field: Field) -> str:
     """The engines that read a key, in words."""
     if field.engines == frozenset(Engine):
         return "every engine"
-    return ", ".join(engine.value for engine in Engine if engine in field.engines) or "nothing"
+    return ", ".join(engine.label for engine in Engine if engine in field.engines) or "nothing"
 
 
 def rules_page() -> str:

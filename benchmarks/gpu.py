@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_fsdp.atomic_files import write_text
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import catalogue
@@ -173,7 +174,7 @@ def measure(one: Case, device: str) -> dict[str, Any]:
     """Runs a case; an error in its last lines if it fails."""
     shape, _ = shape_and_tapes(one)
     settings = asdict(one.recipe) | {"engine": one.layout.engine, "strategy": one.layout.strategy}
-    settings["ranks"] = 0 if one.layout.engine == "single" else one.layout.ranks
+    settings["ranks"] = 0 if one.layout.engine is Engine.NONE else one.layout.ranks
     settings |= {"config": config_of(one), "blocks": [block.name for block in shape.blocks], "vocab": shape.vocab}
     command = [sys.executable, str(HERE / "gpu_case.py"), json.dumps(settings), device]
     environment = {"PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

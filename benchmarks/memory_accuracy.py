@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import lightning_demo
 from results import keep
 
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Layout, Recipe
@@ -59,7 +60,7 @@ class Run:
 
     def device(self) -> capacity.Device:
         """What the planner says of the card."""
-        replay = None if self.layout.engine == "zero" else self.replay
+        replay = None if self.layout.engine is Engine.DEEPSPEED else self.replay
         return capacity.device(self.prediction, self.layout, self.card_bytes, self.gpu, replay)
 
     def reserve(self) -> reservation.Reservation:

@@ -13,6 +13,7 @@ from typing import Any
 
 import results
 
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import EAGER, Software, Step, speed, step_time
@@ -180,7 +181,7 @@ def table(rows: Iterable[Case]) -> Iterable[str]:
 
 KINDS: Mapping[str, Callable[[Case], bool]] = {
     "FSDP2 on H100, selective checkpointing": lambda case: (
-        case.layout.engine == "fsdp2" and case.recipe.checkpointing == "selective"
+        case.layout.engine is Engine.FSDP2 and case.recipe.checkpointing == "selective"
     ),
     "LoRA": lambda case: case.recipe.method == "lora",
     "QLoRA": lambda case: case.recipe.method == "qlora",

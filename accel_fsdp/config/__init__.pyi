@@ -39,14 +39,12 @@ from .vocabulary import ANY_ZERO as ANY_ZERO
 from .vocabulary import DDP_TYPES as DDP_TYPES
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
-from .vocabulary import ENGINE_KINDS as ENGINE_KINDS
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
 from .vocabulary import HYBRID as HYBRID
 from .vocabulary import LONG_DTYPES as LONG_DTYPES
 from .vocabulary import LOW_DTYPES as LOW_DTYPES
 from .vocabulary import OTHER_ENGINES as OTHER_ENGINES
-from .vocabulary import PLANNED as PLANNED
 from .vocabulary import RESHARDS as RESHARDS
 from .vocabulary import STATE_DICT_TYPES as STATE_DICT_TYPES
 from .vocabulary import STRATEGIES as STRATEGIES
@@ -56,7 +54,6 @@ from .vocabulary import TORCH_STRATEGIES as TORCH_STRATEGIES
 from .vocabulary import ZERO_STAGES as ZERO_STAGES
 from .vocabulary import ZERO_TWINS as ZERO_TWINS
 from .vocabulary import Engine as Engine
-from .vocabulary import EngineKind as EngineKind
 from .vocabulary import EngineName as EngineName
 from .vocabulary import Method as Method
 from .vocabulary import MigrationTarget as MigrationTarget

@@ -5,15 +5,33 @@ from enum import Enum
 from typing import Literal
 
 
-class Engine(Enum):
-    """What a YAML trains with; the value is how it is shown."""
+class Engine(str, Enum):
+    """What a job trains with; the value is its name in JSON, in recorded layouts and in tables of numbers."""
 
-    NONE = "one process"
-    DDP = "DDP"
-    FSDP1 = "FSDP1"
-    FSDP2 = "FSDP2"
-    DEEPSPEED = "DeepSpeed"
-    TPU = "TPU"
+    NONE = "single"
+    DDP = "ddp"
+    FSDP1 = "fsdp1"
+    FSDP2 = "fsdp2"
+    DEEPSPEED = "zero"
+    TPU = "tpu"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def label(self) -> str:
+        """How it is shown."""
+        return LABELS[self]
+
+
+LABELS: Mapping[Engine, str] = {
+    Engine.NONE: "one process",
+    Engine.DDP: "DDP",
+    Engine.FSDP1: "FSDP1",
+    Engine.FSDP2: "FSDP2",
+    Engine.DEEPSPEED: "DeepSpeed",
+    Engine.TPU: "TPU",
+}
 
 
 DISTRIBUTED_TYPES: Mapping[Engine, str] = {
@@ -36,16 +54,6 @@ ENGINE_NAMES: Mapping[Engine, EngineName] = {
     **{engine: name for name, engine in OTHER_ENGINES.items()},
     **dict.fromkeys(FSDP_VERSIONS.values(), "fsdp"),
 }
-EngineKind = Literal["fsdp1", "fsdp2", "ddp", "zero", "single"]
-"""The planner's engines."""
-PLANNED: Mapping[EngineKind, Engine] = {
-    "fsdp1": Engine.FSDP1,
-    "fsdp2": Engine.FSDP2,
-    "ddp": Engine.DDP,
-    "zero": Engine.DEEPSPEED,
-    "single": Engine.NONE,
-}
-ENGINE_KINDS: Mapping[Engine, EngineKind] = {engine: kind for kind, engine in PLANNED.items()}
 MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 """What `migrate --to` takes: one of FSDP, or a stage of ZeRO."""
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -91,12 +99,12 @@ def zero_name(stage: object) -> str:
 
 def deepspeed_name(stage: object) -> str:
     """A stage of ZeRO with the name of who shards."""
-    return f"{Engine.DEEPSPEED.value} {zero_name(stage)}"
+    return f"{Engine.DEEPSPEED.label} {zero_name(stage)}"
 
 
 TARGETS: Mapping[MigrationTarget, str] = {
-    "fsdp1": Engine.FSDP1.value,
-    "fsdp2": Engine.FSDP2.value,
+    "fsdp1": Engine.FSDP1.label,
+    "fsdp2": Engine.FSDP2.label,
     "zero1": deepspeed_name(1),
     "zero2": deepspeed_name(2),
     "zero3": deepspeed_name(3),

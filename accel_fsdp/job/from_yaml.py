@@ -5,14 +5,14 @@ A running job says the same by the plugins that Accelerate made of its YAML (`tr
 
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import ENGINE_KINDS, PLANNED, STRATEGIES, Engine, JobConfig, Precision
+from accel_fsdp.config import STRATEGIES, Engine, JobConfig, Precision
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job.combinations import Setup, recompute_by
 from accel_fsdp.job.recipe import Layout, Recipe
 from accel_fsdp.units import counted
 
-KINDS = {engine: kind for engine, kind in ENGINE_KINDS.items() if engine is not Engine.NONE}
-"""The engines that can be predicted for, as the planner names them."""
+PREDICTED = frozenset(Engine) - {Engine.NONE, Engine.TPU}
+"""The engines of several processes that can be predicted for."""
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
 OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
@@ -38,8 +38,8 @@ class Sharding:
     def layout(self) -> Layout:
         """The same as the planner numbers it. DeepSpeed's stage 0 shards nothing, which is DDP."""
         if self.engine is Engine.NONE:
-            return Layout("single", 1, 1, 1)
-        kind, number, together = KINDS[self.engine], 1, self.ranks_per_node
+            return Layout(Engine.NONE, 1, 1, 1)
+        number, together = 1, self.ranks_per_node
         if self.engine is Engine.FSDP1:
             number = next((number for number, name in STRATEGIES.items() if name == self.strategy), 1)
         elif self.engine is Engine.FSDP2:
@@ -49,8 +49,8 @@ class Sharding:
         elif self.engine is Engine.DEEPSPEED and self.stage:
             number = self.stage
         else:
-            return Layout("ddp", 1, self.ranks, together)
-        return Layout(kind, number, self.ranks, together, self.offload)
+            return Layout(Engine.DDP, 1, self.ranks, together)
+        return Layout(self.engine, number, self.ranks, together, self.offload)
 
 
 def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
@@ -61,10 +61,10 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
     """
     ranks = job.number("num_processes")
     alone = job.engine is Engine.NONE and ranks == 1
-    if not alone and (job.engine not in KINDS or not ranks):
+    if not alone and (job.engine not in PREDICTED or not ranks):
         several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
         raise UsageError(
-            f"{job.engine.value} with {several} can't be predicted",
+            f"{job.engine.label} with {several} can't be predicted",
             why="a plan needs FSDP, DDP, DeepSpeed or one process, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )
@@ -81,13 +81,13 @@ def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
 
 def setup_of(layout: Layout, recipe: Recipe) -> Setup:
     """A row of the planner's table as a job, with activation checkpointing where `recompute_by` puts it."""
-    engine = PLANNED[layout.engine]
+    engine = layout.engine
     return Setup(
         engine,
         recipe.method,
         recipe.optimizer,
         recompute_by(engine, recipe.method) if recipe.checkpointing != "none" else "none",
-        stage=layout.strategy if layout.engine == "zero" else None,
+        stage=layout.strategy if layout.engine is Engine.DEEPSPEED else None,
         strategy=STRATEGIES.get(layout.strategy, "") if engine is Engine.FSDP1 else "",
     )
 

@@ -87,7 +87,7 @@ class Draft:
         if self.place in self.job.values:
             self.first.append(Edit("", self.place))
             self.told.add(self.place)
-            why = f"had no effect: {self.job.engine.value} does not read it"
+            why = f"had no effect: {self.job.engine.label} does not read it"
             self.changes.append(Change(self.place, "lost", show(self.job.values[self.place]), why=why))
         if self.section in self.job.values:
             self.first.append(Edit("", self.section, new_key=self.place))
@@ -226,7 +226,7 @@ def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple
     if key == "fsdp_activation_checkpointing_offload" and str(value).lower() in TRUE_WORDS and engine is Engine.FSDP1:
         return "FSDP1 stops at it", True
     if engine not in known.engines and key != "fsdp_min_num_params":
-        return f"had no effect: {engine.value} ignores it", False
+        return f"had no effect: {engine.label} ignores it", False
     if value is None:
         return "had no value", section == "fsdp_config" and known.default is not None
     if not _is_valid(known, str(value)):

@@ -53,7 +53,7 @@ def _name(draft: Draft) -> str:
     engine = draft.job.engine
     if engine is Engine.DEEPSPEED and "deepspeed_config_file" not in draft.read:
         return deepspeed_name(deepspeed.zero_stage(draft))
-    return engine.value
+    return engine.label
 
 
 def _check(job: JobConfig) -> None:

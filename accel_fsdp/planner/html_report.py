@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Literal
 
 from accel_fsdp import __version__, html_page, svg
+from accel_fsdp.config import Engine
 from accel_fsdp.html_page import WIDTHS
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import (
@@ -35,10 +35,10 @@ from accel_fsdp.svg import Bar, Capacity, Curve, Part, Range, Words
 from accel_fsdp.units import GIB, gib_in_figure, number_in_figure, two_digits
 
 MOST_GPUS, LEAST_TOKENS, MOST_TOKENS = 1024, 256, 32_768
-CURVES: dict[str, tuple[Literal["ddp", "fsdp2"], int]] = {
-    "DDP": ("ddp", 1),
-    "FULL_SHARD": ("fsdp2", 1),
-    "SHARD_GRAD_OP": ("fsdp2", 2),
+CURVES: dict[str, tuple[Engine, int]] = {
+    "DDP": (Engine.DDP, 1),
+    "FULL_SHARD": (Engine.FSDP2, 1),
+    "SHARD_GRAD_OP": (Engine.FSDP2, 2),
 }
 AGAINST = {kind: kind for kind in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS)} | {
     GATHERED: "gathered units (FSDP alone)",
@@ -268,7 +268,7 @@ def _doublings(first: int, last: int, here: int) -> list[int]:
 
 
 def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
-    layout = Layout("single", 1, 1, 1)
+    layout = Layout(Engine.NONE, 1, 1, 1)
     if ranks > 1:
         layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
     return job.predicted(recipe, layout).peak.total

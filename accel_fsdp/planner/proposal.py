@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_fsdp import flag_words
-from accel_fsdp.config import ENGINE_NAMES, PLANNED, THIS_FILE, TORCH_DTYPES, as_scalar, header, yaml_file
+from accel_fsdp.config import ENGINE_NAMES, THIS_FILE, TORCH_DTYPES, Engine, as_scalar, header, yaml_file
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe, combinations, from_yaml
 from accel_fsdp.linter.rules import Finding, Subject, run
@@ -51,7 +51,7 @@ class Proposer:
 
     def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
         """What the table of combinations, wizard and linter say against a way, by the row's name or the rule's code."""
-        if layout.engine == "single":
+        if layout.engine is Engine.NONE:
             return {}  # one process has no setting that could clash
         key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
         if key not in self._faults:
@@ -85,7 +85,7 @@ class Proposer:
         return replace(
             base,
             strategy=layout.strategy if sharded else base.strategy,
-            zero_stage=layout.strategy if layout.engine == "zero" else base.zero_stage,
+            zero_stage=layout.strategy if layout.engine is Engine.DEEPSPEED else base.zero_stage,
             cpu_offload=layout.offload,
             activation_checkpointing=in_yaml(recipe, layout),
         )
@@ -96,7 +96,7 @@ class Proposer:
         Raises:
             UserError: the model can't be read.
         """
-        if layout.engine == "single":
+        if layout.engine is Engine.NONE:
             return self._of_one_process(recipe, layout, environment)
         answers, words = _settled(self._flags(recipe, layout)), _argument_words(recipe, layout)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
@@ -137,8 +137,8 @@ class Proposer:
             words |= {"engine": "fsdp", "fsdp_version": layout.engine.removeprefix("fsdp")}
             words |= {"cpu_offload": "false", "activation_checkpointing": "false"}
         else:
-            words["engine"] = ENGINE_NAMES[PLANNED[layout.engine]]
-        if layout.engine == "zero":
+            words["engine"] = ENGINE_NAMES[layout.engine]
+        if layout.engine is Engine.DEEPSPEED:
             words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
         return words | ({"main_process_ip": ADDRESS} if machines > 1 else {})
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import console
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe, combinations
 from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
@@ -64,7 +65,7 @@ class PlanReport:
     def command(self) -> str:
         """The command that writes the recommended YAML; empty where there is none."""
         found = self._proposed()
-        if found is None or found[1].layout.engine == "single":  # the wizard has FSDP for one GPU, which isn't it
+        if found is None or found[1].layout.engine is Engine.NONE:  # the wizard has FSDP for one GPU, which isn't it
             return ""
         return found[0].command(found[1].recipe, found[1].layout)
 
@@ -144,7 +145,7 @@ class PlanReport:
             yield from self._nothing()
             return
         how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
-        needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine == "zero" else ""
+        needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
         yield f"Take {name_of(choice.layout)}{needs} with {how}. {self.plan.reason}"
         yield self._one_step(choice)
         if self.spent:
@@ -214,7 +215,7 @@ class PlanReport:
 
     def _reserved(self, choice: Candidate) -> Iterator[str]:
         """What PyTorch's allocator takes for what is allocated, and what expandable segments would change."""
-        if choice.layout.engine == "zero":
+        if choice.layout.engine is Engine.DEEPSPEED:
             return
         plain, expandable, ends = self._replayed(choice)
         low, high = (number_in_figure(size / GIB) for size in ends)
@@ -237,7 +238,7 @@ class PlanReport:
         return plain, replay(True, room), capacity.replayed_range(plain.reserved, room)
 
     def _allocator(self, choice: Candidate | None) -> dict[str, Any] | None:
-        if choice is None or choice.layout.engine == "zero":
+        if choice is None or choice.layout.engine is Engine.DEEPSPEED:
             return None
         plain, expandable, ends = self._replayed(choice)
         return {
@@ -275,7 +276,9 @@ class PlanReport:
 
     def _padding(self) -> Iterator[str]:
         """Says where FSDP2 holds and sends padding, which other engines don't."""
-        worst = max((one for one in self.plan.rows if one.layout.engine == "fsdp2"), default=None, key=self._padded)
+        worst = max(
+            (one for one in self.plan.rows if one.layout.engine is Engine.FSDP2), default=None, key=self._padded
+        )
         if worst is None or (times := self._padded(worst)) < MOST_PADDING:
             return
         shape, layout = self.job.shape, worst.layout

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
@@ -158,7 +159,7 @@ def device(
         return Device(allocated, ranged, "no", outside, runs_out=phase)
     if allocated > spared or (replay is None and usual > spared):
         return Device(allocated, ranged, "tight", outside, runs_out=phase)
-    if replay is None or layout.engine == "zero" or (high <= spared and not unusual):
+    if replay is None or layout.engine is Engine.DEEPSPEED or (high <= spared and not unusual):
         return Device(allocated, ranged, "yes", outside)
     return _replayed(allocated, outside, replay, room, spared)
 
@@ -223,7 +224,7 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     held, optimizer, trained = total(alone)
     weights = trained if recipe.method != "full" else held
     forward = trained * shards.compute_bytes(recipe) // master
-    stage = layout.strategy if layout.engine == "zero" else None
+    stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None
     return Host(
         loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,

@@ -11,6 +11,7 @@ at once: the slower of the two is the ring's bottleneck.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.amounts import Amounts
@@ -63,7 +64,7 @@ def units(shape: ModelShape, layout: Layout) -> tuple[GatheredUnit, ...]:
     first, last = outer_parts(shape, layout)
     if last:
         return GatheredUnit(first, kept), *blocks, GatheredUnit(last, True)
-    return GatheredUnit(first, layout.engine != "zero"), *blocks
+    return GatheredUnit(first, layout.engine is not Engine.DEEPSPEED), *blocks
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
@@ -94,7 +95,7 @@ def reduce(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
     scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
     replicas = layout.ranks // layout.shard_ranks
     apart = 1 if layout.shard_ranks > 1 else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
-    width = compute_bytes(recipe) if layout.engine == "zero" else master_bytes(recipe, layout)
+    width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
     up = Traffic(pcie_bytes=elements * width / layout.shard_ranks * layout.offload)
     return scattered + _ring(shard, replicas, apart).times(2) + up
 
@@ -110,11 +111,11 @@ def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, f
         return 0, 0
     elements, width = trained_numel(unit, recipe), compute_bytes(recipe)
     sent = sent_gradient_bytes(recipe, layout)
-    if layout.engine == "ddp" or layout.shard_ranks == 1:
+    if layout.engine is Engine.DDP or layout.shard_ranks == 1:
         return 0, elements * 4 * sent
     whole = sum(count * each for count, each in gathered(unit, recipe))
-    in_place = layout.engine == "fsdp1" or _replicates(layout)
-    return 0 if in_place else 2 * whole, elements * (width + sent + (2 * width if layout.engine == "fsdp1" else 0))
+    in_place = layout.engine is Engine.FSDP1 or _replicates(layout)
+    return 0 if in_place else 2 * whole, elements * (width + sent + (2 * width if layout.engine is Engine.FSDP1 else 0))
 
 
 def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
@@ -131,14 +132,14 @@ def gathers_per_step(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
 
     FSDP1 frees kept units only after a synchronised backward (`_should_free_in_backward`): once for all micro-batches.
     """
-    if layout.engine == "fsdp1" and _keeps(layout) and not layout.sync_each_batch:
+    if layout.engine is Engine.FSDP1 and _keeps(layout) and not layout.sync_each_batch:
         return 1
     return recipe.accumulation * (1 if unit.kept else 2)
 
 
 def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
     """How often gradients are reduced; ZeRO-2 and 3 can't wait for the last micro-batch."""
-    always = layout.engine == "zero" and layout.strategy >= 2
+    always = layout.engine is Engine.DEEPSPEED and layout.strategy >= 2
     return recipe.accumulation if always or layout.sync_each_batch else 1
 
 
@@ -156,7 +157,7 @@ def gathered_alone(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
 
     (PEFT's `fsdp_auto_wrap_policy`.)
     """
-    if recipe.method == "full" or layout.engine != "fsdp1" or layout.shard_ranks == 1:
+    if recipe.method == "full" or layout.engine is not Engine.FSDP1 or layout.shard_ranks == 1:
         return 0
     return 2 * sum(unit.block is not None and one.is_adapted(recipe.lora_targets) for one in unit.parameters)
 
@@ -185,19 +186,19 @@ def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
 
     (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
     """
-    return master_bytes(recipe, layout) if layout.engine in ("ddp", "single") else reduce_bytes(recipe)
+    return master_bytes(recipe, layout) if layout.engine in (Engine.DDP, Engine.NONE) else reduce_bytes(recipe)
 
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:
     """Bytes per element that come from the host: FSDP casts on the GPU, ZeRO on the host, 4 bits stay packed."""
-    if layout.engine == "zero" or width == state_bytes.NF4_BYTES:
+    if layout.engine is Engine.DEEPSPEED or width == state_bytes.NF4_BYTES:
         return width
     return master_bytes(recipe, layout) if recipe.method == "full" else state_bytes.DTYPE_BYTES[recipe.dtype]
 
 
 def _replicates(layout: Layout) -> bool:
     """Whether all ranks hold all weights although the optimizer is sharded."""
-    return layout.engine == "zero" and layout.strategy < 3
+    return layout.engine is Engine.DEEPSPEED and layout.strategy < 3
 
 
 def _keeps(layout: Layout) -> bool:

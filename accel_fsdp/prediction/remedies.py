@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from accel_fsdp.config import Method
+from accel_fsdp.config import Engine, Method
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.search import (
     PlanJob,
@@ -111,7 +111,7 @@ def _offload(job: PlanJob, smallest: Recipe, layout: Layout, used: str) -> Itera
 
 def _how(job: PlanJob, recipe: Recipe, layout: Layout, given: Layout | None) -> str:
     checkpointing = "activation checkpointing" + ("" if recipe.method == "full" else " in the script")
-    named = f"{name_of(layout)}, " if given != layout and layout.engine != "single" else ""
+    named = f"{name_of(layout)}, " if given != layout and layout.engine is not Engine.NONE else ""
     return f"{named}1 sequence per GPU and {checkpointing}"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from accel_fsdp.config import PLANNED, STRATEGIES, Engine, zero_name
+from accel_fsdp.config import STRATEGIES, Engine, zero_name
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity
@@ -127,15 +127,15 @@ class Candidate:
 def layouts(ranks: int, ranks_per_node: int) -> Iterator[Layout]:
     """All strategies that make sense for so many ranks, in the order of the table."""
     if ranks == 1:
-        yield Layout("single", 1, 1, 1)
+        yield Layout(Engine.NONE, 1, 1, 1)
         return
-    yield Layout("ddp", 1, ranks, ranks_per_node)
+    yield Layout(Engine.DDP, 1, ranks, ranks_per_node)
     numbers = (1, 2, 4, 5) if ranks > ranks_per_node > 1 else (1, 2)
-    for engine in ("fsdp2", "fsdp1"):
+    for engine in (Engine.FSDP2, Engine.FSDP1):
         for number in numbers:
             yield Layout(engine, number, ranks, ranks_per_node)
     for stage in (1, 2, 3):
-        yield Layout("zero", stage, ranks, ranks_per_node)
+        yield Layout(Engine.DEEPSPEED, stage, ranks, ranks_per_node)
 
 
 def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) -> Candidate:
@@ -451,20 +451,20 @@ def _reason(job: PlanJob, choice: Candidate, alone: bool) -> str:
 
 def _contest(layout: Layout, alone: bool) -> str:
     """Of what the choice is the best."""
-    if layout.engine == "single":
+    if layout.engine is Engine.NONE:
         return "It fits"
     return "It is the fastest that fits" if alone else "Nothing that fits is clearly faster"
 
 
 def name_of(layout: Layout) -> str:
     """How people call a layout."""
-    if layout.engine == "zero":
+    if layout.engine is Engine.DEEPSPEED:
         return zero_name(layout.strategy) + (" offload" if layout.offload else "")
-    if layout.engine == "single":
+    if layout.engine is Engine.NONE:
         return "one GPU"
-    if layout.engine == "ddp":
-        return Engine.DDP.value
-    name = f"{PLANNED[layout.engine].value} {STRATEGIES[layout.strategy]}"
+    if layout.engine is Engine.DDP:
+        return Engine.DDP.label
+    name = f"{layout.engine.label} {STRATEGIES[layout.strategy]}"
     return name + (" offload" if layout.offload else "")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.capacity import predicted
@@ -39,10 +40,10 @@ def _tries(recipe: Recipe, layout: Layout) -> Iterator[Try]:
         if not layout.offload:
             slower = "fsdp_offload_params: true in the YAML, several times slower"
             yield slower, recipe, replace(layout, offload=True)
-    elif layout.engine == "zero" and layout.strategy < 3:
+    elif layout.engine is Engine.DEEPSPEED and layout.strategy < 3:
         yield "zero_stage: 3 in the YAML", recipe, replace(layout, strategy=3)
-    elif layout.engine == "ddp":
-        sharded = replace(layout, engine="fsdp2", strategy=1)
+    elif layout.engine is Engine.DDP:
+        sharded = replace(layout, engine=Engine.FSDP2, strategy=1)
         yield "sharding instead of DDP: accel-fsdp migrate FILE --to fsdp2", recipe, sharded
 
 
@@ -69,6 +70,6 @@ def _recipes(recipe: Recipe, layout: Layout) -> Iterator[Try]:
 
 def _full_shard(layout: Layout) -> str:
     """Strategy 1 under each version; a mesh of FSDP2's hybrid sharding is what keeps it from sharding over all."""
-    if layout.engine == "fsdp1":
+    if layout.engine is Engine.FSDP1:
         return "fsdp_sharding_strategy: FULL_SHARD"
     return "no parallelism_config" if layout.strategy in (4, 5) else "fsdp_reshard_after_forward: true"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu, is_hopper
 from accel_fsdp.job import Layout, OptimizerName, Recipe
 from accel_fsdp.models import state_bytes
@@ -220,13 +221,18 @@ def _phases(
     two, so a block is gathered only when the one before is done, and sending adds to computing.
     """
     before = min(piece.gathers, 1)
-    outside = software.checkpoints_outside and layout.engine == "fsdp1" and piece.recompute.flops > 0
+    outside = software.checkpoints_outside and layout.engine is Engine.FSDP1 and piece.recompute.flops > 0
     later = piece.gathers - before + outside
     after = piece.gather.times(later) + (piece.reduce if reduces else Traffic())
     copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] * reduces)
     forward = piece.forward + copies[0].times(before)
     backward = piece.recompute + piece.backward + copies[0].times(later) + copies[1]
-    own = UNIT_SECONDS * (layout.engine == "fsdp1" and layout.shard_ranks > 1) * (1 + piece.alone) * (piece.gathers > 0)
+    own = (
+        UNIT_SECONDS
+        * (layout.engine is Engine.FSDP1 and layout.shard_ranks > 1)
+        * (1 + piece.alone)
+        * (piece.gathers > 0)
+    )
     latency = piece.alone * _latency_seconds(layout.ranks)
     for work, sent, uses in ((forward, piece.gather.times(before), before), (backward, after, later + reduces)):
         computing = work_seconds(work, recipe, gpu, software) + latency * uses

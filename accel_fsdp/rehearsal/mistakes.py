@@ -25,7 +25,7 @@ def _another_optimizer(events: Sequence[Event], held: dict[int, Holding]) -> Ite
     """Made from the parameters before they were sharded: its steps change nothing, or not all."""
     for event in _of("optimizer", events)[:1]:
         holding = held.get(event.rank)
-        if holding is None or holding.engine.startswith(Engine.DEEPSPEED.value):  # which makes its own of each
+        if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # which makes its own of each
             continue
         missing, strange = event.content["missing"], event.content["strange"]
         if strange:  # what it lacks may be another optimizer's
@@ -72,7 +72,7 @@ def _untied(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failu
     """FSDP1 gathers a weight with the unit that has it first; a module of another unit then sees a shard of it."""
     for event in _of("prepared", events)[:1]:
         holding = held[event.rank]
-        if not holding.engine.startswith(Engine.FSDP1.value):
+        if not holding.engine.startswith(Engine.FSDP1.label):
             continue
         for names in event.content["shared"]:
             units = {name: _unit_of(name, holding) for name in names}
@@ -95,7 +95,7 @@ def _clipped_by_torch(events: Sequence[Event], held: dict[int, Holding]) -> Iter
     """Each rank takes the norm of its own shards: they are scaled differently."""
     for event in _of("clipped", events)[:1]:
         holding = held.get(event.rank)
-        if holding and holding.engine.startswith(Engine.FSDP1.value) and holding.held < holding.weights:
+        if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
             yield Failure(
                 "gradients are clipped by torch.nn.utils.clip_grad_norm_, which sees this rank's shards alone",
                 SCRIPT,
@@ -154,7 +154,7 @@ def _other_value(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]])
 def _no_step(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
     """Gradients alone train nothing. A script that makes no optimizer may want no more than them."""
     told = [event.content for event in _of("trained", events)]
-    if any(one.engine.startswith(Engine.DEEPSPEED.value) for one in held.values()):  # which steps by itself
+    if any(one.engine.startswith(Engine.DEEPSPEED.label) for one in held.values()):  # which steps by itself
         return
     if told and _all_ended(events) and all(one["kept"] and one["optimizers"] and one["backwards"] for one in told):
         backwards = counted(told[0]["backwards"], "backward pass", "backward passes")
@@ -185,7 +185,7 @@ def _final_steps(events: Sequence[Event], held: dict[int, Holding]) -> dict[int,
     """Of each rank, with weights that FSDP shards; under DDP with any, where a rank has none and as many gradients."""
     told = {event.rank: event.content for event in _of("trained", events)}
     sharded = {rank: one["sharded_steps"] for rank, one in told.items()}
-    ddp = held and all(one.engine == Engine.DDP.value for one in held.values())
+    ddp = held and all(one.engine == Engine.DDP.label for one in held.values())
     if not ddp or any(sharded.values()) or len({one["backwards"] for one in told.values()}) > 1:
         return sharded
     counts = {rank: one["steps"] for rank, one in told.items()}

@@ -41,7 +41,7 @@ def differences(asked: Asked, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
 
 
 def _of_rank(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
-    if asked.engine is not Engine.NONE and holding.engine == Engine.NONE.value:
+    if asked.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
         yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "distributed_type")
         return
     if asked.shard_ranks == 1:

@@ -59,7 +59,7 @@ class SurvivingTrainer(ResumingTrainer):
     def _origin(self) -> Origin:
         args = self.args
         zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        engine = zero_name(zero.zero_stage) if zero is not None else Engine.DDP.value
+        engine = zero_name(zero.zero_stage) if zero is not None else Engine.DDP.label
         engine = ANY_FSDP if self.is_fsdp_enabled else engine
         rows = self.get_total_train_batch_size(args)
         return Origin(engine, args.world_size, rows, self.history.settings, self.history.before)

@@ -150,7 +150,7 @@ def _check_unsharded(model: Any) -> None:
     for name in UNSHARDED if where not in (Engine.NONE, Engine.DDP) else ():
         if getattr(model, name, None):
             raise UserError(
-                f"--{name} under {where.value}",
+                f"--{name} under {where.label}",
                 why="it hasn't been shown to train, save and resume there, and a run with it may hang",
                 fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
             )
@@ -172,7 +172,7 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
     saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
     for clash in combinations.clashes(setup):
         if not clash.mended and (saves or clash.effect != "stops when it saves"):
-            raise UserError(f"{clash.what} ({setup.engine.value})", why=clash.why, fix=clash.fix)
+            raise UserError(f"{clash.what} ({setup.engine.label})", why=clash.why, fix=clash.fix)
 
 
 def _check_optimizer(training: TrainingArguments) -> None:

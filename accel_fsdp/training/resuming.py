@@ -207,7 +207,7 @@ def _without_adapter(name: str, adapter: str) -> str:
 def _engine(checkpoint: Path, held: CheckpointFacts) -> str:
     if completeness.by_deepspeed(checkpoint):
         return ANY_ZERO
-    return ANY_FSDP if completeness.by_fsdp(checkpoint, held) else Engine.DDP.value
+    return ANY_FSDP if completeness.by_fsdp(checkpoint, held) else Engine.DDP.label
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import ENGINE_KINDS, FSDP_VERSIONS, TORCH_DTYPES, Engine, Precision
+from accel_fsdp.config import FSDP_VERSIONS, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Layout
@@ -55,9 +55,8 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
         stage = given.get("zero_stage", 3)
         return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=stage).layout()
     if is_ddp({"strategy": 1, **given}):
-        return Layout("ddp", 1, ranks, together)
-    engine = FSDP_VERSIONS[given["fsdp_version"]]
-    return Layout(ENGINE_KINDS[engine], given.get("strategy", 1), ranks, together, offload)
+        return Layout(Engine.DDP, 1, ranks, together)
+    return Layout(FSDP_VERSIONS[given["fsdp_version"]], given.get("strategy", 1), ranks, together, offload)
 
 
 def note(question: str, value: int, context: Context) -> str:

@@ -132,7 +132,7 @@ def header(answers: Answers, launch: str = "") -> list[str]:
 def _engine_in_words(answers: Answers) -> str:
     engine = engine_of(answers)
     if engine in (Engine.FSDP1, Engine.FSDP2):
-        return f"{engine.value}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
+        return f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
     if engine is Engine.DEEPSPEED:
         return deepspeed_name(answers.zero_stage)
     return {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)"}[engine]

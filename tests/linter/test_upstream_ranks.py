@@ -174,7 +174,7 @@ def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
 @pytest.mark.parametrize("name", ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd"])
 def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, sharding: Seen) -> None:
     """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
-    step, save = sharding["optimizers"][0][name][engine.value]
+    step, save = sharding["optimizers"][0][name][engine.label]
     said = [one.effect for one in clashes(Setup(engine, optimizer=name))]
     assert said == (["stops"] if step else ["stops when it saves"] if save else [])
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from test_page import Balance
 
 import accel_fsdp as package
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import GPUS, gpus, machines
 from accel_fsdp.job import Layout, Recipe, from_arguments
@@ -454,7 +455,7 @@ RECIPES = st.builds(
 @given(RECIPES)
 def test_what_a_plan_proposes_is_read_back(recipe: Recipe) -> None:
     """The arguments that the plan writes for a recipe say that recipe, where the YAML doesn't say a part of it."""
-    layout = Layout("ddp", 1, 8, 8)
+    layout = Layout(Engine.DDP, 1, 8, 8)
     again = from_arguments.recipe_of(proposal.arguments(recipe, layout))
     for name in ("method", "rows", "length", "accumulation", "optimizer", "checkpointing", "attention", "kernels"):
         assert getattr(again, name) == getattr(recipe, name), name

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, accel_fsdp, run
 
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import RANGE, advice, search, trace_store
@@ -123,14 +124,14 @@ def test_the_choice_fits_and_nothing_is_faster_by_more_than_a_prediction_can_tel
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
 def test_more_ranks_never_take_more_memory_each(ranks: int) -> None:
     recipe = Recipe(length=2048)
-    few, more = (predicted(recipe, Layout("fsdp2", 1, count, 8)).peak.total for count in (ranks, ranks * 2))
+    few, more = (predicted(recipe, Layout(Engine.FSDP2, 1, count, 8)).peak.total for count in (ranks, ranks * 2))
     assert more <= few
 
 
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     found = trace_store.find(LLAMA)
     assert found is not None
-    recipe, layout = Recipe(length=2048, checkpointing="full"), Layout("fsdp2", 1, 8, 8)
+    recipe, layout = Recipe(length=2048, checkpointing="full"), Layout(Engine.FSDP2, 1, 8, 8)
     job = search.PlanJob(*found, recipe, gpus.find("H100", 80), 8, 8)
     rows = search.largest_rows(job, recipe, layout)
     assert search.evaluate(job, replace(recipe, rows=rows), layout).fits
@@ -154,19 +155,19 @@ def test_the_lectures_picture() -> None:
         gradients = sum(shards.trained_bytes(unit, layout, 4, shard=True) for unit in units)
         return (parameters + gradients + sum(shards.optimizer_bytes(unit, recipe, layout) for unit in units)) / 1e9
 
-    assert held(Layout("ddp", 1, 4, 4)) == 48
-    assert held(Layout("fsdp2", 1, 4, 4)) == 12
-    assert held(Layout("fsdp1", 1, 4, 4)) == pytest.approx(12, abs=1e-6)
+    assert held(Layout(Engine.DDP, 1, 4, 4)) == 48
+    assert held(Layout(Engine.FSDP2, 1, 4, 4)) == 12
+    assert held(Layout(Engine.FSDP1, 1, 4, 4)) == pytest.approx(12, abs=1e-6)
 
 
 def test_steady_state_of_mixed_precision() -> None:
     """12 bytes per parameter and rank between steps: float32 masters and two moments, no 16-bit copy."""
-    steady = predicted(Recipe(length=512), Layout("fsdp2", 1, 8, 8)).steady
+    steady = predicted(Recipe(length=512), Layout(Engine.FSDP2, 1, 8, 8)).steady
     assert steady == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
 
 
 def test_the_peak_names_what_is_alive() -> None:
-    peak = predicted(Recipe(rows=4, length=4096, checkpointing="full"), Layout("fsdp2", 1, 8, 8)).peak
+    peak = predicted(Recipe(rows=4, length=4096, checkpointing="full"), Layout(Engine.FSDP2, 1, 8, 8)).peak
     assert peak.phase == "loss"
     assert peak.live[PARAMETERS] > 0
     assert peak.live[OPTIMIZER] == 2 * peak.live[PARAMETERS]
@@ -176,7 +177,7 @@ def test_the_peak_names_what_is_alive() -> None:
 def test_the_wizard_shows_the_same_prediction() -> None:
     given = {"model": LLAMA, "method": "full", "gpus": "8xH100-80GB", "num_machines": 1, "fsdp_version": 2}
     context = Context({**given, "engine": "fsdp"})
-    layout = Layout("fsdp2", 1, 8, 8)
+    layout = Layout(Engine.FSDP2, 1, 8, 8)
     peak = search.evaluate(job_of(layout), Recipe(length=advice.LENGTH), layout).prediction.peak.total
     assert notes.note("strategy", 1, context) == f", ~{peak / GIB:,.1f} GiB"
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
@@ -187,12 +188,12 @@ def test_the_wizard_shows_the_same_prediction() -> None:
 @pytest.mark.parametrize(
     ("name", "gpus_flag", "layout"),
     [
-        ("fsdp1_shard_grad_op", "8xH100", Layout("fsdp1", 2, 8, 8)),
-        ("fsdp2_no_reshard", "8xH100", Layout("fsdp2", 2, 8, 8)),
-        ("fsdp2_hybrid_2x8", "2x8xH100", Layout("fsdp2", 4, 16, 8)),
-        ("fsdp2_offload", "8xH100", Layout("fsdp2", 1, 8, 8, offload=True)),
-        ("zero3", "8xH100", Layout("zero", 3, 8, 8)),
-        ("ddp", "8xH100", Layout("ddp", 1, 8, 8)),
+        ("fsdp1_shard_grad_op", "8xH100", Layout(Engine.FSDP1, 2, 8, 8)),
+        ("fsdp2_no_reshard", "8xH100", Layout(Engine.FSDP2, 2, 8, 8)),
+        ("fsdp2_hybrid_2x8", "2x8xH100", Layout(Engine.FSDP2, 4, 16, 8)),
+        ("fsdp2_offload", "8xH100", Layout(Engine.FSDP2, 1, 8, 8, offload=True)),
+        ("zero3", "8xH100", Layout(Engine.DEEPSPEED, 3, 8, 8)),
+        ("ddp", "8xH100", Layout(Engine.DDP, 1, 8, 8)),
     ],
 )
 def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout) -> None:
@@ -222,7 +223,9 @@ def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
     layer = Block("Layer", tuple(range(30)), (Parameter("weight", (25_000, 10_000), "linear"),))
     shape = ModelShape("paper", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
     recipe, meter = Recipe(), Meter()
-    layout = Layout("zero", stage, 64, 8) if stage else Layout("ddp", 1, 64, 8)  # 16 bytes each without ZeRO
+    layout = (
+        Layout(Engine.DEEPSPEED, stage, 64, 8) if stage else Layout(Engine.DDP, 1, 64, 8)
+    )  # 16 bytes each without ZeRO
     units = step.units_of(shape, recipe, layout)
     engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], [1] * 30, recipe, layout)
     engine.load()

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, SFT, accel_fsdp
 
 from accel_fsdp import cli, linter, planner
-from accel_fsdp.config import Method
+from accel_fsdp.config import Engine, Method
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.linter.rules import Subject, run
@@ -136,7 +136,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
         ways = [found.plan.choice, *found.plan.ties, found.plan.runner_up]
         for one in (way for way in ways if way is not None):
             assert one.fits, name
-            if one.layout.engine == "single":
+            if one.layout.engine is Engine.NONE:
                 continue
             assert found.proposer is not None
             values = to_yaml.to_mapping(found.proposer.answers(one.recipe, one.layout))
@@ -187,7 +187,7 @@ def test_attention_without_a_kernel_computes_all_keys() -> None:
     """gpt-oss has no sdpa: it computes the half of the products that a kernel which knows the mask leaves out."""
     found = trace_store.find("gpt-oss-20b")
     assert found is not None
-    recipe, layout, gpu = Recipe(length=8192), Layout("fsdp2", 1, 8, 8), gpus.find("H100")
+    recipe, layout, gpu = Recipe(length=8192), Layout(Engine.FSDP2, 1, 8, 8), gpus.find("H100")
     eager = speed.step_time(found[0], replace(recipe, attention="eager"), layout, gpu)
     assert speed.step_time(found[0], recipe, layout, gpu) == eager
     kernel = speed.step_time(replace(found[0], eager_only=False), recipe, layout, gpu)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import by_unit, step_time, step_traffic, trace_store
@@ -48,7 +49,7 @@ def test_units_add_up_to_the_step(engine: str, recipe: Recipe) -> None:
 def test_without_a_known_gpu_there_is_no_time() -> None:
     found = trace_store.find(LLAMA)
     assert found
-    recipe, layout = Recipe(), Layout("fsdp2", 1, 2, 2)
+    recipe, layout = Recipe(), Layout(Engine.FSDP2, 1, 2, 2)
     steps = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, None, 0)
     assert {one.seconds for one in steps.stretches} == {None}
     assert steps.sent

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import accel_fsdp
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import (
@@ -27,8 +28,8 @@ from accel_fsdp.units import GIB
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 FULL = Recipe(rows=2, length=2048)
 LORA = Recipe("lora", dtype="bfloat16", rows=2, length=2048)
-ONE, DDP = Layout("single", 1, 1, 1), Layout("ddp", 1, 8, 8)
-FSDP1, FSDP2 = Layout("fsdp1", 1, 8, 8), Layout("fsdp2", 1, 8, 8)
+ONE, DDP = Layout(Engine.NONE, 1, 1, 1), Layout(Engine.DDP, 1, 8, 8)
+FSDP1, FSDP2 = Layout(Engine.FSDP1, 1, 8, 8), Layout(Engine.FSDP2, 1, 8, 8)
 
 
 SMALL, LARGE = "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.1"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from throughput_accuracy import DATA, KINDS, Case, cases, gated, gelu, outside, table
 
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import GPUS, Gpu, find
 from accel_fsdp.job import Layout, Recipe
@@ -20,8 +21,8 @@ from accel_fsdp.prediction.memory import Block, ModelShape
 DIMENSIONS = json.loads(DATA.read_text())["models"]
 LLAMA = gated("Llama-3-8B", DIMENSIONS["Llama-3-8B"], 4096)
 H100 = find("H100")
-NODE = Layout("fsdp2", 1, 8, 8)
-ONE = Layout("single", 3, 1, 1)
+NODE = Layout(Engine.FSDP2, 1, 8, 8)
+ONE = Layout(Engine.NONE, 3, 1, 1)
 PUBLISHED = cases()
 
 
@@ -56,7 +57,13 @@ def test_twice_the_rows_is_twice_the_work_and_never_slower_per_token() -> None:
     for less, more in zip(one, two, strict=True):
         assert more.flops == 2 * less.flops
         assert less.moved_bytes < more.moved_bytes < 2 * less.moved_bytes  # weights are read once either way
-    for layout in (ONE, NODE, Layout("fsdp1", 1, 64, 8), Layout("ddp", 3, 16, 8), Layout("zero", 3, 8, 8, True)):
+    for layout in (
+        ONE,
+        NODE,
+        Layout(Engine.FSDP1, 1, 64, 8),
+        Layout(Engine.DDP, 3, 16, 8),
+        Layout(Engine.DEEPSPEED, 3, 8, 8, True),
+    ):
         speeds = [step_time(LLAMA, Recipe(rows=2**n), layout, H100).tokens_per_s_per_gpu for n in range(6)]
         assert speeds == sorted(speeds)
 
@@ -184,7 +191,12 @@ def test_more_work_never_takes_less_time(shape: ModelShape, recipe: Recipe, layo
 
 @pytest.mark.parametrize("field", ["link_bytes_per_s", "network_bytes_per_s", "hbm_bytes_per_s", "half_flops"])
 def test_slower_hardware_is_never_faster(field: str) -> None:
-    for layout in (NODE, Layout("fsdp1", 4, 32, 8), Layout("zero", 2, 16, 8), Layout("ddp", 3, 16, 8)):
+    for layout in (
+        NODE,
+        Layout(Engine.FSDP1, 4, 32, 8),
+        Layout(Engine.DEEPSPEED, 2, 16, 8),
+        Layout(Engine.DDP, 3, 16, 8),
+    ):
         rates = [getattr(H100, field) / 10**n for n in range(5)]
         slower = [dataclasses.replace(H100, **{field: rate}) for rate in rates]
         seconds = [step_time(LLAMA, Recipe(), layout, gpu).step_seconds for gpu in slower]
@@ -193,7 +205,7 @@ def test_slower_hardware_is_never_faster(field: str) -> None:
 
 def test_what_bounds_a_step_is_said() -> None:
     recipe = Recipe(rows=4, checkpointing="full")
-    apart = Layout("fsdp2", 1, 16, 8)
+    apart = Layout(Engine.FSDP2, 1, 16, 8)
     assert step_time(LLAMA, recipe, NODE, H100).bound == "compute"
     assert step_time(LLAMA, recipe, NODE, dataclasses.replace(H100, link_bytes_per_s=1e9)).bound == "intra-node"
     assert step_time(LLAMA, recipe, apart, dataclasses.replace(H100, network_bytes_per_s=1e8)).bound == "inter-node"
@@ -202,13 +214,13 @@ def test_what_bounds_a_step_is_said() -> None:
 
 def test_a_slow_network_asks_for_hybrid_sharding() -> None:
     slow = dataclasses.replace(H100, network_bytes_per_s=1e9)
-    full, hybrid = (step_time(LLAMA, Recipe(), Layout("fsdp2", kind, 32, 8), slow) for kind in (1, 4))
+    full, hybrid = (step_time(LLAMA, Recipe(), Layout(Engine.FSDP2, kind, 32, 8), slow) for kind in (1, 4))
     assert hybrid.step_seconds < full.step_seconds
 
 
 def test_accumulating_without_sync_hides_what_it_sends() -> None:
     slow = dataclasses.replace(H100, link_bytes_per_s=5e9)
-    ddp = Layout("ddp", 3, 8, 8)
+    ddp = Layout(Engine.DDP, 3, 8, 8)
     each, last = (
         step_time(LLAMA, Recipe(accumulation=8), dataclasses.replace(ddp, sync_each_batch=sync), slow).step_seconds
         for sync in (True, False)
@@ -218,7 +230,7 @@ def test_accumulating_without_sync_hides_what_it_sends() -> None:
 
 def test_assumptions_are_said() -> None:
     v100 = find("V100", 32)
-    step = step_time(LLAMA, Recipe(), Layout("fsdp2", 1, 16, 8, offload=True), v100)
+    step = step_time(LLAMA, Recipe(), Layout(Engine.FSDP2, 1, 16, 8, offload=True), v100)
     words = " ".join(step.assumptions)
     for part in ("V100", "network", "host", "bf16"):
         assert part in words

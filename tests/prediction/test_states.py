@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, accelerate_launch
 from held import ODD
 
-from accel_fsdp.config import EngineKind, Precision
+from accel_fsdp.config import Engine, Precision
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import capacity
@@ -61,7 +61,7 @@ def test_each_rank_holds_what_is_predicted(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precision) -> None:
     """On one rank nothing is padded: the linter's and the wizard's formulas are the planner's sums."""
-    shape, layout = odd_llama(), Layout("fsdp2", 1, 1, 1, offload=True)
+    shape, layout = odd_llama(), Layout(Engine.FSDP2, 1, 1, 1, offload=True)
     recipe = Recipe("full", precision=precision, dtype="float32" if precision == "no" else "bfloat16")
     weights = capacity.model_numel(shape) * state_bytes.MASTER
     host = capacity.host(shape, recipe, layout)
@@ -71,9 +71,9 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 1), ("fsdp1", 1), ("ddp", 4), ("zero", 4)])
-def test_who_loads_the_model(engine: EngineKind, ranks: int) -> None:
+def test_who_loads_the_model(engine: Engine, ranks: int) -> None:
     """Rank 0 of a machine where loading is RAM-efficient, which is FSDP's alone; else each of its ranks."""
-    shape, layout = odd_llama(), Layout(engine, 2 if engine == "zero" else 1, 8, 4)
+    shape, layout = odd_llama(), Layout(engine, 2 if engine is Engine.DEEPSPEED else 1, 8, 4)
     numel = capacity.model_numel(shape)
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         recipe = Recipe("full", precision="bf16", dtype=dtype)
@@ -82,7 +82,7 @@ def test_who_loads_the_model(engine: EngineKind, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("engine", "table"), [("single", 8), ("ddp", 8), ("zero", 2)])
-def test_trainer_keeps_an_embedding_out_of_8_bits(engine: EngineKind, table: int) -> None:
+def test_trainer_keeps_an_embedding_out_of_8_bits(engine: Engine, table: int) -> None:
     """As it does for bitsandbytes, but of ZeRO's flat partitions, where nobody finds the embedding again."""
     embedding = Parameter("embed", (512, 128), "embedding")
     head = Parameter("head", (512, 128), "head")
@@ -97,7 +97,7 @@ def test_adafactor_factors_each_expert_s_matrix(ranks: int) -> None:
     experts = Parameter("experts", (8, 48, 32), "experts")
     block = Block("Layer", (0,), (experts,))
     shape = ModelShape("one", "qwen3_moe", 32, 64, 4, 8, (block,), (), tied=False)
-    recipe, layout = Recipe("full", "no", "float32", optimizer="adafactor"), Layout("fsdp2", 1, ranks, ranks)
+    recipe, layout = Recipe("full", "no", "float32", optimizer="adafactor"), Layout(Engine.FSDP2, 1, ranks, ranks)
     [unit] = [one for one in step.units_of(shape, recipe, layout) if one.held]
     assert shards.optimizer_bytes(unit, recipe, layout) == 8 // ranks * (48 + 32) * 4
 

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig
 
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.launch.ranks import hang
@@ -403,7 +404,7 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     alone, blind = fit.record_model("blind", config.text_config, ("fp32-full-sdpa",))
     count = len(shape.untraced)
     assert tapes["fp32-full-sdpa"].blocks[count:] == blind["fp32-full-sdpa"].blocks
-    layout, recipe = Layout("single", 1, 1, 1), Recipe(precision="no", rows=1, length=128)
+    layout, recipe = Layout(Engine.NONE, 1, 1, 1), Recipe(precision="no", rows=1, length=128)
     made = [predict(one, each["fp32-full-sdpa"], recipe, layout) for one, each in ((shape, tapes), (alone, blind))]
     more = sum(p.numel() for p in inspect_model.build("sees", config).parameters()) - capacity.model_numel(alone)
     assert made[0].peak.live[OPTIMIZER] - made[1].peak.live[OPTIMIZER] == 8 * more

@@ -17,6 +17,7 @@ from conftest import PROBE, SFT, Finished, accelerate_launch
 from test_training import PER_RANK, RANKS, STEPS, make_config, sft_args
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
 
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
@@ -415,7 +416,7 @@ def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
     """A step as predicted for eight H100, but for the blocks' backward, which takes half as long again."""
     found = trace_store.find("meta-llama/Llama-3.1-8B")
     assert found
-    recipe, layout, gpu = Recipe(rows=1, length=2048), Layout("fsdp2", 1, 8, 8), gpus.find("H100")
+    recipe, layout, gpu = Recipe(rows=1, length=2048), Layout(Engine.FSDP2, 1, 8, 8), gpus.find("H100")
     plan = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, gpu, 0)
     before, stretches = plan.between_bytes, []
     for number, one in enumerate(plan.stretches):

@@ -38,7 +38,7 @@ from accel_fsdp.training.reporting import Tally, beginning, line, model_card, ru
 
 SCARCE = ROOT / "tests" / "scarce.py"
 LLAMA = "meta-llama/Llama-3.1-8B"
-SHARDED = Layout("fsdp2", 1, 8, 8)
+SHARDED = Layout(Engine.FSDP2, 1, 8, 8)
 
 
 def llama(**recipe: object) -> run_plan.Forecast:
@@ -178,7 +178,7 @@ def test_the_plan_takes_for_ddp_what_the_yaml_calls_ddp(kind: str, tmp_path: Pat
     given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     job = run_plan.job_of(model, given, accelerator)  # type: ignore[arg-type]
     is_ddp = JobConfig({"distributed_type": kind}).engine is Engine.DDP
-    assert is_ddp == (job is not None and job.layout.engine == "ddp")
+    assert is_ddp == (job is not None and job.layout.engine is Engine.DDP)
     assert (job is None) == (kind in ("XLA", "MEGATRON_LM"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import accel_fsdp
 
-from accel_fsdp.config import STRATEGIES, Method
+from accel_fsdp.config import STRATEGIES, Engine, Method
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Layout
 from accel_fsdp.prediction import advice
@@ -26,7 +26,7 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
     model: str, machine: str, count: int, checkpointing: bool, offload: bool, tmp_path: Path
 ) -> None:
     one, _ = machines.parse(machine)
-    found = advice.advise(model, one, Layout("fsdp2", 1, one.count * count, one.count))
+    found = advice.advise(model, one, Layout(Engine.FSDP2, 1, one.count * count, one.count))
     assert found is not None
     assert (found.checkpointing, found.offload, found.fits) == (checkpointing, offload, True)
     path, number = tmp_path / "fsdp.yaml", str(count)
@@ -43,7 +43,7 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
 @pytest.mark.parametrize(("method", "verdict"), [("full", "no"), ("qlora", "yes")])
 def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
     one, _ = machines.parse("1xA100-80GB")
-    found = advice.advise("meta-llama/Llama-3.1-70B", one, Layout("single", 1, 1, 1), method)
+    found = advice.advise("meta-llama/Llama-3.1-70B", one, Layout(Engine.NONE, 1, 1, 1), method)
     assert found is not None
     assert found.verdict == verdict
     assert found.words.startswith(f"needs {found.needed_gib:,.1f} of 79.2 GiB")
@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
 
 
 def test_there_is_no_advice_without_the_model_or_the_gpu() -> None:
-    layout = Layout("fsdp2", 1, 8, 8)
+    layout = Layout(Engine.FSDP2, 1, 8, 8)
     assert advice.advise("me/unheard-of", machines.parse("8xH100")[0], layout) is None
     assert advice.advise("gpt2", machines.parse("8xH1OO")[0], layout) is None
     assert advice.advise("gpt2", machines.CPU, layout) is None

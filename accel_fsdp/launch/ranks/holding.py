@@ -148,13 +148,13 @@ def _engine(model: Any) -> str:
     if _deepspeed(model):
         return deepspeed_name(model.zero_optimization_stage())
     if isinstance(model, DistributedDataParallel):
-        return Engine.DDP.value
+        return Engine.DDP.label
     fsdp1 = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if fsdp1 is not None:
-        return f"{Engine.FSDP1.value} {fsdp1.sharding_strategy.name}"
+        return f"{Engine.FSDP1.label} {fsdp1.sharding_strategy.name}"
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return Engine.FSDP2.value
-    return Engine.NONE.value
+        return Engine.FSDP2.label
+    return Engine.NONE.label
 
 
 def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:

@@ -297,7 +297,7 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
             continue
         yield Finding(
             f"parallelism_config.{key}",
-            f"{subject.engine.value} does not use {key}",
+            f"{subject.engine.label} does not use {key}",
             "DeepSpeed shards as zero_stage says" if counts else "Accelerate stops, or runs without it",
             f"{key}: 1, or "
             + ("distributed_type: DEEPSPEED" if known.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -47,7 +48,7 @@ class Zero(EngineMemory):
         return False
 
     def _whole(self) -> Layout:
-        return Layout("single", 1, 1, 1)
+        return Layout(Engine.NONE, 1, 1, 1)
 
     def _trained_numel(self) -> int:
         return self.total(lambda unit: sum(one.numel for one in unit.held if one.trained))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -96,7 +97,7 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     cast for themselves.
     """
     casts = recipe.precision != "no" and shards.master_bytes(recipe, layout) == state_bytes.MASTER
-    whole = layout.engine in ("single", "ddp") and recipe.recomputes
+    whole = layout.engine in (Engine.NONE, Engine.DDP) and recipe.recomputes
     if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
         return 0
     return state_bytes.LOW * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.allocator import AllocatorSettings, Block, CachingAllocator
@@ -186,7 +187,7 @@ def reserve(
     `capacity_bytes` is what the allocator can get; None is without a limit.
     """
     allocator = CachingAllocator(settings, capacity_bytes)
-    meter = AllocatingMeter(allocator=allocator, flat=layout.engine == "fsdp1")
+    meter = AllocatingMeter(allocator=allocator, flat=layout.engine is Engine.FSDP1)
     meter.per_parameter = 2 if recipe.optimizer.startswith("adamw") else 1
     quirks = quirks or quirks_here(shape.model_type, recipe)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from accel_fsdp.config import TORCH_DTYPES
+from accel_fsdp.config import TORCH_DTYPES, Engine
 from accel_fsdp.job import Layout, OptimizerName, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory.shape import ModelShape, Parameter
@@ -65,7 +65,7 @@ def master_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a trained weight at rest."""
     if recipe.method != "full":
         return state_bytes.MASTER if recipe.lora_dtype == "float32" else state_bytes.DTYPE_BYTES[recipe.dtype]
-    mixed, zero = recipe.precision != "no", layout.engine == "zero"
+    mixed, zero = recipe.precision != "no", layout.engine is Engine.DEEPSPEED
     return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], mixed, layout.is_fsdp, zero)
 
 
@@ -75,7 +75,7 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
     accelerate 1.15 (`fsdp2_prepare_model`) gives FSDP2 a unit for an untied input embedding and one for the last norm
     and the head. FSDP1, and FSDP2 with tied embeddings, have all of them in one, which comes first.
     """
-    if layout.engine != "fsdp2" or shape.tied:
+    if layout.engine is not Engine.FSDP2 or shape.tied:
         return shape.outer, ()
     embedding = tuple(one for one in shape.outer if one.kind == "embedding")
     return embedding, tuple(one for one in shape.outer if one.kind != "embedding")
@@ -124,7 +124,7 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
 
 
 def _is_widened(one: Parameter, recipe: Recipe, layout: Layout) -> bool:
-    whole = recipe.method == "qlora" and layout.engine in ("single", "ddp")
+    whole = recipe.method == "qlora" and layout.engine in (Engine.NONE, Engine.DDP)
     return whole and (recipe.wide == "rest" or (recipe.wide == "norms" and one.kind == "norm"))
 
 
@@ -166,7 +166,7 @@ def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
 @lru_cache(CACHED)
 def shard_bytes(unit: Unit, layout: Layout) -> int:
     """The bytes of one unit's parameters at rest on rank 0."""
-    if layout.engine == "fsdp1":
+    if layout.engine is Engine.FSDP1:
         return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.held)))
     return round(sum(shard_numel(one, layout.shard_ranks) * one.stored for one in unit.held))
 
@@ -189,7 +189,7 @@ def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
     whole = sum(one.numel for one in unit.held if one.quantized) * (state_bytes.NF4_BYTES - 0.5)
-    return round(whole if layout.engine == "fsdp1" else whole / layout.shard_ranks)
+    return round(whole if layout.engine is Engine.FSDP1 else whole / layout.shard_ranks)
 
 
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
@@ -206,7 +206,8 @@ def _optimizer_bytes(unit: Unit, optimizer: OptimizerName, master: int, layout: 
             optimizer,
             shard_shape(one, layout.shard_ranks),
             master,
-            embedding=one.embedding and layout.engine != "zero",  # whose partitions are no embedding's any more
+            embedding=one.embedding
+            and layout.engine is not Engine.DEEPSPEED,  # whose partitions are no embedding's any more
         )
         for one in unit.held
         if one.trained
@@ -215,7 +216,7 @@ def _optimizer_bytes(unit: Unit, optimizer: OptimizerName, master: int, layout: 
 
 def _optimized_numel(unit: Unit, layout: Layout) -> int:
     ranks = layout.shard_ranks
-    if layout.engine == "fsdp1":
+    if layout.engine is Engine.FSDP1:
         groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
         return sum(first_numel(group, layout) for group in groups)
     return sum(shard_numel(one, ranks) for one in unit.held if one.trained)
@@ -225,7 +226,7 @@ def _optimized_numel(unit: Unit, layout: Layout) -> int:
 def gathered_bytes(unit: Unit, layout: Layout) -> int:
     """The unit unsharded, in the dtype of forward and backward, padding included."""
     ranks = layout.shard_ranks
-    if layout.engine == "fsdp1":
+    if layout.engine is Engine.FSDP1:
         groups = _flat_groups(unit.held)
         return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * ranks
     return round(sum(shard_numel(one, ranks) * ranks * _used_bytes(one) for one in unit.held))
@@ -243,7 +244,7 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
     """The trained parameters' elements, whole or as the shard, padding included, times `per_element`."""
     ranks = layout.shard_ranks
     times = 1 if shard else ranks
-    if layout.engine == "fsdp1":
+    if layout.engine is Engine.FSDP1:
         groups = [g for g in _flat_groups(unit.held) if g and any(one.trained for one in g)]
         return round(sum(flat_numel(g, layout) for g in groups) * times * per_element)
     return round(sum(shard_numel(one, ranks) for one in unit.held if one.trained) * times * per_element)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -150,7 +151,7 @@ class Walk:
         engine.frees_output_late = quirks.frees_output_late
         engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
         played = play(shape, tapes, recipe, layout, quirks)
-        retains = quirks.keeps_block_gradients and layout.engine == "fsdp1" and layout.shard_ranks > 1
+        retains = quirks.keeps_block_gradients and layout.engine is Engine.FSDP1 and layout.shard_ranks > 1
         retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
         tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return cls(

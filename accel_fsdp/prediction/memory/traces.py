@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from accel_fsdp.config import LOW_DTYPES, Method
+from accel_fsdp.config import LOW_DTYPES, Engine, Method
 from accel_fsdp.job import SHARDING_KINDS, Kernels, LoraTargets, Recipe, Wide
 
 ROUND_BYTES = 512
@@ -200,11 +200,13 @@ def variant_of(recipe: Recipe, engine: str) -> str:
     mixed = recipe.precision != "no"
     sharded = engine in SHARDING_KINDS
     low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
-    kept_wide = not sharded or (engine != "zero" and not mixed)  # under FSDP1 adapters are flat parameters of their own
+    kept_wide = not sharded or (
+        engine is not Engine.DEEPSPEED and not mixed
+    )  # under FSDP1 adapters are flat parameters of their own
     kept_wide = kept_wide and recipe.lora_dtype == "float32"
     return Variant(
         weights="bf16" if low else "fp32",
-        autocast=mixed and engine != "zero",
+        autocast=mixed and engine is not Engine.DEEPSPEED,
         method=recipe.method,
         adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
         attention="eager" if recipe.attention == "eager" else "sdpa",
