@@ -119,6 +119,17 @@ def is_installed(library: str) -> bool:
     return find_spec(library) is not None
 
 
+def versions_of(libraries: Iterable[str]) -> dict[str, str]:
+    """The installed versions of these libraries, without those that are missing; imports none."""
+    from importlib import metadata
+
+    versions = {}
+    for library in libraries:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[library] = metadata.version(library)
+    return versions
+
+
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
     "accelerate": ("1.15.0", "1.15.0"),

@@ -1,13 +1,6 @@
 """NaN and infinity in weights: a run that has diverged leaves files that load, and answer nothing."""
 
-from pathlib import Path
-
-from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import file_names, summary
-from accel_fsdp.checkpoints.tensor_storage import damaged
-
 CACHED_BYTES = 1 << 17
-READ_BYTES = 1 << 24
 NOT_FINITE = {
     **{"F64": ("<u8", 0x7FF0000000000000), "F32": ("<u4", 0x7F800000), "C64": ("<u4", 0x7F800000)},
     **{"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F8_E5M2": ("u1", 0x7C), "F8_E4M3": ("u1", 0x7F)},
@@ -29,24 +22,3 @@ def count(content: memoryview, dtype: str) -> int:
         if exponents.max() == mask:
             odd += int((exponents == mask).sum())
     return odd
-
-
-def in_folder(folder: Path) -> dict[str, int]:
-    """The tensors of a folder's safetensors files with numbers that are NaN or infinite, and how many of them.
-
-    Raises:
-        UserError: a file is damaged.
-    """
-    found: dict[str, int] = {}
-    for path in sorted(folder.glob(file_names.ALL_SAFETENSORS)):
-        tensors = summary.tensors_of(path)
-        if tensors is None:
-            raise damaged(path, "is damaged or cut short")
-        with untrusted_files.opened(path) as file:
-            for name, one in tensors.items():
-                file.seek(one.start)
-                for at in range(one.start, one.end, READ_BYTES):
-                    content = file.read(min(READ_BYTES, one.end - at))
-                    if odd := count(memoryview(content), one.dtype):
-                        found[name] = found.get(name, 0) + odd
-    return found

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES
 from accel_fsdp.errors import UserError
 
 LENGTH_BYTES = 8
 LARGEST_HEADER = 100_000_000  # the format's own limit
-BITS = {
-    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
-    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
-    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
-}
+BITS = {name: 8 * size for name, size in ITEM_BYTES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Per element, of all dtypes that the format knows."""
 METADATA, PARTS = "__metadata__", "DCP_SHARDING_INFO"
 FIELDS = {"dtype", "shape", "data_offsets"}

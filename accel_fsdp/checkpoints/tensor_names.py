@@ -4,16 +4,15 @@ Adapters stand in a model, which may hold several, or in a file of their own.
 """
 
 import re
-import signal
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.time_limits import at_most
 
-WRAPPER_SEGMENTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""The names under which FSDP1, activation checkpointing and torch.compile hold what they wrap."""
 PEFT_PREFIX = "base_model.model."
 LORA = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.|$)")
 TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -39,8 +38,8 @@ SHOWN = 60
 
 def clean_name(name: str) -> str:
     """The name of a module or parameter as it was before FSDP, activation checkpointing or torch.compile wrapped it."""
-    for segment in WRAPPER_SEGMENTS:
-        name = name.replace(segment, "")
+    for wrapper in WRAPPERS:
+        name = name.replace(f"{wrapper}.", "")
     return name
 
 
@@ -98,7 +97,7 @@ def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
     patterns += [made.format(one) for key, made in EXTENDED.items() for one in _listed(settings.get(key))]
     names, pattern = list(modules), ""
     try:
-        with _at_most(PATTERN_SECONDS):
+        with at_most(PATTERN_SECONDS):
             for pattern in patterns:
                 found = re.compile(pattern)
                 for name in names:
@@ -169,25 +168,6 @@ def saves(settings: Mapping[str, Any], tensor: str) -> bool:
 def pattern_of(key: str) -> str:
     """How PEFT reads a key of `rank_pattern` and `alpha_pattern`."""
     return rf"(.*\.)?({key})$"
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Ends the block with a TimeoutError after that time, where a signal can do so."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def plain(name: str) -> str:

@@ -83,11 +83,6 @@ def clashes(setup: Setup) -> list[Clash]:
     return [one for one in TABLE if one.found(setup)]
 
 
-def fatal(setup: Setup) -> Clash | None:
-    """The first clash for which this job must not be recommended, or started with train/sft.py; None if none."""
-    return next((one for one in clashes(setup) if not one.mended), None)
-
-
 def recompute_by(engine: Engine, method: Method) -> Recompute:
     """Who should recompute activations: FSDP where it can, as it gathers no layer twice; with an adapter the script.
 
@@ -233,4 +228,3 @@ TABLE: tuple[Clash, ...] = (
         mended=True,
     ),
 )  # fmt: skip
-NAMED = {one.name: one for one in TABLE}

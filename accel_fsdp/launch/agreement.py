@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import __version__
-from accel_fsdp.errors import UserError, one_line
+from accel_fsdp.errors import UserError, one_line, versions_of
 from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
@@ -122,11 +121,8 @@ def _shown(value: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Of this package and the libraries that a job depends on; none is imported."""
-    found = {"accel-fsdp": __version__}
-    for name in (*LIBRARIES, *NCCL):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found["nccl" if name in NCCL else name] = metadata.version(name)
-    return found
+    found = versions_of((*LIBRARIES, *NCCL))
+    return {"accel-fsdp": __version__} | {"nccl" if name in NCCL else name: found[name] for name in found}
 
 
 def is_compared(variable: str) -> bool:

@@ -11,7 +11,7 @@ from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources
 from .inputs import command_words as command_words
 from .inputs import parse_command_line as parse_command_line
-from .inputs import read_args as read_args
+from .inputs import read_given as read_given
 from .inputs import read_launch as read_launch
 from .inputs import read_subject as read_subject
 from .inputs import starter_of as starter_of

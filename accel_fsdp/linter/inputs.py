@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import importlib.metadata
 import json
 import re
 import shlex
@@ -16,15 +15,13 @@ import yaml
 from accel_fsdp import flag_words
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config, yaml_file
-from accel_fsdp.errors import NotInstalled, UsageError, UserError
+from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.flags import Sources
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.models import ModelFacts
 
-PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
-
-
+LIBRARIES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors", "deepspeed")
 NO_ARGUMENTS = "there are no arguments to compare the YAML with"
 GIVE_ARGUMENTS = (
     "--args FILE, which holds a YAML or JSON mapping, or a command line; "
@@ -145,7 +142,7 @@ def read_subject(
         job.doubled,
         args=given.args,
         model=given.model,
-        versions=installed_versions(),
+        versions=versions_of(LIBRARIES),
         starter=given.starter,
         checkpoint=given.checkpoint,
         script=given.script,
@@ -220,15 +217,6 @@ def _script_in(words: list[str]) -> str:
     return next((word for word in words if word.endswith(".py")), "")
 
 
-def read_args(path: Path) -> dict[str, Any]:
-    """Reads a script's arguments: a YAML or JSON mapping, or a command line with `--name value` words.
-
-    Raises:
-        UsageError: it can't be read or holds neither.
-    """
-    return _arguments(path, _arguments_text(path))
-
-
 def _arguments_text(path: Path) -> str:
     return yaml_file.read_text(path, why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS)
 
@@ -258,14 +246,3 @@ def parse_command_line(words: list[str]) -> dict[str, Any]:
         following = words[position + 1] if position + 1 < len(words) else "--"
         args[flag_words.field_name(name)] = value if equals else True if following.startswith("--") else following
     return args
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the libraries that rules depend on; what is not installed is left out. Imports none of them."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

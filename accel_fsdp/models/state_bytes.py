@@ -9,9 +9,10 @@ moments in the dtype of the weight; FSDP with mixed precision keeps float32 mast
 import math
 from collections.abc import Mapping, Sequence
 
+from accel_fsdp.checkpoints import ITEM_BYTES, TORCH_NAMES
 from accel_fsdp.config import Method
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {TORCH_NAMES[short]: ITEM_BYTES[short] for short in ("F32", "BF16", "F16")}
 MASTER = DTYPE_BYTES["float32"]
 LOW = DTYPE_BYTES["bfloat16"]
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)

@@ -43,12 +43,6 @@ LABELS = {
     "chunked_loss": "Loss in chunks",
 }
 """The fields of `PlanCommand` that the page has, in its order, and what it calls them."""
-NOT_HERE = frozenset(
-    {"kernels", "config", "output", "json", "html", "force"}
-    | {"args", "compare", "prices", "dataset_rows", "epochs", "disk_speed", "eval_rows"}
-)
-"""Its other fields: files and prints, which a page doesn't have, kernels, which have to be recorded with torch, and
-what is about a job that has been written or about several machines."""
 RECORDED_LATER = {"attention": ("eager",), "checkpointing": ("selective",)}
 """Choices that no model of the catalogue has been recorded with; a link that has one is told so."""
 

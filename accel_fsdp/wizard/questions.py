@@ -226,7 +226,6 @@ QUESTIONS: tuple[Question, ...] = (
         check=validation.check_port,
     ),
 )
-BY_FIELD = {question.field: question for question in QUESTIONS}
 
 
 def to_answers(context: Context) -> Answers:

@@ -144,8 +144,6 @@ def test_numbers_that_are_none_stop_an_export(
     with pytest.raises(UserError, match="4 numbers are NaN"):
         export(out, check=True)
     export(out, check=True, allow_non_finite=True)
-    if format == "safetensors":
-        assert finite.in_folder(out) == {NAME: 3, "model.norm.weight": 1}
 
 
 def test_a_model_of_nan_without_report(tiny_model: Path, tmp_path: Path) -> None:

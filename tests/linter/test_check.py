@@ -16,7 +16,7 @@ from test_config import answers
 from accel_fsdp import cli, linter
 from accel_fsdp.config import BY_NAME, yaml_file
 from accel_fsdp.errors import UsageError
-from accel_fsdp.linter import parse_command_line, read_args
+from accel_fsdp.linter import Sources, parse_command_line, read_given
 from accel_fsdp.linter.rules import RULES, Finding, Severity, Subject
 from accel_fsdp.linter.rules import run as run_rules
 from accel_fsdp.wizard import Answers, to_yaml
@@ -324,7 +324,7 @@ def test_what_holds_no_arguments(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_args(path)
+        read_given(Sources(args=path))
     assert "Accelerate YAML" not in str(caught.value)
     assert "--args FILE, which holds" in caught.value.fix
 
@@ -348,7 +348,7 @@ def test_arguments_come_in_three_forms(tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        assert read_args(tmp_path / name) == {"optim": "adafactor", "bf16": True}
+        assert read_given(Sources(args=tmp_path / name)).args == {"optim": "adafactor", "bf16": True}
 
 
 def test_a_key_without_its_prefix_is_named_as_the_file_writes_it(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
     """GPT-2 too, which has 1,024 positions."""
     for model, length in (("llama-3.1-8b", "2,048"), ("gpt2", "1,024")):
         context = interview.interview({"model": model, "gpus": "8xH100"}, {}, defaults=True).settled(until="strategy")
-        question = questions.BY_FIELD["strategy"]
+        question = next(one for one in questions.QUESTIONS if one.field == "strategy")
         assert f"1 x {length} tokens" in question.default(context)[1]
         job = planner.make_job(planner.PlanOptions(model, "8xH100", None, Recipe()))
         table = {search.name_of(one.layout): one for one in search.table(job)}

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.config import Engine, deepspeed_name
 from accel_fsdp.launch.ranks.events import Event
 from accel_fsdp.library_internals import Internal
@@ -23,8 +24,8 @@ RELIES_ON = (
 DEEPSPEED_ALIGNMENT = 2
 """Elements: DeepSpeed fills up each rank's part of a group of parameters to a multiple of so many
 (`DeepSpeedZeroOptimizer.nccl_start_alignment_factor`)."""
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
-"""The names under which wrappers hold what they wrap; `module` is DDP's and DeepSpeed's."""
+WRAPPERS = (*tensor_names.WRAPPERS, "module")
+"""The last is DDP's and DeepSpeed's."""
 
 
 @dataclass(frozen=True)

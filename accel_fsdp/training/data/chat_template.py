@@ -5,13 +5,12 @@ trial conversation, and every turn that is found is held against the row's own t
 """
 
 import re
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import time_limits
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import read_tokenizer
 from accel_fsdp.training.data.columns import BadRow, Chat
@@ -61,23 +60,15 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Writes a trial conversation in bounded time: a template is a program, and may loop for years.
 
-    What it raises is left to the rows, which may be what it expects. Elsewhere than in the main thread of a POSIX
-    system there is no alarm, and no bound.
+    What it raises is left to the rows, which may be what it expects.
 
     Raises:
         UserError: it takes longer than `TRIAL_SECONDS`.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        return
-
-    def late(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)
+    asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
-        asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-        tokenizer.apply_chat_template(asked, tokenize=False)
+        with time_limits.at_most(TRIAL_SECONDS):
+            tokenizer.apply_chat_template(asked, tokenize=False)
     except TimeoutError as error:
         raise UserError(
             f"the chat template takes more than {TRIAL_SECONDS:.0f} seconds for a question and its answer",
@@ -86,9 +77,6 @@ def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
         ) from error
     except Exception:  # templates raise what they like
         pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> None:
