@@ -148,16 +148,11 @@ def refuse_existing(
 
 
 def existing_part(path: Path) -> Path:
-    """`path`, or its nearest parent that exists."""
     return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
 
 
 def check_writable(folder: Path) -> None:
-    """Proves that `folder` can be made and written to, before hours of work depend on it. Leaves nothing behind.
-
-    Raises:
-        UserError: it can't.
-    """
+    """Proves that `folder` can be made and written to, before hours of work depend on it. Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=existing_part(folder)) as probe:
             probe.write(b"x")
@@ -171,9 +166,6 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
 
     An existing `target` stays in place, complete, until the new folder is. Without `sync` the files may still be on
     their way to the disk at the end.
-
-    Raises:
-        UserError: another process is at it.
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     with _folder(target.parent), _alone(target):
@@ -197,7 +189,6 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Also where Ctrl-C comes meanwhile."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
@@ -253,9 +244,6 @@ def only_run(folder: Path) -> "FileLock":
     """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another.
 
     The system drops the lock when the process ends, however it ends.
-
-    Raises:
-        UserError: another run holds it.
     """
     from filelock import FileLock, Timeout
 
@@ -295,7 +283,6 @@ def sync_names(folder: Path) -> None:
 
 
 def file_mode() -> int:
-    """The permissions of a new file under the current umask."""
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask

@@ -35,7 +35,6 @@ BEFORE_ARGS = {"launch": 2, "script": 3}
 
 
 def main() -> None:
-    """Entry point of `accel-fsdp`."""
     words = sys.argv[1:]
     launches, code = words[:1] == ["launch"], 0
     if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
@@ -262,7 +261,6 @@ class Command:
     run: Callable[[Any, tuple[str, ...]], int]
 
     def flags(self) -> type:
-        """The class that they are parsed into."""
         room, _, name = self.place.partition(":")
         found: type = getattr(import_module(room), name)
         return found

@@ -18,7 +18,6 @@ class Stdout(Console):
     """A console whose failures are the user's to mend, such as a full disk."""
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """As rich does."""
         with to_stdout():
             super().print(*objects, **how)
 
@@ -41,7 +40,6 @@ def answered(question: str, answer: str) -> None:
 
 
 def show_yaml(text: str, title: str) -> None:
-    """A preview of the file that would be written."""
     from rich.syntax import Syntax  # it loads a lexer, which few commands need
 
     talk.print(

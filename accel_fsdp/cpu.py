@@ -68,11 +68,7 @@ def enable() -> bool:
 
 
 def begin_rank() -> None:
-    """Prepares a process that is a rank and nothing else, whatever its YAML and its script are: `enable`, and more.
-
-    Raises:
-        UserError: as of `enable`.
-    """
+    """Prepares a process that is a rank and nothing else, whatever its YAML and its script are: `enable`, and more."""
     if enable():
         if is_installed("transformers"):
             allow_bf16()

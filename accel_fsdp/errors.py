@@ -90,7 +90,6 @@ class NotInstalled(UserError):
 
     @classmethod
     def of(cls, library: str, purpose: str = "this") -> "NotInstalled":
-        """For one of `LIBRARIES`; `purpose` begins the sentence."""
         return cls(
             f"{purpose} needs {library}, which isn't installed in {sys.prefix}",
             why="the light installation leaves it out",
@@ -102,18 +101,13 @@ class NotInstalled(UserError):
 
 
 def require(purpose: str, *libraries: str) -> None:
-    """Goes on if all of these libraries are installed; imports none.
-
-    Raises:
-        NotInstalled: one isn't.
-    """
+    """Raises unless all of these libraries are installed; imports none."""
     for library in libraries:
         if not is_installed(library):
             raise NotInstalled.of(library, purpose)
 
 
 def is_installed(library: str) -> bool:
-    """Whether a library could be imported; doesn't import it."""
     from importlib.util import find_spec  # a tenth of the time of --help, as metadata below
 
     return find_spec(library) is not None
@@ -277,11 +271,7 @@ def _too_long(error: OSError) -> UsageError:
 
 @contextlib.contextmanager
 def to_stdout() -> Iterator[None]:
-    """Around what prints: a stdout that takes no more, such as a file on a full disk, becomes a `UserError`.
-
-    Raises:
-        UserError: it does.
-    """
+    """Around what prints: a stdout that takes no more, such as a file on a full disk, becomes a `UserError`."""
     try:
         try:
             yield

@@ -26,21 +26,15 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it stands alone."""
         return self.types == (bool,)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it takes, where those are named."""
         return tuple(word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
-    """Goes on if each flag among `words` is one of `declared`, the class that they will be parsed into, with its value.
-
-    Raises:
-        UsageError: one isn't, or has a value that it can't have.
-    """
+    """Raises unless each flag among `words` is one of `declared`, the class that is parsed into, with its value."""
     flags, places = flags_of(declared), _places_of(declared)
     if set(words) & set(HELP) or any(word.startswith("--tyro-") for word in words):
         return
@@ -118,7 +112,6 @@ def is_flag(word: str) -> bool:
 
 
 def flag_of(field: str) -> str:
-    """The flag that is parsed into a field: max_steps is --max-steps."""
     return f"--{field.replace('_', '-')}"
 
 
@@ -128,11 +121,7 @@ def field_name(word: str) -> str:
 
 
 def _check(command: str, flag: Flag, value: str) -> None:
-    """Refuses a value that isn't of the flag's types.
-
-    Raises:
-        UsageError: it isn't.
-    """
+    """Refuses a value that isn't of the flag's types."""
     if flag.is_switch:
         raise UsageError(
             f"{flag.name} takes no value, and {value} is one",

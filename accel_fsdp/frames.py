@@ -48,6 +48,5 @@ def stack_of(thread: int) -> list[Spot]:
 
 
 def text_of(stack: Sequence[Spot]) -> str:
-    """A stack as Python prints one, with the lines of the source."""
     frames = [traceback.FrameSummary(spot.code.co_filename, spot.line, spot.code.co_name) for spot in reversed(stack)]
     return "".join(traceback.format_list(frames))

@@ -43,7 +43,6 @@ STYLE = f"{OWN_STYLE}{svg.STYLE}"
 
 
 def page(title: str, subject: str, body: Iterable[str]) -> str:
-    """The whole page; `body` is HTML, `title` and `subject` are text."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}: {escape(subject)}</title>"
@@ -54,12 +53,10 @@ def page(title: str, subject: str, body: Iterable[str]) -> str:
 
 
 def section(title: str, lead: str, content: str) -> str:
-    """A heading, a sentence below it, and HTML."""
     return f"<section><h2>{escape(title)}</h2><p>{escape(lead)}</p>{content}</section>"
 
 
 def figure(drawings: Sequence[str], caption: str) -> str:
-    """The drawings of one figure in all widths, with a caption."""
     return f"<figure>{''.join(drawings)}<figcaption>{escape(caption)}</figcaption></figure>"
 
 

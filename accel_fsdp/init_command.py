@@ -19,8 +19,6 @@ NATIVE, README = "train/native.py", "train/README.md"
 
 @dataclass(frozen=True)
 class InitCommand:
-    """Its flags."""
-
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR", help="The project; made if need be.")]
     config: Annotated[
         str, tyro.conf.arg(metavar="NAME", help="Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...")
@@ -29,7 +27,6 @@ class InitCommand:
 
 
 def configs() -> dict[str, Path]:
-    """The ready-made YAMLs by name."""
     return {path.stem: path for path in sorted((shipped.source() / "accelerate_configs").glob("*.yaml"))}
 
 
@@ -73,11 +70,7 @@ def _needed(text: str, path: str) -> str:
 
 
 def _refuse_file(target: Path) -> None:
-    """Goes on if a project can lie there: nothing on the way to it is a file.
-
-    Raises:
-        UserError: something is.
-    """
+    """Raises unless a project can lie there: nothing on the way to it is a file."""
     for place in (target, *target.parents):
         if os.path.exists(place) and not os.path.isdir(place):  # without a right to look in, atomic_files says so
             raise UserError(

@@ -23,7 +23,6 @@ class LaunchEnvironment:
 
     @classmethod
     def now(cls) -> "LaunchEnvironment":
-        """That of this process."""
         return cls(dict(os.environ))
 
     def _is_on(self, name: str, default: bool = False) -> bool:
@@ -44,12 +43,10 @@ class LaunchEnvironment:
 
     @property
     def rank(self) -> int:
-        """In the job, from 0."""
         return int(self.variables.get("RANK", "0"))
 
     @property
     def local_rank(self) -> int:
-        """On this machine, from 0."""
         return int(self.variables.get("LOCAL_RANK", "0"))
 
     @property
@@ -59,12 +56,10 @@ class LaunchEnvironment:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
         return int(self.variables.get("WORLD_SIZE", "1"))
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on this machine; all where the launcher doesn't say."""
         return int(self.variables.get("LOCAL_WORLD_SIZE", self.world_size))
 
     @property
@@ -80,17 +75,14 @@ class LaunchEnvironment:
 
     @property
     def machines(self) -> int:
-        """Those of the job."""
         return int(self.variables.get("GROUP_WORLD_SIZE", "1"))
 
     @property
     def main_address(self) -> str:
-        """Where ranks meet."""
         return self.variables.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """The port there."""
         return int(self.variables.get("MASTER_PORT", "0"))
 
     @property
@@ -127,57 +119,46 @@ class LaunchEnvironment:
 
     @property
     def settings(self) -> dict[str, str]:
-        """All that it exported, by name."""
         return {name: value for name, value in sorted(self.variables.items()) if name.startswith(EXPORTED)}
 
     @property
     def mixed_precision(self) -> str:
-        """`bf16`, `fp16`, `fp8` or `no`."""
         return self.variables.get("ACCELERATE_MIXED_PRECISION", "no")
 
     @property
     def uses_cpu(self) -> bool:
-        """No accelerator is to be used."""
         return self._is_on("ACCELERATE_USE_CPU")
 
     @property
     def uses_deepspeed(self) -> bool:
-        """A DeepSpeed YAML."""
         return self._is_on("ACCELERATE_USE_DEEPSPEED")
 
     @property
     def uses_fsdp(self) -> bool:
-        """An FSDP YAML, of either version."""
         return self._is_on("ACCELERATE_USE_FSDP")
 
     @property
     def shards(self) -> bool:
-        """A YAML of FSDP or DeepSpeed."""
         return self.uses_fsdp or self.uses_deepspeed
 
     @property
     def uses_fsdp1(self) -> bool:
-        """An FSDP YAML that doesn't say version 2."""
         return self.uses_fsdp and not self.uses_fsdp2
 
     @property
     def uses_fsdp2(self) -> bool:
-        """An FSDP YAML with `fsdp_version: 2`."""
         return self.uses_fsdp and self.variables.get("FSDP_VERSION") == "2"
 
     @property
     def sharding_strategy(self) -> str:
-        """FSDP1's, by number or name in capitals."""
         return self.variables.get("FSDP_SHARDING_STRATEGY", "").upper()
 
     @property
     def state_dict_type(self) -> str:
-        """By name."""
         return self.variables.get("FSDP_STATE_DICT_TYPE", "")
 
     @property
     def wraps_layer_classes(self) -> bool:
-        """Whether units are the layers of named classes."""
         return self.uses_fsdp and self.variables.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "TRANSFORMER_BASED_WRAP"
 
     @property
@@ -188,27 +169,22 @@ class LaunchEnvironment:
 
     @property
     def ignores_modules(self) -> bool:
-        """Whether FSDP leaves some modules alone."""
         return bool(self.variables.get("FSDP_IGNORED_MODULES"))
 
     @property
     def loads_on_rank_zero(self) -> bool:
-        """`fsdp_cpu_ram_efficient_loading`."""
         return self._is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
     @property
     def recomputes_units(self) -> bool:
-        """`fsdp_activation_checkpointing`."""
         return self._is_on("FSDP_ACTIVATION_CHECKPOINTING")
 
     @property
     def flattens(self) -> bool:
-        """`fsdp_use_orig_params: false`."""
         return not self._is_on("FSDP_USE_ORIG_PARAMS", default=True)
 
     @property
     def syncs_module_states(self) -> bool:
-        """`fsdp_sync_module_states`."""
         return self._is_on("FSDP_SYNC_MODULE_STATES")
 
     @property

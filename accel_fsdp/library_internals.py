@@ -31,12 +31,10 @@ class Internal:
 
     @property
     def name(self) -> str:
-        """As one would write it in code."""
         return self.path.replace(":", ".")
 
     @property
     def library(self) -> str:
-        """The library that it belongs to."""
         return self.path.partition(":")[0].partition(".")[0]
 
 
@@ -55,12 +53,10 @@ class Patch:
 
     @property
     def library(self) -> str:
-        """The library that is changed."""
         return self.relies_on[0].library
 
     @property
     def is_needed(self) -> bool:
-        """Whether the installed version has the fault."""
         from importlib import metadata
 
         from packaging.version import Version

@@ -12,12 +12,10 @@ PACKAGE = Path(__file__).parent
 
 
 def command(code: str, *arguments: str) -> list[str]:
-    """What runs `code`, with `arguments` in its `sys.argv`."""
     places = [place for place in sys.path if isinstance(place, str) and place not in ("", os.curdir)]
     path = [*places, str(PACKAGE.parent)]  # also after os.chdir, where a relative place leads elsewhere
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments]
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """What runs a module as `python -m` does."""
     return command(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)

@@ -71,14 +71,12 @@ def _any_case(word: str) -> str:
 
 
 def readers(field: Field) -> str:
-    """The engines that read a key, in words."""
     if field.engines == frozenset(Engine):
         return "every engine"
     return ", ".join(engine.label for engine in Engine if engine in field.engines) or "nothing"
 
 
 def rules_page() -> str:
-    """The manual of all rules, in Markdown."""
     lines = [
         "# Rules of `accel-fsdp check`",
         "",
@@ -92,7 +90,6 @@ def rules_page() -> str:
 
 
 def keys_page() -> str:
-    """The manual of all keys, in Markdown."""
     lines = [
         "# Keys of an Accelerate YAML",
         "",
@@ -111,7 +108,6 @@ def keys_page() -> str:
 
 
 def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The facts of one catalogue entry, built anew from its configuration."""
     from transformers import AutoConfig
 
     facts = model_facts(name, AutoConfig.for_model(**settings))
@@ -128,7 +124,6 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def catalogue_text() -> str:
-    """The bundled catalogue with its facts renewed."""
     models = {
         name: entry | {"facts": catalogue_facts(name, entry["config"])} for name, entry in catalogue.entries().items()
     }
@@ -153,18 +148,15 @@ def recorded_texts() -> Iterator[tuple[str, str]]:
 
 
 def shipped() -> dict[str, str]:
-    """The ready-made YAMLs by file name, one per preset."""
     talks = {name: interview.Interview({}, {"model": MODEL, **given}) for name, given in PRESETS.items()}
     return {f"{name}.yaml": to_yaml.to_text(interview.answers(talk)) for name, talk in talks.items()}
 
 
 def covered() -> dict[str, list[str]]:
-    """The codes of the rules that see each row of `PAINS`."""
     return {pain: [one.code for one in linter.all_rules() if pain in one.pains] for pain in PAINS}
 
 
 def coverage_page() -> str:
-    """Which rules see which pain, and what stays unseen, in Markdown."""
     seen = covered()
     lines = [
         "# What goes wrong, and which rule sees it",
@@ -202,7 +194,6 @@ def plan_figures() -> dict[str, str]:
 
 
 def pages() -> dict[str, str]:
-    """Every generated file by its path in the repository."""
     return {
         "accelerate_configs/schema.json": json.dumps(schema(), indent=2) + "\n",
         "docs/rules.md": rules_page(),

@@ -8,5 +8,4 @@ SHIPPED = PACKAGE / "project"
 
 
 def source() -> Path:
-    """The folder in which `train/` and `accelerate_configs/` lie."""
     return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent

@@ -34,8 +34,6 @@ SMALL = 4  # of a capacity more than so many times the highest value only a word
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of a bar."""
-
     letter: str
     name: str
     gib: float
@@ -71,8 +69,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a GPU holds."""
-
     name: str
     gib: float
 
@@ -259,7 +255,6 @@ def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, s
 
 
 def standalone(figure: str) -> str:
-    """A figure as a file of its own, with its colours and a white ground."""
     colours = (
         "svg{--ink:#1c1c1c;--dim:#57606a;--back:#fff;--rule:#ddd;--limit:#a40e26;"
         "--c1:#0072b2;--c2:#d55e00;--c3:#009e73;background:#fff}"

@@ -59,7 +59,6 @@ def open_file(path: Path, within: Path | None = None) -> int:
 
 
 def _place(path: Path, within: Path) -> Path:
-    """Where the file really lies."""
     root, place = within.resolve(), path.resolve(strict=True)
     if place.is_relative_to(root) or _in_hub_cache(place, root):
         return place
@@ -76,11 +75,7 @@ def _in_hub_cache(place: Path, root: Path) -> bool:
 
 
 def check_folder(folder: Path, within: Path) -> None:
-    """Refuses a folder that is a link out of the one that the user named, or lies behind one.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuses a folder that is a link out of the one that the user named, or lies behind one."""
     try:
         _place(folder, within)
     except (OSError, RuntimeError, ValueError):  # whoever looks into it will say so
@@ -113,7 +108,6 @@ def _check_plain(path: Path, mode: int) -> None:
 
 
 def unreadable(path: Path, reason: str) -> UserError:
-    """The error for a file that is there and gives no bytes."""
     return UserError(
         f"{path} can't be read: {reason}",
         why="it may change what the files beside it mean",
@@ -142,11 +136,7 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | None:
-    """All of a file of at most `largest` bytes; None where there is none.
-
-    Raises:
-        UserError: it can't be read, or is larger.
-    """
+    """All of a file of at most `largest` bytes; None where there is none."""
     try:
         with opened(path, within) as file:
             size = os.fstat(file.fileno()).st_size
@@ -175,11 +165,7 @@ def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = Non
 def read_json(
     path: Path, within: Path | None = None, largest: int = LARGEST_JSON, most_values: int = MOST_VALUES
 ) -> dict[str, Any] | None:
-    """A file with a mapping in JSON; None where there is none.
-
-    Raises:
-        UserError: it can't be read, or is damaged.
-    """
+    """A file with a mapping in JSON; None where there is none."""
     content = read_bytes(path, largest, within)
     return None if content is None else mapping(content, path, most_values)
 

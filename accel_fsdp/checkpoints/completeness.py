@@ -76,7 +76,6 @@ class Parts:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether it is a folder to resume from and not an export."""
         held = self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
         return held and not self.exported
 
@@ -145,7 +144,6 @@ def abandon(checkpoint: Path) -> None:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    """All files but the marker."""
     found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
     found.pop(file_names.MARKER, None)
     return found
@@ -165,7 +163,6 @@ def _rank_in(name: str) -> str:
 
 
 def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
-    """A hash of each of these files, taken from several at a time."""
     names = list(names)
     with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
         return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
@@ -182,11 +179,7 @@ def _hash(path: Path, within: Path) -> str:
 
 
 def read(checkpoint: Path) -> Marker | None:
-    """The marker; None where there is none.
-
-    Raises:
-        UserError: it is cut short or odd, or no file that can be read.
-    """
+    """The marker; None where there is none."""
     path = checkpoint / file_names.MARKER
     content = untrusted_files.read_json(path)
     if content is None:
@@ -232,9 +225,6 @@ def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str,
 
     None where there is no marker. The one judgement of a marked checkpoint: resume, deletion, export and the linter ask
     it.
-
-    Raises:
-        UserError: the marker can't be read.
     """
     marker = read(checkpoint)
     if marker is None:
@@ -292,7 +282,6 @@ def lacking_to_resume(checkpoint: Path, held: Parts) -> list[str]:
 
 
 def by_deepspeed(checkpoint: Path) -> bool:
-    """Whether DeepSpeed wrote it."""
     return (checkpoint / file_names.LATEST).is_file()
 
 
@@ -339,9 +328,6 @@ def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0
 
     Each of several ranks reads a `part` of about the same size. Files that aren't there are passed over, and a marker
     without hashes, of an earlier version, tells nothing of bytes.
-
-    Raises:
-        UserError: the marker or a file can't be read.
     """
     marker = read(checkpoint)
     if marker is None:
@@ -396,13 +382,11 @@ def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path
 
 
 def origin_of(checkpoint: Path) -> Origin | None:
-    """What the marker says about the run; None without one."""
     marker = read(checkpoint)
     return marker.origin if marker else None
 
 
 def size_bytes(checkpoint: Path) -> int:
-    """What the checkpoint takes on disk."""
     return sum(path.stat().st_size for path in _files(checkpoint))
 
 

@@ -58,7 +58,6 @@ class _Format(Inert):
 
 
 def _member(kind: Any, name: Any) -> str:
-    """An enumeration's member, which some Python versions pickle through getattr."""
     if kind is not _Format:
         raise ValueError("getattr of something else")
     return str(name)
@@ -102,7 +101,6 @@ class Entry:
     chunks: tuple[tuple[tuple[int, ...], View], ...]
 
     def stored(self, name: str) -> Stored:
-        """It as one."""
         return tensor(name, self.dtype, self.shape, [view.piece(offsets) for offsets, view in self.chunks])
 
 
@@ -128,11 +126,7 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
 
 
 def listed(folder: Path, reader: FileReader, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
-    """The paths of all that a folder lists, with the pickled value where it is `wanted`, else None.
-
-    Raises:
-        UserError: as `entries`; or what is wanted is no pickled value.
-    """
+    """The paths of all that a folder lists, with the pickled value where it is `wanted`, else None."""
     with _listing(folder) as metadata:
         items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
         found = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
@@ -169,11 +163,7 @@ class _Chunks:
         self._kinds: dict[tuple[int, tuple[int, ...]], tuple[bytes, int, View]] = {}
 
     def view(self, item: _Item, sizes: tuple[int, ...]) -> Any:
-        """What lies there, said to be a tensor of these sizes.
-
-        Raises:
-            UserError: it is damaged, or names what isn't admitted.
-        """
+        """What lies there, said to be a tensor of these sizes."""
         if kind := self._kinds.get((item.length, sizes)):
             head, entry, like = kind
             crc = self.reader.bytes_of(item.path, item.start + entry + torch_zip.CRC_AT, CRC_BYTES)

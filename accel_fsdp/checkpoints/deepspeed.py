@@ -63,11 +63,7 @@ def folder_of(checkpoint: Path) -> Path | None:
 
 
 def latest(checkpoint: Path) -> str | None:
-    """The folder that DeepSpeed's file `latest` names; None where there is no such file.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """The folder that DeepSpeed's file `latest` names; None where there is no such file."""
     text = untrusted_files.read_text(checkpoint / file_names.LATEST, LONGEST_NAME)
     return None if text is None else text.strip()
 

@@ -28,13 +28,11 @@ class CheckpointLocation:
 
     @property
     def number(self) -> int:
-        """The step in the folder's name, where it is one of a checkpoint; else -1."""
         named = file_names.NUMBERED.fullmatch(self.folder.name)
         return int(named[1]) if named else -1
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights' files."""
         paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
         return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
 
@@ -79,11 +77,7 @@ def _is_dcp(folder: Path) -> bool:
 
 
 def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:
-    """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has.
-
-    Raises:
-        UserError: one holds other bytes than were written.
-    """
+    """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has."""
     places = [found.weights, *([found.optimizer] if optimizer and found.optimizer else [])]
 
     def read(name: str) -> bool:
@@ -154,7 +148,6 @@ def _single(folder: Path) -> CheckpointLocation | None:
 
 
 def is_single(path: Path) -> bool:
-    """Whether a file's name is one for weights."""
     return path.suffix in file_names.TORCH_SAVED and not path.name.startswith(file_names.NOT_WEIGHTS)
 
 
@@ -222,11 +215,7 @@ def _check_links(found: CheckpointLocation, named: Path) -> None:
 
 
 def of_adapter(found: CheckpointLocation, name: str) -> CheckpointLocation:
-    """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own."""
     untrusted_files.check_folder(found.folder / name, found.folder)
     inner = _adapter(found.folder / name)
     if inner is None and name != "default":
@@ -240,7 +229,6 @@ def of_adapter(found: CheckpointLocation, name: str) -> CheckpointLocation:
 
 
 def others(found: CheckpointLocation) -> list[str]:
-    """The adapters in folders of an adapter's folder."""
     return [path.name for path in _folders(found.folder) if found.kind == "adapter" and _adapter(path)]
 
 

@@ -9,7 +9,6 @@ NOT_FINITE = {
 
 
 def count(content: memoryview, dtype: str) -> int:
-    """How many numbers of some bytes are NaN or infinite; none of whole numbers."""
     import numpy as np
 
     if dtype not in NOT_FINITE:

@@ -88,11 +88,7 @@ def _full_optimizer(folder: Path, reader: FileReader) -> dict[tuple[str, ...], S
 
 
 def of_place(place: Path) -> dict[str, Stored]:
-    """The tensors of a model's folder, or of the one safetensors file that was named.
-
-    Raises:
-        UserError: as `of_folder` and `of_file`.
-    """
+    """The tensors of a model's folder, or of the one safetensors file that was named."""
     return of_folder(place) if place.is_dir() else of_file(place)
 
 
@@ -122,11 +118,7 @@ def of_folder(folder: Path) -> dict[str, Stored]:
 
 
 def of_file(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file.
-
-    Raises:
-        UserError: it is missing, cut short or none.
-    """
+    """The tensors of one safetensors file."""
     return _of_files(path.parent, [path.name])
 
 
@@ -221,7 +213,6 @@ def _check_unadapted(names: Mapping[str, Stored]) -> None:
 
 
 def _named(paths: Paths) -> dict[str, Stored]:
-    """By the model's own names, each of which stands for one tensor."""
     named: dict[str, Stored] = {}
     origins: dict[str, tuple[str, ...]] = {}
     for path, one in paths.items():
@@ -242,5 +233,4 @@ def _behind(path: tuple[str, ...]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Without what FSDP, torch.compile and DDP put into names."""
     return clean_name(name).removeprefix("module.")

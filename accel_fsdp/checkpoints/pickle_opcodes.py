@@ -118,7 +118,6 @@ class Machine:
         self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
 
     def run(self) -> Any:
-        """The value that is on the stack in the end."""
         content, end = self.content, len(self.content)
         while self.at < end:
             code = content[self.at]
@@ -136,7 +135,6 @@ class Machine:
         raise EOFError("it ends early")
 
     def pay(self, size: int) -> None:
-        """Takes so many bytes from what the pickle may make."""
         self.room -= size
         if self.room < 0:
             raise ValueError("it takes much more memory than it is long")
@@ -155,7 +153,6 @@ class Machine:
                     left += part.values()
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
         found = self.content[self.at : self.at + count]
         if len(found) < count:
             raise EOFError("it counts further than it is long")
@@ -163,14 +160,12 @@ class Machine:
         return found
 
     def number(self, width: int) -> int:
-        """The next bytes as a number."""
         if width == 1:  # as most are
             self.at += 1
             return self.content[self.at - 1]
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> bytes:
-        """The next line."""
         end = self.content.find(b"\n", self.at, self.at + LONGEST_LINE)
         if end < 0:
             raise EOFError("a line without end")
@@ -179,12 +174,10 @@ class Machine:
         return found
 
     def marked(self) -> list[Any]:
-        """What was put on the stack since the last mark, which goes."""
         found, self.stack = self.stack, self.below.pop()
         return found
 
     def find(self, module: str, name: str) -> Any:
-        """What an admitted name stands for."""
         key = ("builtins" if module == "__builtin__" else module, name)
         for names in (self.admitted, PLAIN):
             if key in names:
@@ -197,7 +190,6 @@ class Machine:
         )
 
     def call(self, made_by: Any, args: Any) -> Any:
-        """What an admitted function or kind makes."""
         admitted = isinstance(made_by, FunctionType) or (isinstance(made_by, type) and issubclass(made_by, Inert))
         if not admitted or not isinstance(args, tuple):
             raise TypeError("a call of something that can't be called")

@@ -33,9 +33,6 @@ def unpickle(
 
     It is a tree: nothing in it holds itself, and to walk it, or to write down the path of each leaf, takes time and
     memory in proportion to the pickle's length.
-
-    Raises:
-        UserError: the pickle names something else, or is damaged.
     """
     try:
         found = Machine(content, admitted, path, load, spare_room).run()

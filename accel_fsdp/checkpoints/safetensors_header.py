@@ -44,9 +44,6 @@ def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]
     """As `read`, and of a file in which a rank has put its parts of tensors, where in each the part begins.
 
     So writes torch's HuggingFaceStorageWriter.
-
-    Raises:
-        UserError: as `read`.
     """
     try:
         with untrusted_files.opened(path) as file:
@@ -114,7 +111,6 @@ def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
 
 
 def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
-    """The library counts in 64 bits, from left to right."""
     if any(prod(factors[:count]) >= LARGEST_SIZE for count in range(len(factors) + 1)):
         raise _damaged(path, f"{name} has impossible sizes")
     return prod(factors)

@@ -56,13 +56,11 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Head and embedding, where a file stores both."""
     pairs = (pair for pair in TIED if pair[0] in tensors and pair[1] in tensors)
     return next(((tensors[head], tensors[embedding]) for head, embedding in pairs), None)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, bit by bit."""
     return (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes(one) == _bytes(other)
 
 
@@ -94,11 +92,7 @@ def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, as an index lists them; empty without an index.
-
-    Raises:
-        UserError: the index can't be read, or is none.
-    """
+    """The file of each tensor, as an index lists them; empty without an index."""
     index = untrusted_files.read_json(path)
     if index is None:
         return {}
@@ -109,20 +103,12 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """A JSON mapping; empty if there is no such file. `within` as in `foreign.open_file`.
-
-    Raises:
-        UserError: there is one that can't be read, or is damaged.
-    """
+    """A JSON mapping; empty if there is no such file. `within` as in `foreign.open_file`."""
     return untrusted_files.read_json(path, within) or {}
 
 
 def read_checkpoint(folder: Path) -> CheckpointFacts:
-    """Looks at a checkpoint or export; of a run's folder at the checkpoint with the highest number, as Trainer does.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
+    """Looks at a checkpoint or export; of a run's folder at the checkpoint with the highest number, as Trainer does."""
     _check_folder(folder)
     numbered = file_names.checkpoints(folder)
     holds_model = any(folder.glob(file_names.ALL_SAFETENSORS)) or any(folder.glob(f"{file_names.TORCH_STEM}*"))
@@ -139,11 +125,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def facts_of(folder: Path) -> CheckpointFacts:
-    """Looks at this folder, whatever lies in folders of it.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
+    """Looks at this folder, whatever lies in folders of it."""
     _check_folder(folder)
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
     held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))

@@ -55,7 +55,6 @@ class Divided(Generic[T]):
 
 
 def is_adapted(names: Iterable[str]) -> bool:
-    """Whether any of these names is of an adapter."""
     return any(LORA.search(name) or TOKENS in name for name in names)
 
 
@@ -86,11 +85,7 @@ def divided(tensors: Mapping[str, T]) -> Divided[T]:
 
 
 def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
-    """Tries the patterns of an adapter's settings on the names of modules: some would be at it for years.
-
-    Raises:
-        UserError: one is no pattern, or takes too long.
-    """
+    """Tries the patterns of an adapter's settings on the names of modules: some would be at it for years."""
     given = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
     patterns = [pattern_of(key) for each in given if isinstance(each, dict) for key in each]
     patterns += [one for key in ("target_modules", "exclude_modules") if isinstance(one := settings.get(key), str)]
@@ -166,12 +161,10 @@ def saves(settings: Mapping[str, Any], tensor: str) -> bool:
 
 
 def pattern_of(key: str) -> str:
-    """How PEFT reads a key of `rank_pattern` and `alpha_pattern`."""
     return rf"(.*\.)?({key})$"
 
 
 def plain(name: str) -> str:
-    """A tensor's name in the model without adapter."""
     return WRAPPED.sub(".", name).removeprefix(PEFT_PREFIX)
 
 

@@ -44,7 +44,6 @@ CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """The error for a file of a checkpoint that can't be what was written."""
     return UserError(
         f"{path} {what}",
         why="the exported weights would be wrong",
@@ -77,12 +76,10 @@ class Source(Protocol):
     """Something that gives a tensor's elements in C order; a part begins and ends at a multiple of `unit` elements."""
 
     @property
-    def dtype(self) -> str:
-        """As safetensors spells it."""
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes."""
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def unit(self) -> int:
@@ -108,11 +105,7 @@ class Stored:
         return 1 if self.flat or row > LONGEST_ROW else row
 
     def read(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
-        """Fills `buffer` with elements `start` to `stop`, multiples of `unit`.
-
-        Raises:
-            UserError: a file is missing or cut short.
-        """
+        """Fills `buffer` with elements `start` to `stop`, multiples of `unit`."""
         if self.flat:
             self._read_spans(reader, start, stop, buffer)
         else:
@@ -202,23 +195,17 @@ def _fill(
 
 
 def c_order(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a box that lies in C order, in elements."""
     return tuple(prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
 
 
 def part_of(reader: "FileReader", source: Source, start: int, stop: int) -> bytearray:
-    """Elements `start` to `stop` of a tensor, in memory of their own."""
     content = bytearray((stop - start) * ITEM_BYTES[source.dtype])
     source.read(reader, start, stop, memoryview(content))
     return content
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:
-    """A tensor of these boxes, which must fill it: all inside, none over another, and sizes that add up to it.
-
-    Raises:
-        UserError: they don't.
-    """
+    """A tensor of these boxes, which must fill it: all inside, none over another, and sizes that add up to it."""
     found = sum(prod(piece.sizes) for piece in pieces)
     if found != prod(shape) or any(len(piece.offsets) != len(shape) for piece in pieces):
         where = pieces[0].record.path if pieces else Path(name)
@@ -266,11 +253,7 @@ class FileReader:
         self._parts: dict[FileRecord, list[tuple[int, int, int]]] = {}
 
     def read(self, record: FileRecord, skip: int, view: memoryview) -> None:
-        """Fills `view` from `skip` bytes into the record on.
-
-        Raises:
-            UserError: the file is missing or ends before that.
-        """
+        """Fills `view` from `skip` bytes into the record on."""
         if skip + len(view) > record.length:
             raise damaged(record.path, "holds less than its index says")
         self.read_bytes(record.path, record.start + skip, view)
@@ -280,11 +263,7 @@ class FileReader:
                 self._parts.setdefault(record, []).append(part)
 
     def read_out_of_order(self, record: FileRecord, skip: int, view: memoryview) -> None:
-        """As `read`, for many small parts; their checksum is taken in the end, of the whole record.
-
-        Raises:
-            UserError: as `read`.
-        """
+        """As `read`, for many small parts; their checksum is taken in the end, of the whole record."""
         if skip + len(view) > record.length:
             raise damaged(record.path, "holds less than its index says")
         self.read_bytes(record.path, record.start + skip, view)
@@ -293,7 +272,6 @@ class FileReader:
                 self._parts.setdefault(record, [])
 
     def read_bytes(self, path: Path, at: int, view: memoryview) -> None:
-        """Fills `view` from byte `at` of a file on, unchecked."""
         descriptor, done = self._open(path), 0
         while done < len(view):
             try:
@@ -312,7 +290,6 @@ class FileReader:
             raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
 
     def size_of(self, path: Path) -> int:
-        """Bytes of a file."""
         return os.fstat(self._open(path)).st_size
 
     def _open(self, path: Path) -> int:
@@ -328,9 +305,6 @@ class FileReader:
         """Compares the checksum of every record that was read with its file's; returns how many.
 
         Parts of a record that no tensor needed, such as padding, are read now.
-
-        Raises:
-            UserError: a file has changed since it was written.
         """
         for record, parts in self._parts.items():
             longest_first = sorted(parts, key=lambda part: (part[0], -part[1]))
@@ -353,7 +327,6 @@ class FileReader:
         return total
 
     def close(self) -> None:
-        """Closes all files."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

@@ -88,7 +88,6 @@ class View:
     strides: tuple[int, ...]
 
     def piece(self, offsets: tuple[int, ...]) -> Piece:
-        """Its place in a larger tensor."""
         item = ITEM_BYTES[self.dtype]
         needed = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         if prod(self.shape) and (self.offset + needed) * item > self.storage.record.length:
@@ -98,7 +97,6 @@ class View:
         return Piece(self.storage.record, offsets, self.shape, skip, None if plain else self.strides)
 
     def stored(self, name: str) -> Stored:
-        """It alone."""
         return tensor(name, self.dtype, self.shape, [self.piece((0,) * len(self.shape))])
 
 
@@ -205,11 +203,7 @@ class Archive:
     """
 
     def __init__(self, reader: FileReader, path: Path, start: int, length: int) -> None:
-        """Reads the list of records.
-
-        Raises:
-            UserError: it is no archive, or cut short.
-        """
+        """Reads the list of records."""
         self.reader, self.path, self.start, self.length = reader, path, start, length
         self.head = reader.bytes_of(path, start, min(length, HEAD_BYTES))
         try:
@@ -252,11 +246,7 @@ class Archive:
         return FileRecord(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
 
     def content_of(self, name: str) -> bytes:
-        """One small record, checked.
-
-        Raises:
-            UserError: it is missing or damaged.
-        """
+        """One small record, checked."""
         place = self.record(name)
         if place.length > LARGEST_DIRECTORY:
             raise damaged(self.path, f"is damaged: {name} is too large")
@@ -266,11 +256,7 @@ class Archive:
         return content
 
     def load(self, admitted: Admitted, spare_room: int = SPARE_ROOM) -> Any:
-        """The pickled object, with a `View` for each tensor; `spare_room` as for `unpickle`.
-
-        Raises:
-            UserError: something is damaged, or names what isn't admitted.
-        """
+        """The pickled object, with a `View` for each tensor; `spare_room` as for `unpickle`."""
         if "byteorder" in self.slots and self.content_of("byteorder") != b"little":
             raise damaged(self.path, "was written on a machine of the other byte order")
         return unpickle(self.content_of("data.pkl"), admitted, self.path, self._storage, spare_room)
@@ -290,7 +276,6 @@ class Archive:
 
 
 def _directory(tail: bytes) -> tuple[int, int]:
-    """Size and offset of the list of records."""
     end = tail.rfind(END)
     if end < 0:
         raise ValueError("no end record")
@@ -322,7 +307,6 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
 
 
 def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
-    """Values of 64 bits, which zip keeps apart."""
     if 0xFFFFFFFF not in fields:
         return fields
     at = 0
@@ -340,9 +324,6 @@ def load(reader: FileReader, path: Path, more: Admitted | None = None) -> Any:
     """The object in a file of torch.save, with a `View` for each tensor; no tensor is read.
 
     `more`: names that it may hold besides tensors.
-
-    Raises:
-        UserError: the file is damaged, or names what isn't admitted.
     """
     if reader.bytes_of(path, 0, 4) != LOCAL:
         raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged")

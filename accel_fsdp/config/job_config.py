@@ -56,7 +56,6 @@ class JobConfig:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine that Accelerate will choose."""
         kind = str(self.values.get("distributed_type"))
         if kind == DISTRIBUTED_TYPES[Engine.FSDP1]:
             first = self.fsdp_version == "1" or self.fsdp("fsdp_version") is None
@@ -99,11 +98,9 @@ class JobConfig:
         return key in section and (section[key] is not None or key not in NULL_IS_ABSENT)
 
     def fsdp(self, key: str) -> Any:
-        """The value of an FSDP key, or what Accelerate takes when it is absent."""
         return self.section("fsdp_config")[key] if self.has(key) else BY_NAME["fsdp_config", key].default
 
     def on(self, key: str) -> bool:
-        """A boolean FSDP key as Accelerate's environment variables carry it."""
         return str(self.fsdp(key)).lower() in TRUE_WORDS
 
     def spelt(self, key: str, otherwise: str) -> str:
@@ -124,13 +121,11 @@ class JobConfig:
 
     @property
     def strategy(self) -> str:
-        """The name of FSDP1's strategy, in capitals, as given or by number."""
         text = str(self.fsdp("fsdp_sharding_strategy")).upper()
         return STRATEGIES.get(int(text), text) if text.isdecimal() else TORCH_STRATEGIES.get(text, text)
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether Accelerate will use FSDP."""
         return self.engine in (Engine.FSDP1, Engine.FSDP2)
 
     @property
@@ -147,7 +142,6 @@ class JobConfig:
 
     @property
     def sharded_state_dict(self) -> bool:
-        """Whether every rank writes its part of a checkpoint."""
         kind = self.state_dict_type
         return kind == "SHARDED_STATE_DICT" or (not kind and self.engine is Engine.FSDP2)
 

@@ -23,9 +23,6 @@ def read_config(path: Path, doubled: bool = False) -> ReadConfig:
     """Returns what the file says and the ruamel.yaml document for lines and edits.
 
     With `doubled` a key may stand there twice: the last one counts, as for Accelerate.
-
-    Raises:
-        UsageError: it can't be read.
     """
     document = yaml_file.load(path, doubled)
     try:
@@ -70,5 +67,4 @@ def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
 
 
 def unreadable(path: Path, reason: str) -> UsageError:
-    """The error for a file that nothing can be said about."""
     return UsageError(f"cannot read {path}: {reason}", why="nothing can be checked", fix="give an Accelerate YAML")

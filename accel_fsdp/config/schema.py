@@ -78,12 +78,10 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values to choose from, empty where any value of the kind will do."""
         return tuple(self.meanings)
 
 
 def _any_of(*choices: str) -> Mapping[str, str]:
-    """Choices that speak for themselves."""
     return dict.fromkeys(choices, "")
 
 
@@ -121,7 +119,6 @@ def _xla(name: str, kind: Kind, help: str) -> Field:
 
 
 def _extra(key: str, kind: Kind, default: Any, help: str, *choices: str) -> Field:
-    """A key of `dynamo_config` or `fp8_config`, which every engine reads."""
     section = key.partition("_")[0]
     return Field(key, kind, default, ALL, help, f"{section}_config", _any_of(*choices), f"ACCELERATE_{key.upper()}")
 
@@ -337,5 +334,4 @@ def short_name(section: str, key: str) -> str:
 
 @cache
 def known_fields(section: str) -> Mapping[str, Field]:
-    """The fields of one section by key."""
     return {key: field for (place, key), field in BY_NAME.items() if place == section}

@@ -93,12 +93,10 @@ ANY_FSDP, ANY_ZERO = "FSDP", "ZeRO"
 
 
 def zero_name(stage: object) -> str:
-    """How people call a stage of DeepSpeed's."""
     return f"{ANY_ZERO}-{stage}"
 
 
 def deepspeed_name(stage: object) -> str:
-    """A stage of ZeRO with the name of who shards."""
     return f"{Engine.DEEPSPEED.label} {zero_name(stage)}"
 
 

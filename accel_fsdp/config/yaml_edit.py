@@ -82,7 +82,6 @@ def drop(document: Any, section: str, key: str) -> None:
 
 
 def rename(place: Any, key: str, new_key: str) -> None:
-    """Gives `key` another name in the same position, comments included."""
     position, token, comments = list(place).index(key), _token(place, key), place.ca.items.pop(key, None)
     place.insert(position, new_key, place.pop(key))
     if comments:
@@ -171,7 +170,6 @@ def _add_lines(place: Any, key: Any, lines: str) -> None:
 
 
 def _add_first_lines(document: Any, section: str, lines: str) -> None:
-    """Puts lines before the first key of a section or of the document."""
     token = _token(document, section) if section else None
     if not lines:
         return

@@ -43,7 +43,6 @@ def dump(document: Any) -> str:
 
 
 def _json_indent(text: str) -> int | None:
-    """The indentation of the first key; None for a text of one line."""
     lines = text.strip().splitlines()
     return len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
 
@@ -73,7 +72,6 @@ def _merge(source: str, pristine: str, edited: str) -> str:
 
 
 def _indent(text: str) -> int:
-    """The indentation of the first nested key."""
     nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
     return nested[0] if nested else 2
 
@@ -100,9 +98,6 @@ def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
 
     No more is read than such files ever have, so that a device ends too, and a pipe that nobody writes to counts as
     empty. `why` and `fix` are those of the error, `usual` is the reason where it is too large.
-
-    Raises:
-        UsageError: it can't be read, is too large, or no text.
     """
     try:
         data = _read(path)
@@ -132,11 +127,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def _text(path: Path) -> str:
-    """The text of an Accelerate YAML.
-
-    Raises:
-        UsageError: it can't be read, or is nested too deep.
-    """
+    """The text of an Accelerate YAML."""
     text = read_text(
         path,
         why="the command works on an Accelerate YAML that exists",

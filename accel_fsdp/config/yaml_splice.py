@@ -69,7 +69,6 @@ def _added(source: str, node: Any, behind: int, entries: list[tuple[str, Any]]) 
 
 
 def _flow(value: Any) -> str:
-    """A value on one line."""
     plain = {str(key): inner for key, inner in value.items()} if isinstance(value, Mapping) else value
     plain = str(value) if isinstance(value, str) else plain
     text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), sort_keys=False)

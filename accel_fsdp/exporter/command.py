@@ -62,7 +62,6 @@ def run(options: ExportCommand) -> int:
 
 
 def show_list(options: ExportCommand) -> int:
-    """What a run's folder holds."""
     found = discover.listed(options.src) or [discover.find(options.src)[0]]
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
@@ -132,7 +131,6 @@ def _one_adapter(found: CheckpointLocation, name: str | None) -> CheckpointLocat
 
 
 def _check_flags(options: ExportCommand) -> None:
-    """What can be refused before anything is looked at."""
     _check_dtype(options.dtype)
     _require_transformers(options.verify)
     size = options.max_shard_size.strip()
@@ -166,7 +164,6 @@ def _require_transformers(verify: Verify) -> None:
 
 
 def _check_place(out: Path, found: CheckpointLocation, force: bool) -> None:
-    """Keeps the source and other folders safe from being replaced."""
     place, source = out.resolve(), found.weights.resolve()
     if source.is_relative_to(place):
         raise UserError(
@@ -229,7 +226,6 @@ class _Export:
     pool: Executor
 
     def run(self) -> ExportReport:
-        """From the checkpoint to the folder in its place."""
         started, options = time.monotonic(), self.options
         named = companion_files.find(self.found, options.model, options.merge_adapter, options.adapter)
         _check_model(self.out, named, self.found)

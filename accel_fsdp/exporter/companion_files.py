@@ -48,12 +48,10 @@ class Papers:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's config."""
         return summary.read_json(self.folder / file_names.CONFIG)
 
     @property
     def dtype(self) -> str | None:
-        """The dtype in the config, as safetensors spells it."""
         config = self.config
         inner = config.get("text_config")
         name = config.get("dtype") or config.get("torch_dtype") or (isinstance(inner, dict) and inner.get("dtype"))
@@ -61,7 +59,6 @@ class Papers:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """PEFT's settings of the adapter."""
         return summary.read_json(self.adapter / file_names.ADAPTER_CONFIG) if self.adapter else {}
 
     def copy(self, target: Path, dtype: str | None) -> list[str]:
@@ -123,7 +120,6 @@ def _of_run(run: Path) -> Iterator[Path]:
 
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
-    """As it is, but for the names of code."""
     content = summary.read_json(path, folder) if path.name.endswith(file_names.CONFIG) else {}
     if (kept := _without_code(content)) != content:
         _write(copy, kept)
@@ -171,9 +167,6 @@ def find(
     """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
 
     The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
-
-    Raises:
-        UserError: there is no config anywhere.
     """
     near = tuple(dict.fromkeys(_near(found)))
     run = near[-1] if near[-1] == found.folder.parent else None

@@ -23,7 +23,6 @@ TOKENS = 16
 
 
 def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple[float, float]:
-    """The largest difference of logits, and the largest logit."""
     import torch
 
     config = read_config(str(folder))
@@ -58,7 +57,6 @@ class _Original:
     room: Path
 
     def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
-        """The model as it was trained."""
         if self.found.kind == "safetensors":
             return _of_files(kind, config, self._files(self.found.weights), "auto")
         if self.papers.adapter is not None:

@@ -97,7 +97,6 @@ class Planner:
         return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
 
     def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
-        """Each tied tensor once, under its first name."""
         kept = dict(tensors)
         for group in ties:
             there = [name for name in group if name in kept]

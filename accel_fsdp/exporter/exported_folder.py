@@ -157,7 +157,6 @@ def as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict
 
 
 def ties_of(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
-    """Groups of names of one parameter each, the first declared first."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -31,7 +31,6 @@ class Layer:
     shared: "Shared"
 
     def made(self, reader: FileReader) -> "dict[str, torch.Tensor]":
-        """The converted tensors."""
         with self.shared.lock:
             if self.shared.layer is not self:
                 self.shared.content = {}
@@ -44,8 +43,6 @@ class Layer:
 
 @dataclass
 class Shared:
-    """The one layer in memory."""
-
     lock: Any = field(default_factory=threading.Lock)
     layer: Layer | None = None
     content: "dict[str, torch.Tensor]" = field(default_factory=dict)
@@ -53,8 +50,6 @@ class Shared:
 
 @dataclass(frozen=True)
 class Converted:
-    """One tensor in the layout of files."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +57,6 @@ class Converted:
     unit: int = 1
 
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
-        """Fills `buffer` with elements `start` to `stop`."""
         import torch
 
         made = self.layer.made(reader)[self.name].reshape(-1)[start:stop].contiguous()

@@ -11,11 +11,7 @@ HIDDEN = [".*", "*/.*"]
 
 
 def check_name(repository: str) -> None:
-    """Refuses what can't be a repository's name before hours of work end with it.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Refuses what can't be a repository's name before hours of work end with it."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -30,11 +26,7 @@ def check_name(repository: str) -> None:
 
 
 def check_login(token: str | None) -> None:
-    """Asks the hub who this is, before hours of work end with an upload.
-
-    Raises:
-        UserError: it can't be reached, or doesn't know the token.
-    """
+    """Asks the hub who this is, before hours of work end with an upload."""
     from huggingface_hub import HfApi, errors
 
     transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]

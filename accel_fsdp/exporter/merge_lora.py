@@ -57,12 +57,10 @@ class Changed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of the base."""
         return self.base.shape
 
     @property
     def unit(self) -> int:
-        """A row."""
         return math.lcm(self.shape[1], self.base.unit)
 
 
@@ -81,7 +79,6 @@ class Merged(Changed):
     norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
 
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
-        """Fills `buffer` with merged rows."""
         import torch
 
         made = self.sum(reader, start, stop)
@@ -116,7 +113,6 @@ class Norms:
     found: "torch.Tensor | None" = None
 
     def across_rows(self, weight: Merged, reader: FileReader) -> "torch.Tensor":
-        """One length per column."""
         import torch
 
         with self.lock:
@@ -137,7 +133,6 @@ class Replaced(Changed):
     tokens: tuple[int, ...]
 
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
-        """Fills `buffer` with rows of the base, and those that were trained."""
         import torch
 
         content = part_of(reader, self.base, start, stop)
@@ -240,9 +235,6 @@ def merged(
     Without `wanted` they have the base's dtype. `trained_base`: it was saved with the adapter, so that it is what the
     adapter's initialisation has made of it. `filed_as`: what the model's tensors are called in a base of files.
     `turned`: as of `Merger`.
-
-    Raises:
-        UserError: the adapter is of another kind or of another base.
     """
     _check(settings, trained_base)
     merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
@@ -263,7 +255,6 @@ def merged(
 
 
 def _modules(adapter: Iterable[str]) -> list[str]:
-    """The modules with LoRA matrices, by the model's names."""
     found = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
     return [plain(f"{module}.").rstrip(".") for module in found]
 
@@ -332,7 +323,6 @@ def _in(base: Mapping[str, Source], name: str) -> str:
 
 
 def _check(settings: Mapping[str, Any], trained_base: bool) -> None:
-    """Refuses all settings but those whose merge is the one above."""
     if settings.get("peft_type") != "LORA":
         raise _unmergeable(f"of kind {settings.get('peft_type')}")
     others = {key: value for key, value in settings.items() if key not in KNOWN and value}

@@ -28,7 +28,6 @@ def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
 
 
 def views(path: Path) -> dict[str, View]:
-    """The tensors of a file."""
     reader = FileReader()
     try:
         found: dict[str, View] = torch_zip.load(reader, path)

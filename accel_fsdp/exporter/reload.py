@@ -38,7 +38,6 @@ OPTIMIZER_STATE = (
 
 
 def tensor_of(reader: FileReader, view: View) -> "torch.Tensor":
-    """One tensor, in memory of its own."""
     import torch
 
     piece = view.piece((0,) * len(view.shape))
@@ -51,7 +50,6 @@ def tensor_of(reader: FileReader, view: View) -> "torch.Tensor":
 
 
 def of_file(path: Path, reader: FileReader) -> dict[str, Any]:
-    """The nested state dict in a file of torch.save."""
     found = _thawed(torch_zip.load(reader, path), lambda view: tensor_of(reader, view))
     return found if isinstance(found, dict) else {}
 
@@ -72,11 +70,7 @@ def _thawed(value: Any, make: Callable[[View], Any]) -> Any:
 
 
 def of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
-    """The tensors of a distributed checkpoint by path, put together by torch's planner.
-
-    Raises:
-        UserError: torch has changed inside.
-    """
+    """The tensors of a distributed checkpoint by path, put together by torch's planner."""
     library_internals.check(*RELIES_ON, why="the export is compared with what torch reads of the checkpoint")
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -89,7 +83,6 @@ def of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Ten
 
 
 def _storage(entries: dict[str, dcp.Entry], reader: FileReader) -> Any:
-    """What DCP reads from: chunks that this package's readers have found."""
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
@@ -98,15 +91,15 @@ def _storage(entries: dict[str, dcp.Entry], reader: FileReader) -> Any:
     chunks = {(name, offsets): view for name, entry in entries.items() for offsets, view in entry.chunks}
 
     class Storage(StorageReader):
-        def reset(self, checkpoint_id: Any = None) -> None:
-            """There is no other checkpoint."""
+        def reset(self, checkpoint_id: Any = None) -> None: ...
 
         def read_metadata(self, *args: Any, **options: Any) -> Metadata:
             made: Metadata = _metadata(entries)
             return made
 
-        def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
-            """Everything is there."""
+        def set_up_storage_reader(
+            self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
+        ) -> None: ...
 
         def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
             return plan

@@ -45,7 +45,6 @@ Progress = Callable[[int], None]
 
 
 def torch_dtype(dtype: str) -> "torch.dtype":
-    """torch's dtype of a name in safetensors' headers."""
     import torch
 
     found: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
@@ -53,7 +52,6 @@ def torch_dtype(dtype: str) -> "torch.dtype":
 
 
 def whole(reader: FileReader, source: Source) -> "torch.Tensor":
-    """A tensor in memory."""
     import torch
 
     content = part_of(reader, source, 0, prod(source.shape))
@@ -72,7 +70,6 @@ class Output:
 
     @property
     def size_bytes(self) -> int:
-        """In the file."""
         return prod(self.source.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -203,11 +200,7 @@ def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, sto
 
 
 def check_range(name: str, dtype: str, given: "torch.Tensor", made: "torch.Tensor") -> None:
-    """Refuses finite numbers that became infinite in `made`, which is of `dtype`.
-
-    Raises:
-        UserError: there are such.
-    """
+    """Refuses finite numbers that became infinite in `made`, which is of `dtype`."""
     if dtype not in LARGEST:
         return
     infinite = made.isinf()
@@ -338,11 +331,7 @@ class Reread:
 
 
 def reread(placed: Sequence[TensorPlacement], threads: int, progress: Progress) -> Reread:
-    """Reads tensors as they lie in their files.
-
-    Raises:
-        UserError: a file is missing or cut short.
-    """
+    """Reads tensors as they lie in their files."""
     reader, buffers, odd, lock = FileReader(), Buffers(), Counter[str](), threading.Lock()
 
     def block(one: TensorPlacement, start: int, stop: int) -> bytes:

@@ -86,7 +86,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def serve() -> None:
-    """What the second process does: answers until the first one is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -110,7 +109,6 @@ def _take(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """The pickled answer, error and traceback."""
     try:
         fn, args, kwargs = pickle.loads(request)
         return pickle.dumps((fn(*args, **kwargs), None, ""))

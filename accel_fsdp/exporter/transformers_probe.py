@@ -123,11 +123,7 @@ def _creating(dtype: str | None) -> Iterator[None]:
 
 
 def build(folder: Path, dtype: str | None = None) -> "nn.Module":
-    """The model of a folder's config on the meta device, as the class that the config names.
-
-    Raises:
-        UserError: transformers has no such class, or can't build it.
-    """
+    """The model of a folder's config on the meta device, as the class that the config names."""
     try:
         config = read_config(str(folder))
         with _creating(dtype), config_json.bounded(str(folder)):
@@ -148,11 +144,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
 
 
 def describe(folder: Path, dtype: str | None = None) -> Description:
-    """What an export with this folder's config must hold, where its weights are asked for in this dtype.
-
-    Raises:
-        UserError: the model can't be built.
-    """
+    """What an export with this folder's config must hold, where its weights are asked for in this dtype."""
     from transformers.pytorch_utils import Conv1D
 
     from accel_fsdp.exporter import exported_folder
@@ -201,9 +193,6 @@ def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -
 def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """The tensors of an adapter with this folder's settings, on the model of `base`: what its file must hold, and what
     PEFT saves beside it where embeddings were adapted or have grown.
-
-    Raises:
-        UserError: either can't be built.
     """
     import torch
     from peft import get_peft_model, get_peft_model_state_dict
@@ -227,11 +216,7 @@ def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...
 
 
 def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
-    """PEFT's settings of an adapter that is trained: how it once began, from which files too, is of no interest.
-
-    Raises:
-        NeedsCode: they name a module of Python to import.
-    """
+    """PEFT's settings of an adapter that is trained: how it once began, from which files too, is of no interest."""
     from peft import PeftConfig
 
     if settings.get("megatron_config"):
@@ -287,9 +272,6 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
     """The folder of a hub model in the cache: config and tokenizer, and the weights where they are needed.
 
     `revision`: the branch, tag or commit that was trained on, None for the hub's own default.
-
-    Raises:
-        UserError: it isn't in the cache and can't be had.
     """
     from huggingface_hub import snapshot_download
 

@@ -48,7 +48,6 @@ class Written:
 
     @property
     def size_bytes(self) -> int:
-        """In its file."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -72,7 +71,6 @@ class ExportReport:
     def of(
         cls, source: str, kind: str, placed: Sequence[TensorPlacement], hashes: Mapping[str, str], checksums: int
     ) -> "ExportReport":
-        """Of what has just been written."""
         tensors = {
             one.output.name: Written(
                 one.output.dtype, one.output.source.shape, one.path.name, one.output.block, hashes[one.output.name]
@@ -84,30 +82,24 @@ class ExportReport:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
         return sum(one.size_bytes for one in self.tensors.values())
 
     def proven(self, what: str) -> "ExportReport":
-        """With one check more."""
         return replace(self, checks=(*self.checks, what))
 
     def timed(self, seconds: float) -> "ExportReport":
-        """With how long it took."""
         return replace(self, seconds=round(seconds, 3))
 
     def content(self) -> dict[str, Any]:
-        """As JSON."""
         parameters = sum(prod(one.shape) for one in self.tensors.values())
         totals = {"tensor_count": len(self.tensors), "parameters": parameters, "size_bytes": self.size_bytes}
         return {"accel_fsdp": __version__, **asdict(self), **totals}
 
     def save(self, folder: Path) -> None:
-        """Writes `export.json`, last of all files."""
         content = replace(self, papers=_papers(folder)).content()
         (folder / file_names.REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
-        """For the screen."""
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
         dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
         first = f"{counted(len(self.tensors), 'tensor')}, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
@@ -211,11 +203,7 @@ class _There:
 
 
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
-    """Reopens all files: names, shapes, dtypes and hashes must be those of the report.
-
-    Raises:
-        UserError: they aren't.
-    """
+    """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
     found = {path.name: _tensors(path) for path in paths}
     placed = []
@@ -246,11 +234,7 @@ def _check_listed(folder: Path, report: ExportReport) -> None:
 
 
 def check_finite(report: ExportReport) -> ExportReport:
-    """The report, with the proof that every number is one.
-
-    Raises:
-        UserError: some are NaN or infinite.
-    """
+    """The report, with the proof that every number is one."""
     if report.non_finite:
         first = ", ".join(list(report.non_finite)[: transformers_probe.SHOWN])
         raise UserError(
@@ -319,11 +303,7 @@ def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
 
 
 def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
-    """Waits for what `ask` has started.
-
-    Raises:
-        UserError: it doesn't load, or a weight would stay random.
-    """
+    """Waits for what `ask` has started."""
     expected = loading.result()
     if expected is None:
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
@@ -341,11 +321,7 @@ def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
 
 
 def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> ExportReport:
-    """Verifies an exported folder: against its report where it has one, and by loading it.
-
-    Raises:
-        UserError: something is wrong with it, or it is no export.
-    """
+    """Verifies an exported folder: against its report where it has one, and by loading it."""
     report = read_report(folder)
     _check_links(folder)
     _check_code(folder, report)
@@ -400,11 +376,7 @@ def _found(folder: Path) -> ExportReport:
 def same_logits(
     folder: Path, report: ExportReport, pool: Executor, found: CheckpointLocation, papers: Papers
 ) -> ExportReport:
-    """Compares the export's logits with those of the checkpoint as torch, PEFT or DeepSpeed load it, whole, in memory.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Compares the export's logits with those of the checkpoint, which torch, PEFT or DeepSpeed load whole."""
     difference, largest = pool.submit(compare_logits.difference, folder, found, papers).result()
     exact = papers.adapter is None
     if difference > (0 if exact else MERGED * largest):

@@ -91,7 +91,6 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it computes in bf16 at `half_flops`; the older ones know fp16 only."""
         return _has_bf16(self.name)
 
     @property
@@ -206,9 +205,6 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     """The GPU of a name as people or drivers write it: `H100`, `h100-80gb`, `NVIDIA H100 80GB HBM3`.
 
     Of two sizes the nearest to `memory_gib`, or to the size in the name, is taken, else the first of the table.
-
-    Raises:
-        UsageError: no GPU of that name is in the table.
     """
     asked = _plain(name)
     rows = [gpu for gpu in GPUS if _plain(gpu.name) == asked]
@@ -230,7 +226,6 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    """The question for what was probably meant."""
     sized = with_size(name)
     return f" Did you mean {sized}?" if sized else did_you_mean(name, known)
 
@@ -257,7 +252,6 @@ def is_hopper(gpu: Gpu) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Whether `find` knows a GPU of that name."""
     return _plain(name) in {_plain(gpu.name) for gpu in GPUS}
 
 

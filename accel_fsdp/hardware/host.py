@@ -41,7 +41,6 @@ class HereFacts:
 
     @property
     def usable_gpus(self) -> int | None:
-        """The GPUs that a process started here would see."""
         if self.gpus is None or self.visible is None:
             return self.gpus
         count, numbers = 0, [word.strip() for word in self.visible.split(",")]
@@ -131,7 +130,6 @@ def peak_memory() -> int:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after a word in one of the kernel's tables."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

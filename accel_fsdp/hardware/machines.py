@@ -43,9 +43,6 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     """Returns one machine and how many of them: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
 
     A name alone, such as `h100`, is one GPU. `flag` is where the text comes from.
-
-    Raises:
-        UsageError: the text has another shape.
     """
     if text.strip().lower() == "cpu":
         return CPU, 1
@@ -68,11 +65,7 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
 
 
 def parse_list(text: str, flag: str) -> dict[str, tuple[MachineFacts, int]]:
-    """Each of several descriptions with commas between them, and what `parse` makes of it, in their order.
-
-    Raises:
-        UsageError: one has another shape, or stands there twice.
-    """
+    """Each of several descriptions with commas between them, and what `parse` makes of it, in their order."""
     found: dict[str, tuple[MachineFacts, int]] = {}
     for word in (part.strip() for part in text.split(",")):
         parsed = parse(word, flag)

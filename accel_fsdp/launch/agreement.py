@@ -82,7 +82,6 @@ class Member:
 
     @property
     def place(self) -> str:
-        """Its machine, for people."""
         return f"{self.machine} ({self.host})"
 
 
@@ -120,7 +119,6 @@ def _shown(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and the libraries that a job depends on; none is imported."""
     found = versions_of((*LIBRARIES, *NCCL))
     return {"accel-fsdp": __version__} | {"nccl" if name in NCCL else name: found[name] for name in found}
 
@@ -157,7 +155,6 @@ def digest_of(content: Path | bytes) -> str:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings within as `name.key`, and what JSON doesn't know as text."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -325,7 +322,6 @@ def _places(members: Sequence[Member], by_rank: bool) -> str:
 
 
 def _shortened(values: Sequence[str]) -> list[str]:
-    """Long values from where they begin to differ."""
     if all(len(value) <= LONGEST_VALUE for value in values):
         return list(values)
     shortest = min(map(len, values))

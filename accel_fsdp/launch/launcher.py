@@ -133,11 +133,7 @@ def _refused(config_file: Path, error: Exception) -> UserError:
 
 
 def environment(args: Any) -> dict[str, str]:
-    """The variables that Accelerate's launcher would set for the ranks, without those that are set already.
-
-    Raises:
-        UserError: the launcher stops at a value.
-    """
+    """The variables that Accelerate's launcher would set for the ranks, without those that are set already."""
     from accelerate.utils import (
         check_cuda_p2p_ib_support,
         prepare_deepspeed_cmd_env,
@@ -163,7 +159,6 @@ def environment(args: Any) -> dict[str, str]:
 
 
 def distributed(args: Any) -> bool:
-    """Whether the launcher starts several ranks, which share the training."""
     return bool(args.use_fsdp or args.use_deepspeed or args.use_megatron_lm or args.multi_gpu)
 
 
@@ -178,11 +173,7 @@ def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) 
 
 
 def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
-    """The variables for a rank that torchrun or Ray started; those say how many processes and machines there are.
-
-    Raises:
-        UserError: the YAML can't be read, or Accelerate refuses it.
-    """
+    """The variables for a rank that torchrun or Ray started; those say how many processes and machines there are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = launcher_args(config_file, script, ())
@@ -230,11 +221,7 @@ def _asks_for_cpu(args: Any) -> bool:
 
 
 def _check_ranks(args: Any) -> str:
-    """The address at which several machines meet, empty for one, if the ranks of this machine can start and share.
-
-    Raises:
-        UserError: they can't.
-    """
+    """The address at which several machines meet, empty for one, if the ranks of this machine can start and share."""
     meeting = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
     if meeting:
         port = int(args.place.value("main_process_port", DEFAULT_PORT))
@@ -247,7 +234,6 @@ def _check_ranks(args: Any) -> str:
 
 
 def command(words: list[str]) -> list[str]:
-    """What a shell would need for the same launch."""
     return ["accelerate", "launch", *words]
 
 

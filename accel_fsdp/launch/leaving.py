@@ -54,7 +54,6 @@ def _watch(note: Path, over: threading.Event) -> None:
 
 
 def _ranks() -> list[psutil.Process]:
-    """Those that still run."""
     return [one for one in psutil.Process().children() if _runs(one)]
 
 

@@ -40,24 +40,19 @@ class Place:
     said: Mapping[str, Said] = field(default_factory=dict)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Of one name."""
         return self.said[name].value if name in self.said else default
 
     def beside(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What a YAML's `values` don't say, or say otherwise."""
         return {name: said.value for name, said in self.said.items() if str(values.get(name)) != str(said.value)}
 
     def applied(self, job: JobConfig) -> JobConfig:
-        """What the file is read as here."""
         return replace(job, values={**job.values, **self.beside(job.values)})
 
     @property
     def machines(self) -> int:
-        """How many there are."""
         return int(self.value("num_machines", 1))
 
     def __str__(self) -> str:
-        """For people: what was found, and from where."""
         return ", ".join(f"{name} {said.value} ({said.source})" for name, said in self.said.items())
 
 
@@ -159,11 +154,7 @@ def _check_rank(settled: Place, told: Mapping[str, Said], in_file: Mapping[str, 
 
 
 def of_each(machines: int, processes: int, fix: str) -> int:
-    """How many of the processes each machine starts; `fix` is what to do where they can't be shared out.
-
-    Raises:
-        UsageError: some machines would have more of them than others.
-    """
+    """How many of the processes each machine starts; `fix` is what to do where they can't be shared out."""
     if processes % machines:
         raise UsageError(
             f"num_processes {processes} on {counted(machines, 'machine')}",
@@ -174,17 +165,11 @@ def of_each(machines: int, processes: int, fix: str) -> int:
 
 
 class Variables:
-    """The variables of one engine."""
-
     def __init__(self, engine: str, variables: Mapping[str, str]) -> None:
         self.engine, self.all = engine, variables
 
     def number(self, *names: str) -> Said | None:
-        """The first of them that is set.
-
-        Raises:
-            UserError: it is no number.
-        """
+        """The first of them that is set."""
         said = self.text(*names)
         if said is None:
             return None
@@ -197,7 +182,6 @@ class Variables:
         return Said(int(said.value), said.source)
 
     def text(self, *names: str) -> Said | None:
-        """The first of them that is set, as it is."""
         return next((Said(self.all[name].strip(), name) for name in names if self.all.get(name, "").strip()), None)
 
 
@@ -328,9 +312,5 @@ ENGINES: Mapping[str, Callable[[Variables], dict[str, Said]]] = {
 
 
 def now() -> Place:
-    """What the engine says that started this process.
-
-    Raises:
-        UserError: as `find`.
-    """
+    """What the engine says that started this process."""
     return find(os.environ)

@@ -120,11 +120,7 @@ def _resolved(address: str) -> list[str]:
 
 
 def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:
-    """Holds what variables name against the network interfaces that are there.
-
-    Raises:
-        UserError: one isn't.
-    """
+    """Holds what variables name against the network interfaces that are there."""
     for variable in INTERFACES:
         for wanted in _wanted(variable, variables.get(variable, "")):
             if not _named_by(variable, wanted, there):

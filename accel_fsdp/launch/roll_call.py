@@ -35,8 +35,6 @@ FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-nod
 
 @dataclass(frozen=True)
 class Machine:
-    """What one of them was told, and which it is."""
-
     rank: int
     machines: int
     processes: int | None
@@ -45,7 +43,6 @@ class Machine:
 
     @classmethod
     def here(cls, rank: int, machines: int, processes: int | None) -> "Machine":
-        """This one."""
         return cls(rank, machines, processes, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:

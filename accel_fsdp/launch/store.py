@@ -66,7 +66,6 @@ class Board:
     address: Address
 
     def put(self, name: str, value: Any) -> None:
-        """For all to read."""
         self.store.set(name, json.dumps(value))
 
     def agree(self, name: str, value: Any) -> Any:
@@ -74,11 +73,9 @@ class Board:
         return json.loads(self.store.compare_set(name, "", json.dumps(value)))
 
     def remove(self, name: str) -> None:
-        """Takes it away again."""
         self.store.delete_key(name)
 
     def get(self, name: str) -> Any:
-        """None if nobody has put it yet."""
         return json.loads(self.store.get(name)) if self.store.check([name]) else None
 
     def wait(self, names: Iterable[str], seconds: float) -> dict[str, Any]:

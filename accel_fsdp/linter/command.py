@@ -27,9 +27,6 @@ def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
 
     That is 2 when a file can't be read, which hides nothing of the others; else 1 when one has errors (or warnings, if
     strict).
-
-    Raises:
-        UsageError: no file is given.
     """
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
@@ -160,11 +157,7 @@ def all_rules() -> list[Rule]:
 
 
 def show_rules(code: str | None) -> int:
-    """Lists all rules, or explains one.
-
-    Raises:
-        UsageError: there is no rule of that code.
-    """
+    """Lists all rules, or explains one."""
     if code is None:
         for one in all_rules():
             fixed = f" (fixed in {one.fixed_in})" if one.fixed_in else ""

@@ -32,8 +32,6 @@ class Sources:
 
 @dataclass(frozen=True)
 class LintOptions(Sources):
-    """What to check against, and what to do about findings."""
-
     strict: Annotated[bool, tyro.conf.arg(help="Warnings count as errors.")] = False
     fix: Annotated[bool, tyro.conf.arg(help="Repair what has one right answer, keep comments, show the diff.")] = False
     json: Annotated[bool, tyro.conf.arg(help="Findings as JSON.")] = False
@@ -41,8 +39,6 @@ class LintOptions(Sources):
 
 @dataclass(frozen=True)
 class CheckCommand(LintOptions):
-    """The whole command."""
-
     files: Annotated[
         tyro.conf.Positional[tuple[Path, ...]],
         tyro.conf.arg(metavar="FILE", help="Accelerate YAMLs; - for stdin.", help_behavior_hint="(one or more)"),

@@ -62,12 +62,10 @@ def read_launch(script: Path, words: tuple[str, ...]) -> RuleInputs:
 
 
 def _is_called_ours(script: Path) -> bool:
-    """Whether a script that can't be read has the name of train/sft.py."""
     return script.parts[-2:] == ("train", "sft.py")
 
 
 def _is_ours_in(words: list[str]) -> bool:
-    """Whether the script of a command line is ours, if there is one."""
     script = Path(_script_in(words))
     if script == Path():
         return False
@@ -86,11 +84,7 @@ def _imports_ours(text: str) -> bool:
 
 
 def read_given(sources: Sources) -> RuleInputs:
-    """Reads model, arguments, checkpoint and script, each once: it may be a pipe.
-
-    Raises:
-        UsageError, NotInstalled: one of them can't be read.
-    """
+    """Reads model, arguments, checkpoint and script, each once: it may be a pipe."""
     arguments = "" if sources.args is None else _arguments_text(sources.args)
     words = command_words(arguments)
     script = None if sources.script is None else _script_text(sources.script)
@@ -128,9 +122,6 @@ def read_subject(
     """Returns what the rules see and the ruamel.yaml document for lines and repairs.
 
     `given` is what `sources` name, and `read` the file, if they have been read already.
-
-    Raises:
-        UsageError: a file can't be read, or the model can't.
     """
     sources = sources or Sources()
     given = given or read_given(sources)
@@ -167,11 +158,7 @@ def _script_text(path: Path) -> str:
 
 
 def _parsed(path: Path, text: str) -> ScriptFacts:
-    """A training script, without running it.
-
-    Raises:
-        UsageError: it isn't Python.
-    """
+    """A training script, without running it."""
     try:
         return ScriptFacts(path.name, ast.parse(text))
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -56,7 +56,6 @@ class Migration:
 
     @property
     def broken(self) -> tuple[Change, ...]:
-        """The changes that lose a meaning."""
         return tuple(change for change in self.changes if change.breaks)
 
 
@@ -116,7 +115,6 @@ class Draft:
         return self.read[key][1] if key in self.read else BY_NAME[self.section, key].default
 
     def word(self, key: str) -> str:
-        """A name in capitals, however it is written."""
         return str(self.value(key)).upper()
 
     def fsdp1_strategy(self) -> str:
@@ -125,7 +123,6 @@ class Draft:
         return STRATEGIES[int(text)] if text.isdecimal() else TORCH_STRATEGIES.get(text, text)
 
     def on(self, key: str) -> bool:
-        """A boolean, however it is written."""
         return str(self.value(key)).lower() in TRUE_WORDS
 
     def row(
@@ -154,12 +151,10 @@ class Draft:
         self.changes.append(Change(f"{self.section}.{key}", kind, show(old), new, new_key, why, breaks, fix))
 
     def add(self, key: str, value: Any, why: str, section: str = "", breaks: bool = False) -> None:
-        """A key that had no counterpart in the old file."""
         self.edits.append(Edit(section or self.place, key, value))
         self.changes.append(Change(f"{section or self.place}.{key}", "changed", "", show(value), "", why, breaks))
 
     def top(self, key: str, kind: ChangeKind, why: str = "", value: Any = None, breaks: bool = False) -> None:
-        """One key of the top level; a section is dropped whole when it is lost."""
         self.told.add(key)
         old = self.job.values.get(key)
         if kind != "lost" and value is not None:
@@ -184,7 +179,6 @@ class Draft:
         self.top("parallelism_config", "lost", f"no {names} here" if others else why, breaks=bool(others))
 
     def size(self, name: str) -> int | None:
-        """A size of the mesh; None where it is no number."""
         key = f"parallelism_config_{name}_size"
         return as_int(self.job.section("parallelism_config").get(key, 1))
 
@@ -247,7 +241,6 @@ def as_int(value: Any) -> int | None:
 
 
 def show(value: Any) -> str:
-    """A value as it would stand in the file; a section as the number of its keys."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):

@@ -12,7 +12,6 @@ SHARDS = ("nothing", "optimizer state", "optimizer state and gradients", "everyt
 
 
 def fsdp_to_zero(draft: Draft, stage: int) -> None:
-    """FSDP of either version becomes ZeRO."""
     draft.top("distributed_type", "changed", "the new engine", value=DISTRIBUTED_TYPES[Engine.DEEPSPEED])
     draft.row("fsdp_version", "lost", "FSDP only")
     _strategy_to_stage(draft, stage)
@@ -33,7 +32,6 @@ def fsdp_to_zero(draft: Draft, stage: int) -> None:
 
 
 def ddp_to_zero(draft: Draft, stage: int) -> None:
-    """DDP becomes ZeRO."""
     draft.lose_mesh("ZeRO has no mesh")
     why = f"{zero_name(stage)} shards {SHARDS[stage]}"
     draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.DEEPSPEED])
@@ -107,7 +105,6 @@ def zero_stage(draft: Draft) -> int:
 
 
 def zero_to_fsdp(draft: Draft, version: int) -> None:
-    """ZeRO becomes FSDP of either version, or DDP where nothing was sharded."""
     stage = zero_stage(draft)
     draft.lose_mesh("ZeRO has no mesh")
     _trainers_share(draft)
@@ -137,7 +134,6 @@ def zero_to_fsdp(draft: Draft, version: int) -> None:
 
 
 def ddp_to_fsdp1(draft: Draft) -> None:
-    """DDP becomes FSDP1's NO_SHARD."""
     draft.lose_mesh("FSDP1 has no mesh")
     draft.top("distributed_type", "changed", "the new engine", value=DISTRIBUTED_TYPES[Engine.FSDP1])
     drop_use_cpu(draft)
@@ -168,7 +164,6 @@ def ddp_to_fsdp2(draft: Draft) -> None:
 
 
 def restage(draft: Draft, stage: int) -> None:
-    """ZeRO of another stage."""
     draft.row("deepspeed_config_file", "lost", "the stage is in that file, which migrate doesn't read", breaks=True)
     draft.row("zero_stage", "changed", f"shards {SHARDS[stage]}", value=stage)
     if stage == 3:
@@ -242,7 +237,6 @@ def _loading_to_fsdp(draft: Draft, loads: bool) -> None:
 
 
 def add_wrapping(draft: Draft) -> None:
-    """Units, which neither ZeRO nor DDP has."""
     draft.add("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "a unit per layer")
     key, found = "fsdp_transformer_layer_cls_to_wrap", draft.layer_class
     if found:

@@ -39,7 +39,6 @@ def near(name: str) -> str:
 
 
 def did_you_mean(name: str) -> str:
-    """' Did you mean X?' for the model that is `near`, else the empty string."""
     found = near(name)
     return f" Did you mean {found}?" if found else ""
 

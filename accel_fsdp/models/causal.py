@@ -54,11 +54,7 @@ def check_config(config: Any, name: str, remote_code: bool = False) -> None:
 
 
 def check_model(model: "nn.Module", name: str) -> None:
-    """The same of a loaded model, where its kind is too large to be tried small; one pass of ten tokens.
-
-    Raises:
-        UserError: it sees the next token.
-    """
+    """The same of a loaded model, where its kind is too large to be tried small; one pass of ten tokens."""
     parameters = list(model.parameters())
     if any(hasattr(one, "ds_id") or not one.is_floating_point() for one in parameters):
         return  # parted by ZeRO-3, or quantised: they compute on their own device only
@@ -85,7 +81,6 @@ def looks_ahead_by(config: Any) -> bool | None:
 
 
 def _random(config: Any) -> "nn.Module | None":
-    """A model of this config, always the same; None where it is too large."""
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if sum(one.numel() for one in shape.parameters()) > LARGEST:

@@ -80,11 +80,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuses what no tokenizer can be read from: pipes and devices, and JSON that would take Python's stack.
-
-    Raises:
-        UserError: with the file.
-    """
+    """Refuses what no tokenizer can be read from: pipes and devices, and JSON that would take Python's stack."""
     for path in (path for pattern in file_names.PAPERS for path in sorted(folder.glob(pattern))):
         if not path.exists():
             continue  # a link to nothing
@@ -95,11 +91,7 @@ def check_files(folder: Path) -> None:
 
 
 def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
-    """Refuses settings that no model can have, at any depth.
-
-    Raises:
-        UserError: with the key.
-    """
+    """Refuses settings that no model can have, at any depth."""
     for key, value in settings.items():
         if key == "model_type" and not isinstance(value, str | None):
             raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a name")
@@ -135,11 +127,7 @@ def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
 
 
 def check_count(name: str, experts: int) -> None:
-    """Refuses more experts, of all layers together, than any model has: each becomes tensors of its own in files.
-
-    Raises:
-        UserError: there are more.
-    """
+    """Refuses more experts, of all layers together, than any model has: each becomes tensors of its own in files."""
     if experts > MOST_EXPERTS:
         raise contradictory(name, f"it has {experts:,} experts in all, many times those of the largest known")
 
@@ -149,7 +137,6 @@ def _number(value: Any) -> int:
 
 
 def _wrong(key: str, value: Any) -> str:
-    """What is wrong with one value; empty for nothing."""
     if key in WIDTHS:
         if value is None:
             return ""
@@ -166,7 +153,6 @@ def _wrong(key: str, value: Any) -> str:
 
 
 def contradictory(name: str, what: str) -> UserError:
-    """The error for a config that no model can be built from."""
     return UserError(
         f"no model can have the config of {name}: {what}",
         why="the layer classes and sizes come from it",

@@ -15,7 +15,6 @@ def numel(parameter: "nn.Parameter") -> int:
 
 
 def shape(parameter: "nn.Parameter") -> tuple[int, ...]:
-    """That of a whole parameter, likewise."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -40,5 +39,4 @@ def packing(model: "nn.Module") -> dict["nn.Parameter", int]:
 
 
 def weights(model: "nn.Module") -> dict["nn.Parameter", int]:
-    """Every parameter of a model once, with how many weights it holds."""
     return {one: numel(one) * several for one, several in packing(model).items()}

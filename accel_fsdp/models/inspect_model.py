@@ -53,11 +53,7 @@ def read_model(name: str) -> ModelFacts:
 
 
 def model_facts(name: str, config: Any) -> ModelFacts:
-    """Builds the model of a Transformers config on the meta device and looks at it.
-
-    Raises:
-        UserError: `build` refuses the config.
-    """
+    """Builds the model of a Transformers config on the meta device and looks at it."""
     model = build(name, config)
     with config_json.believed(name):
         return _facts(name, config, model)
@@ -106,11 +102,7 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
 
 
 def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> str:
-    """The dtype in which a model's files hold it, such as bfloat16; empty if nothing says so.
-
-    Raises:
-        UserError: its config can't be read.
-    """
+    """The dtype in which a model's files hold it, such as bfloat16; empty if nothing says so."""
     return _dtype(read_config(name, revision, run_code), summary.weights_in(_local_folder(name)))
 
 
@@ -156,11 +148,7 @@ def _quantization(settings: Any) -> tuple[int, str]:
 
 
 def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
-    """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one.
-
-    Raises:
-        UserError: with the nearest sibling's name, if one is near.
-    """
+    """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one."""
     path = Path(name)
     if os.path.exists(name) or _looks_like_hub_id(name):  # of any length, which Path.exists refuses
         return
@@ -176,7 +164,6 @@ def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2
 
 
 def class_names(model: "nn.Module") -> frozenset[str]:
-    """The class names of all modules in `model`."""
     return frozenset(type(module).__name__ for module in model.modules())
 
 
@@ -219,7 +206,6 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
 
 
 def _around(path: str) -> Iterator[str]:
-    """The modules that hold the one at `path`."""
     while path:
         path = path.rpartition(".")[0]
         yield path
@@ -388,7 +374,6 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
 
 
 def architectures(config: Any) -> list[str]:
-    """The classes that a config says its weights were saved from."""
     named = getattr(config, "architectures", None)
     return [name for name in named if isinstance(name, str)] if isinstance(named, (list, tuple)) else []
 

@@ -34,11 +34,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def check_kernels(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuses a config that names a repository of compiled kernels, which transformers would download and run.
-
-    Raises:
-        NeedsCode: it does, at any depth.
-    """
+    """Refuses a config that names a repository of compiled kernels, which transformers would download and run."""
     for key, value in settings.items():
         if key in KERNEL_KEYS:
             _check_kernel(name, key, value)
@@ -50,9 +46,6 @@ def check_built_kernels(name: str, config: Any) -> None:
     """As `check_kernels`, of a config as transformers built it, which may know a setting by several names.
 
     Flash Attention is left to the flags: where its package isn't installed, transformers takes it from the hub.
-
-    Raises:
-        NeedsCode: it names a repository.
     """
     for key in ("_attn_implementation", "_experts_implementation"):
         _check_kernel(name, key, getattr(config, key, None))

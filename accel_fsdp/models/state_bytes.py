@@ -35,7 +35,6 @@ def weight_bytes(loaded: int, mixed: bool, fsdp: bool, zero: bool) -> int:
 
 
 def training_bytes(weights: int) -> int:
-    """Weights, gradients and Adam's moments, all in the dtype of the weights."""
     return weights * (1 + 1 + MOMENTS)
 
 
@@ -77,7 +76,6 @@ def checkpoint_bytes(
 
 
 def gathering_bytes(weights: int) -> float:
-    """The host memory that gathering all weights on one rank takes."""
     return weights * HEADROOM
 
 

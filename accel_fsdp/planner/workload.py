@@ -94,7 +94,7 @@ def job_of(command: PlanCommand) -> cost.Job:
 
 
 def _refuse_below(flag: str, value: float, above: bool = False) -> None:
-    """Goes on if a number is finite and not below 0, or is `above` it."""
+    """Raises unless a number is finite and not below 0, or is `above` it."""
     if not math.isfinite(value) or value < 0 or (above and value == 0):
         least = "above 0" if above else "0 or more"
         raise UsageError(f"{flag} {value:g}", why=f"it has to be a number, {least}", fix=f"{flag} 2.5")

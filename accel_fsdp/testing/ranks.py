@@ -47,7 +47,6 @@ class _Rank:
     output: Path
 
     def stand(self) -> Stand:
-        """Where it stands now."""
         with contextlib.suppress(OSError, EOFError):
             self.questions.send(None)
             if self.questions.poll(QUESTION_SECONDS):
@@ -55,7 +54,6 @@ class _Rank:
         return SILENT
 
     def end(self) -> None:
-        """Kills it."""
         self.process.kill()
         self.process.wait()
         self.calls.close()
@@ -63,7 +61,6 @@ class _Rank:
 
     @property
     def how_it_ended(self) -> str:
-        """Of one that has closed its pipe."""
         code = self.process.wait()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 

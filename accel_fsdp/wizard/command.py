@@ -143,7 +143,6 @@ def _show(text: str, original: Original | None, title: str) -> None:
 
 
 def _diff(original: Original, text: str, place: str) -> None:
-    """From the file that is re-edited to the one that is, or would be, written."""
     console.show_diff(original.job.source, text, str(original.path), place)
 
 

@@ -16,19 +16,16 @@ def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
 
 
 def gpus(context: Context) -> tuple[str, str]:
-    """The machine that was found, in words."""
     text = machines.describe(context.found)
     return text, "no GPU here: describe the target, or rehearse on this CPU" if text == "cpu" else "found here"
 
 
 def num_machines(context: Context) -> tuple[int, str]:
-    """One, unless several were described."""
     count = machines.parse(context["gpus"])[1]
     return count, "one machine" if count == 1 else f"as in {context['gpus']}"
 
 
 def strategy(context: Context) -> tuple[int, str]:
-    """Full sharding; the reason says what it does to this model on these GPUs."""
     ranks = context.machine.count * context["num_machines"]
     if context.model is None or context["method"] != "full" or not ranks:
         told = notes.legend(context)
@@ -41,14 +38,12 @@ def strategy(context: Context) -> tuple[int, str]:
 
 
 def layer_class(context: Context) -> tuple[tuple[str, ...], str]:
-    """The layer classes that were found in the model."""
     if context.model is None:
         return (), "no model was read"
     return tuple(layer.name for layer in context.model.wrap_classes), context.model.wrap_reason
 
 
 def min_num_params(context: Context) -> tuple[int, str]:
-    """A size that makes a unit of each layer."""
     largest = context.model.largest_layer_parameters if context.model else 0
     if not largest:
         return 100_000_000, "Accelerate's default"
@@ -56,7 +51,6 @@ def min_num_params(context: Context) -> tuple[int, str]:
 
 
 def cpu_offload(context: Context) -> tuple[bool, str]:
-    """On only where nothing else makes it fit."""
     found = notes.advice(context)
     if found is not None:
         if found.offload:
@@ -102,7 +96,6 @@ def ram_efficient_loading(context: Context) -> tuple[bool, str]:
 
 
 def mixed_precision(context: Context) -> tuple[str, str]:
-    """bf16 where the GPU has it."""
     if not machines.has_bf16(context.machine):
         return "fp16", f"{context.machine.accelerator} has no bf16"
     return "bf16", "bf16 compute over fp32 master weights"

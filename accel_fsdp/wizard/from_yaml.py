@@ -32,9 +32,6 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
 
     What the file leaves out means what Accelerate makes of that, not what the wizard would propose. Model, method and
     machine don't stand in a YAML; they are read from the command in our own header, if there is one.
-
-    Raises:
-        UsageError: the wizard has no such engine.
     """
     engine = job.engine
     if job.other_tool:

@@ -130,7 +130,6 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool
 
 
 def answers(talk: Interview) -> Answers:
-    """The complete answers of a finished interview."""
     return to_answers(talk.settled())
 
 
@@ -154,11 +153,7 @@ def _machine() -> MachineFacts:
 
 @cache
 def read_model(name: str) -> ModelFacts:
-    """What is known of a model, built once.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """What is known of a model, built once."""
     with console.waiting(f"Building {name} on the meta device"):
         return inspect_model.read_model(name)
 
@@ -193,7 +188,6 @@ def _go_on_unchecked(error: UserError) -> None:
 
 @cache
 def _introduce(name: str) -> None:
-    """Says once what was found in the model."""
     model = read_model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""

@@ -222,7 +222,6 @@ def _is_unknown(context: Context) -> bool:
 
 
 def _better(context: Context) -> Iterator[str]:
-    """Single changes of the answers that would make it fit, as flags."""
     now = advice(context)
     if now and _fits(context):
         yield " ".join(_switches(context, now))
@@ -254,7 +253,6 @@ def _fits(context: Context, **changed: Any) -> bool:
 
 
 def with_answers(context: Context, **changed: Any) -> Context:
-    """The context with other answers."""
     return replace(context, given={**context.given, **changed})
 
 

@@ -60,7 +60,6 @@ class Option:
 
     @property
     def label(self) -> str:
-        """What a menu shows; a text that takes a prediction is made when it is shown."""
         return self.text if isinstance(self.text, str) else self.text()
 
 
@@ -87,27 +86,18 @@ class Question:
 
     @property
     def flag(self) -> str:
-        """The command-line flag that answers this question."""
         return flag_words.flag_of(self.field)
 
 
 def settle(question: Question, context: Context, value: Any) -> Context:
-    """Returns the context with `value` checked and stored as the answer to `question`.
-
-    Raises:
-        UserError: the value can't be used.
-    """
+    """Returns the context with `value` checked and stored as the answer to `question`."""
     if question.options is not None:
         value = _one_of(question, question.options(context), value)
     return _store(question, context, question.check(context, value))
 
 
 def skip(question: Question, context: Context, flags: GivenAnswers) -> Context:
-    """Stores the default of a question that does not apply.
-
-    Raises:
-        UsageError: its flag was given, and would have no effect.
-    """
+    """Stores the default of a question that does not apply."""
     if question.field in flags:
         raise UsageError(
             f"{question.flag} has no effect with the other answers",

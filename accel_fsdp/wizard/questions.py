@@ -229,13 +229,11 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def to_answers(context: Context) -> Answers:
-    """Turns a context in which every question is settled into `Answers`."""
     answers = Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
     auto_class = context.model.auto_class if context.model else "" if context.unread else answers.auto_class
     return replace(answers, auto_class=auto_class)
 
 
 def applying(answers: Answers) -> list[Question]:
-    """The questions whose answers matter for these answers."""
     context = Context(given=vars(answers))
     return [question for question in QUESTIONS if question.applies(context)]

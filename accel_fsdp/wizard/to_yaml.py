@@ -30,7 +30,6 @@ OWN_SCRIPT = "YOUR_SCRIPT.py"
 
 
 def engine_of(answers: Answers) -> Engine:
-    """What these answers train with."""
     if is_ddp(vars(answers)):
         return Engine.DDP
     if answers.engine != "fsdp":
@@ -148,14 +147,12 @@ def command_line(answers: Answers) -> str:
 
 
 def flag_text(value: Any) -> str:
-    """An answer as its flag takes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def launch_line(answers: Answers, path: str) -> str:
-    """The command that trains with the YAML at `path`."""
     script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
     if answers.needs_engine:
         return shlex.join(["accel-fsdp", "launch", path, *script])

@@ -59,7 +59,6 @@ def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
 
 
 def _engine(given: GivenAnswers) -> Engine:
-    """The engine of answers that may lack the later ones."""
     if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
         return OTHER_ENGINES.get(given.get("engine", "ddp"), Engine.DDP)
     return FSDP_VERSIONS.get(given.get("fsdp_version", 0), Engine.NONE)
@@ -151,7 +150,6 @@ def _wrong_gpus(text: str, what: str, why: str, fix: str) -> UsageError:
 
 
 def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
-    """Refuses no class at all, and classes that the model doesn't have."""
     parts = value.split(",") if isinstance(value, str) else value
     names = tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
     if not names:
@@ -199,18 +197,15 @@ def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
 
 
 def check_size(context: Context, value: Any) -> int:
-    """Refuses 0, which wraps nothing."""
     why = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
     return _number("--min-num-params", value, why, fix=100_000_000, most=10**15)
 
 
 def check_port(context: Context, value: Any) -> int:
-    """Refuses what is no TCP port."""
     return _number("--main-process-port", value, "it must be a free TCP port", fix=DEFAULT_PORT, most=65535)
 
 
 def check_machines(context: Context, value: Any) -> int:
-    """Refuses less than one machine."""
     described = machines.parse(context["gpus"])[1]
     count = _number("--num-machines", value, "it counts machines, this one too", fix=described, most=MOST_RANKS)
     if described not in (1, count):

@@ -27,7 +27,6 @@ PING = (
 
 
 def judge(found: Found) -> list[Row]:
-    """All rows."""
     checks: tuple[Callable[[Found], Iterator[Row]], ...] = (
         _missing,
         _told_differently,

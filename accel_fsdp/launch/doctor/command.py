@@ -26,11 +26,7 @@ OTHER_FIRST_SECONDS = 5.0
 
 
 def explain(message: str) -> int:
-    """Says what is often behind an error message; returns 1 if the table doesn't know it.
-
-    Raises:
-        UsageError: there is no message.
-    """
+    """Says what is often behind an error message; returns 1 if the table doesn't know it."""
     text = sys.stdin.read() if message == "-" else message
     if not text.strip():
         raise UsageError("no message", why="there is nothing to explain", fix='accel-fsdp doctor --explain "MESSAGE"')
@@ -47,11 +43,7 @@ def explain(message: str) -> int:
 
 
 def examine(options: DoctorCommand) -> int:
-    """Looks at everything and says it; returns 1 if something would stop a job.
-
-    Raises:
-        UsageError: a flag has a value it can't have.
-    """
+    """Looks at everything and says it; returns 1 if something would stop a job."""
     launched = LaunchEnvironment.now()
     _check(options, launched)
     if launched.is_rank and launched.local_rank != 0:
@@ -126,7 +118,6 @@ def _place(
 
 
 def _of_launcher(launched: LaunchEnvironment) -> place.Place:
-    """torchrun's own account of it."""
     told = {
         "num_machines": (launched.machines, "GROUP_WORLD_SIZE"),
         "num_processes": (launched.world_size, "WORLD_SIZE"),
@@ -155,14 +146,12 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
 
 
 def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What all machines must have been told alike."""
     told = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
     in_file = agreement.flat(values)
     return {**{name: value for name, value in in_file.items() if name not in (*place.FLAGS, *OF_A_MACHINE)}, **told}
 
 
 def _read(options: DoctorCommand) -> tuple[Mapping[str, Any], list[Row]]:
-    """The values of the file, or why it can't be read."""
     if options.file is None:
         return {}, []
     try:
@@ -187,7 +176,6 @@ def _lint(options: DoctorCommand, here: place.Place) -> list[Row]:
 
 
 def _judged(done: Examination, facts: Mapping[int, facts.Facts]) -> list[Row]:
-    """What is right and wrong with each of these machines."""
     several, talked = done.machines > 1, done.found.talked
     return [
         replace(row, machine=number)
@@ -244,11 +232,7 @@ def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examinatio
 
 
 def _refuse_second_first(team: Team) -> None:
-    """Goes on if this is machine 0, or may be.
-
-    Raises:
-        UserError: another machine answers at the address of machine 0.
-    """
+    """Raises unless this is machine 0, or may be."""
     host, port = team.address.host, team.address.port
     seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
     if team.address.hosts and not rendezvous.wait_for(host, port, seconds):
@@ -260,7 +244,6 @@ def _refuse_second_first(team: Team) -> None:
 
 
 def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
-    """That machine 0 didn't answer, or not any more."""
     host = f"[{team.address.host}]" if ":" in team.address.host else team.address.host
     at = f"machine 0 at {host}:{team.address.port}"
     first = (str(error).splitlines() or [type(error).__name__])[0]

@@ -69,11 +69,9 @@ class Facts:
 
     @property
     def gpus_in_words(self) -> str:
-        """How many of which kind."""
         return f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
 
     def as_json(self) -> dict[str, Any]:
-        """For another machine, and for programs."""
         return asdict(self)
 
 
@@ -199,6 +197,5 @@ def _links() -> dict[str, int]:
 
 
 def _infiniband() -> dict[str, str]:
-    """The state of each port, such as ACTIVE."""
     ports = sorted(INFINIBAND.glob("*/ports/*/state"))
     return {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().rpartition(":")[2].strip() for port in ports}

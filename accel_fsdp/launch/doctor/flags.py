@@ -11,8 +11,6 @@ from accel_fsdp.launch import PlaceFlags
 
 @dataclass(frozen=True)
 class DoctorCommand(PlaceFlags):
-    """What to look at, and how to say it."""
-
     file: Annotated[
         tyro.conf.Positional[Optional[Path]],
         tyro.conf.arg(

@@ -66,7 +66,6 @@ def _libraries(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _ranges() -> dict[str, "SpecifierSet"]:
-    """The versions that this project takes."""
     from packaging.requirements import Requirement
 
     try:

@@ -30,8 +30,6 @@ MARK = ".accel-fsdp-doctor-"
 
 @dataclass(frozen=True)
 class Team:
-    """The machines of a job, seen from one of them."""
-
     address: Address
     machine: int
     machines: int
@@ -40,7 +38,6 @@ class Team:
     seconds: float
 
     def device_of(self, place: int) -> str:
-        """Of one of this machine's processes."""
         return f"cuda:{place}" if self.on_gpus else "cpu"
 
 
@@ -61,7 +58,6 @@ class Found:
 
     @property
     def can_join(self) -> bool:
-        """Whether the ranks of all machines can form one group."""
         told = [facts.asks_for for facts in self.facts.values()]
         alike = all(one == told[0] for one in told)
         return alike and not self.missing and not any(pair.error for pair in self.pairs)

@@ -360,7 +360,6 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Does what the first argument says."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     task = Task(**{**given, "address": Address(**given["address"])})
     threading.Thread(target=_end_with_parent, daemon=True).start()

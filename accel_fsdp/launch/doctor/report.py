@@ -40,7 +40,6 @@ class Examination:
     """Whether this is machine 0, and has judged all that came."""
 
     def by_machine(self) -> Iterator[tuple[str, list[Row]]]:
-        """The rows under their headings."""
         for number in sorted(self.found.facts):
             if rows := [row for row in self.rows if row.machine == number]:
                 yield f"machine {number} ({self.found.facts[number].name})", rows
@@ -49,7 +48,6 @@ class Examination:
 
 
 def as_json(done: Examination) -> str:
-    """All of it, facts and measurements included."""
     told: dict[str, Any] = {
         "healthy": done.healthy,
         "machine": done.machine,
@@ -92,7 +90,6 @@ def _table(found: Found) -> Iterator[list[str]]:
 
 
 def summary(done: Examination) -> str:
-    """The last line."""
     counts = {kind: sum(row.verdict == kind for row in done.rows) for kind in ("error", "warning")}
     words = [counted(number, kind) for kind, number in counts.items() if number]
     said = ", ".join(["healthy" if done.healthy else "not healthy", *words])

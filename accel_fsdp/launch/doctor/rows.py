@@ -25,7 +25,6 @@ class Row:
 
 
 def of_error(subject: str, error: UserError) -> Row:
-    """What another command would have refused."""
     return Row(subject, "error", error.what, error.why, error.fix)
 
 

@@ -23,9 +23,6 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
 
     A signal to this process, and the end of the `minutes`, make the ranks save a checkpoint and stop, for which they
     have `grace` seconds; a second signal ends them at once.
-
-    Raises:
-        NotInstalled: there is no Ray.
     """
     require("a job on Ray", "ray")
     import ray
@@ -53,7 +50,6 @@ class _Running(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Waits for the job."""
         try:
             self._trainer.fit()
         except BaseException as error:

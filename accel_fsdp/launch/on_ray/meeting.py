@@ -113,7 +113,6 @@ def open_messages() -> Any:
 
 
 def messages() -> Any:
-    """The actor, as workers find it."""
     import ray
 
     return ray.get_actor(_name())

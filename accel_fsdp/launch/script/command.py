@@ -109,7 +109,7 @@ FOR = {"--image": ("kubernetes", "skypilot", "dstack"), "--api": ("kubernetes",)
 
 
 def _refuse_unread(options: ScriptCommand) -> None:
-    """Goes on if the job file of this engine holds what the flags say."""
+    """Raises unless the job file of this engine holds what the flags say."""
     given = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
     for flag, engines in FOR.items():
         if given[flag] and options.engine not in engines:
@@ -121,11 +121,7 @@ def _refuse_unread(options: ScriptCommand) -> None:
 
 
 def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
-    """Goes on if no flag of this command stands where it would be the script's, which has none of that name.
-
-    Raises:
-        UsageError: one does.
-    """
+    """Raises unless no flag of this command stands where it would be the script's, which has none of that name."""
     ours = flag_words.flags_of(ScriptCommand)
     found = next((word for word in script_args if word.partition("=")[0] in ours), None)
     if found is not None:
@@ -137,7 +133,6 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
 
 
 def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> Job:
-    """The job with all that its file says."""
     found, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
     arguments = parse_command_line(list(script_args))
@@ -231,7 +226,6 @@ def _place(title: str, job: Job) -> place.Place:
 
 
 def _name(options: ScriptCommand) -> str:
-    """One that each engine takes."""
     if options.name is None:
         word = re.sub(r"[^a-z0-9]+", "-", options.file.stem.lower()).strip("-")
         return f"{'' if word[:1].isalpha() else 'job-'}{word}"[:LONGEST_NAME].strip("-")

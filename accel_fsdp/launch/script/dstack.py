@@ -51,7 +51,6 @@ def text(job: Job) -> str:
 
 
 def _gpu(job: Job) -> str:
-    """Name, memory and count, as far as they are known."""
     kind = job.kind
     name = kind.accelerator.upper().replace(" ", "") if kind and kind.accelerator else ""
     memory = f"{kind.memory_gib:.0f}GB" if kind and kind.memory_gib else ""

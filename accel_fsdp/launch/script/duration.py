@@ -29,7 +29,6 @@ class Duration:
 
     @property
     def minutes(self) -> int:
-        """What the job may take."""
         return math.ceil((cost.seconds_of(self.steps, self.step).expected * FACTOR + AROUND_SECONDS) / 60)
 
     def __str__(self) -> str:

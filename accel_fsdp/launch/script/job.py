@@ -60,7 +60,6 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """The shared one, in a container."""
         return self.shared or SHARED
 
     @property
@@ -70,16 +69,13 @@ class Job:
 
     @property
     def title(self) -> str:
-        """The first line of every job file, without the comment sign."""
         return f"{self.script} with {self.file} on {counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}."
 
     @property
     def made_by(self) -> str:
-        """The second one."""
         return f"Made by accel-fsdp {__version__}. Lines with <- are yours to edit."
 
     def command(self, indent: str = "") -> str:
-        """What each machine runs, a flag to the line."""
         words = ["accel-fsdp", "launch", *([] if self.checked else ["--no-check"]), str(self.file), str(self.script)]
         return in_lines(words, self.words, indent)
 

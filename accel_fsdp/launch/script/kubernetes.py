@@ -11,7 +11,6 @@ RESTARTS = 3
 
 
 def text(job: Job) -> str:
-    """The manifest, for the API that the cluster has."""
     return pytorch_job(job) if job.api == "pytorchjob" else train_job(job)
 
 
@@ -135,7 +134,6 @@ def _container(job: Job, indent: str) -> list[str]:
 
 
 def _own_variables() -> list[str]:
-    """Those that a user may want; tokens come from a secret, not from the file."""
     secret = "{{name: {0}, valueFrom: {{secretKeyRef: {{name: tokens, key: {0}}}}}}}"
     lines = [f"  # - {secret.format(name)}    # <- {TOKENS[name]}" for name in TOKENS]
     return [*lines, f"  # - {{name: NCCL_DEBUG, value: INFO}}    # <- {NCCL_DEBUG}"]

@@ -76,7 +76,6 @@ def _loop(job: Job) -> list[str]:
 
 
 def _arguments(words: tuple[str, ...]) -> list[str]:
-    """A flag to the line, with its values."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -97,7 +96,6 @@ def _path(job: Job, name: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """As Python reads it, in double quotes."""
     return json.dumps(word, ensure_ascii=False)
 
 

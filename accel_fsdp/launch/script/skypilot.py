@@ -56,11 +56,7 @@ def text(job: Job) -> str:
 
 
 def _gpu(kind: MachineFacts | None, job: Job) -> str:
-    """What SkyPilot calls it.
-
-    Raises:
-        UsageError: nobody said which GPU.
-    """
+    """What SkyPilot calls it."""
     if kind is None or kind.accelerator is None:
         raise UsageError(
             f"{job.file} doesn't say which GPU",

@@ -13,7 +13,6 @@ def text(job: Job) -> str:
 
 
 def _asked(job: Job) -> list[str]:
-    """What SLURM is asked for."""
     said, limit = _limit(job)
     days, minutes = divmod(limit, 24 * 60)
     whole = [] if job.memory else ["# All of each machine's memory:"]

@@ -73,17 +73,14 @@ class Subject(JobConfig):
         return (self.args or {}).get(name)
 
     def arg_on(self, *names: str) -> bool:
-        """Whether one of these boolean arguments is on."""
         return any(str(self.arg(name)).lower() in ("true", "1", "yes") for name in names)
 
     @property
     def uses_adapter(self) -> bool:
-        """Whether the arguments ask for LoRA."""
         return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
 
     @property
     def resumes(self) -> bool:
-        """Whether the arguments resume a run."""
         return str(self.arg("resume_from_checkpoint") or "false").lower() != "false"
 
     @property
@@ -132,7 +129,6 @@ class Subject(JobConfig):
 
     @cached_property
     def setup(self) -> Setup:
-        """The job as the table of what can't be combined knows it."""
         asked = self.arg_on("gradient_checkpointing", "activation_checkpointing")
         smooths = str(self.arg("label_smoothing_factor") or 0) not in ("0", "0.0")
         stage = str(self.section("deepspeed_config").get("zero_stage", 2))
@@ -176,12 +172,10 @@ class Rule:
 
     @property
     def title(self) -> str:
-        """The first line of the docstring."""
         return (self.check.__doc__ or "").strip().splitlines()[0]
 
     @property
     def explanation(self) -> str:
-        """The whole docstring."""
         lines = (self.check.__doc__ or "").strip().splitlines()
         return "\n".join(line.strip() for line in lines)
 

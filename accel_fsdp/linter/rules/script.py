@@ -38,23 +38,19 @@ def calls(subject: Subject, *names: str) -> list[ast.Call]:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value of a keyword argument."""
     return next((one.value for one in call.keywords if one.arg == name), None)
 
 
 def constant(node: ast.AST | None) -> object:
-    """The value of a literal; None for anything else."""
     return node.value if isinstance(node, ast.Constant) else None
 
 
 def at(subject: Subject, node: ast.AST, what: str, why: str, fix: str) -> Finding:
-    """A finding that names the script and the line."""
     name = subject.script.name if subject.script else ""
     return Finding("", f"{name}:{getattr(node, 'lineno', 0)}: {what}", why, fix)
 
 
 def scopes(tree: ast.Module) -> list[ast.Module | ast.FunctionDef]:
-    """The module and its functions."""
     return [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]
 
 
@@ -122,7 +118,6 @@ def wrapped_names(subject: Subject) -> set[str]:
 
 
 def is_wrapped(subject: Subject, call: ast.Call) -> bool:
-    """Whether a method is called on the sharded model."""
     on = call.func.value if isinstance(call.func, ast.Attribute) else None
     unwrapped = isinstance(on, ast.Call) and name_of(on) == "unwrap_model"
     return unwrapped or receiver(call) in wrapped_names(subject)

@@ -7,7 +7,6 @@ from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 
 def older(subject: Subject, package: str, version: str) -> bool:
-    """Whether a package is installed, in an older version than this."""
     from packaging.version import Version
 
     installed = subject.versions.get(package)

@@ -42,19 +42,16 @@ class Part:
 
     @property
     def hidden(self) -> int:
-        """The width of its layers, 0 if none is named."""
         keys = (self.names.get("hidden_size", "hidden_size"), *HIDDEN)
         found = (self.real.get(key) for key in keys)
         return next((value for value in found if type(value) is int and value > 0), 0)
 
     @property
     def heads(self) -> int:
-        """Heads of an attention, 0 if it names none."""
         return next((self.real[key] for key in self.keys(HEAD_COUNTS) if self.real[key] > 0), 0)
 
     @property
     def groups(self) -> int:
-        """Heads that have keys and values of their own."""
         if self.real.get("multi_query") is True and not self.real.get("new_decoder_architecture"):
             return 1
         named = (self.real[key] for key in self.keys(GROUP_COUNTS) if self.real[key] > 0)

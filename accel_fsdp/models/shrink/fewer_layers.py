@@ -85,7 +85,6 @@ def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
 
 
 def keep_features(parts: Sequence[Part]) -> None:
-    """Takes features from layers that are still there."""
     depths = [part.values[key] for part in parts if not part.main for key in part.keys(DEPTHS)]
     last = min(depths, default=0)
     for part in parts if last else []:

@@ -23,7 +23,6 @@ def kinds(model: "nn.Module", depth: int) -> list[Hashable]:
 
 
 def all_kinds(model: "nn.Module") -> set[Hashable]:
-    """The kinds of layers of all stacks, with the names of the stacks."""
     from torch import nn
 
     lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -31,7 +30,6 @@ def all_kinds(model: "nn.Module") -> set[Hashable]:
 
 
 def first_of_each(found: Sequence[Hashable]) -> list[int]:
-    """The number of the first layer of each kind."""
     return sorted({kind: number for number, kind in reversed(list(enumerate(found)))}.values())
 
 

@@ -94,7 +94,6 @@ def smaller(
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "") -> tuple[Change, ...]:
-    """What differs between two configs, key by key."""
     found: list[Change] = []
     for key in dict.fromkeys([*before, *after]):
         one, other = before.get(key), after.get(key)

@@ -99,11 +99,7 @@ def _on_meta(name: str, config: Any) -> "nn.Module":
 
 
 def _tokenizer(name: str) -> Any:
-    """The model's tokenizer; None if it has none.
-
-    Raises:
-        NeedsCode: it can't be read without its own code.
-    """
+    """The model's tokenizer; None if it has none."""
     try:
         tokenizer = models.read_tokenizer(name)
     except remote_code.NeedsCode:
@@ -125,11 +121,7 @@ def _made_up_words(named: dict[int, str]) -> Words:
 
 
 def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words) -> _Made:
-    """The small model of the first attempt that runs; if none can be tried, of the first that can be built.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The small model of the first attempt that runs; if none can be tried, of the first that can be built."""
     built: list[_Made] = []
     failed: list[str] = []
     for attempt in ATTEMPTS:
@@ -190,7 +182,6 @@ def _random(kind: Any, config: Any, seed: int) -> "nn.Module":
 
 
 def _trial(model: Any, seed: int) -> str:
-    """Why a forward pass of a few tokens fails; empty if it doesn't."""
     import torch
 
     model.eval()
