@@ -1,6 +1,6 @@
 """What can't be combined: engine with optimizer, method, checkpointing and more, each with its reason. Pure.
 
-The one table of it. The linter, the planner, the wizard and the training script ask `clashes(Setup(...))`; what isn't
+The one table of it. The linter, the planner, the wizard and the training script ask `clashes(job)`; what isn't
 known of a job is left at its default, and no row then speaks of it. Each row was seen on real ranks or read in the
 libraries' source (accelerate 1.15, transformers 5.23, peft 0.21, torch 2.13, bitsandbytes 0.50).
 """
@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.config import Engine, Method
+from accel_fsdp.config import Engine
+from accel_fsdp.job.job import Job
+from accel_fsdp.job.layout import FSDP_KINDS, SHARDING_KINDS
 
 Effect = Literal["stops", "stops when it saves", "trains something else", "saves nothing"]
-Recompute = Literal["none", "engine", "script"]
 
-FSDP = (Engine.FSDP1, Engine.FSDP2)
-SHARDING = (*FSDP, Engine.DEEPSPEED)
 BITSANDBYTES = re.compile(r"adamw_8bit|.*_bnb(_.*)?|(paged_)?(lion|ademamix|adamw)_(8|32)bit|ademamix")
 """Trainer's optimizers that are bitsandbytes' (transformers, `_BITSANDBYTES_OPTIMIZERS`), torchao's not among them."""
 ADAPTABLE = frozenset(
@@ -30,40 +29,15 @@ ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
 UNLESS_OURS = ", unless the script is train/sft.py"
 """How a text ends about what train/sft.py mends."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A job, as far as it is known and as far as its parts must fit.
-
-    `optimizer` is Trainer's name of it (`--optim`). `recompute` says who recomputes activations: nobody, the engine
-    (`fsdp_activation_checkpointing` of the YAML) or the script (`--gradient_checkpointing`). `strategy` is FSDP1's name
-    of it, `stage` DeepSpeed's. `flags` are boolean arguments of the script that are on, such as `use_dora`. `base` is
-    how the weights that it starts from are quantised, such as gptq; empty where they aren't.
-    """
-
-    engine: Engine
-    method: Method = "full"
-    optimizer: str = ""
-    recompute: Recompute = "none"
-    stage: int | None = None
-    strategy: str = ""
-    wrap_policy: str = ""
-    state_dict: str = ""
-    flags: frozenset[str] = frozenset()
-    base: str = ""
-
-    @property
-    def adapter(self) -> bool:
-        """Whether an adapter is trained on a frozen base."""
-        return self.method != "full"
+FLAGS = ("use_dora", "load_in_8bit", "predict_with_generate")
+"""Boolean arguments of a script that rows of the table ask for."""
 
 
 @dataclass(frozen=True)
 class Clash:
     """Two or more parts of a job that can't be combined.
 
-    `parts` are the fields of `Setup` that clash, the engine aside: those that a fix can change. `what` is a whole
+    `parts` are the fields of `Job` that clash, the engine aside: those that a fix can change. `what` is a whole
     sentence without its full stop, `effect` the kind of harm, `why` what then happens, `fix` what to type. `mended`
     says that train/sft.py trains it all the same, and right.
     """
@@ -74,29 +48,21 @@ class Clash:
     what: str
     why: str
     fix: str
-    found: Callable[[Setup], bool]
+    found: Callable[[Job], bool]
     mended: bool = False
 
 
-def clashes(setup: Setup) -> list[Clash]:
+def clashes(job: Job) -> list[Clash]:
     """All rows of the table that this job meets, the worst first."""
-    return [one for one in TABLE if one.found(setup)]
+    return [one for one in TABLE if one.found(job)]
 
 
-def recompute_by(engine: Engine, method: Method) -> Recompute:
-    """Who should recompute activations: FSDP where it can, as it gathers no layer twice; with an adapter the script.
-
-    "script" means `--gradient_checkpointing true` in the script's arguments, as the YAML's key loses adapters.
-    """
-    return "engine" if engine in FSDP and method == "full" else "script"
+def _optimizer(pattern: str, *engines: Engine) -> Callable[[Job], bool]:
+    return lambda job: job.engine in engines and re.fullmatch(pattern, job.optimizer) is not None
 
 
-def _optimizer(pattern: str, *engines: Engine) -> Callable[[Setup], bool]:
-    return lambda setup: setup.engine in engines and re.fullmatch(pattern, setup.optimizer) is not None
-
-
-def _flag(name: str, *engines: Engine) -> Callable[[Setup], bool]:
-    return lambda setup: setup.engine in engines and name in setup.flags
+def _flag(name: str, *engines: Engine) -> Callable[[Job], bool]:
+    return lambda job: job.engine in engines and name in job.flags
 
 
 TABLE: tuple[Clash, ...] = (
@@ -117,7 +83,7 @@ TABLE: tuple[Clash, ...] = (
         "layerwise", ("optimizer",), "stops",
         "layerwise optimizers are for one process",
         "Trainer stops: Layer-wise optimizer does not support DDP", ADAMW,
-        _optimizer(".*_layerwise", *SHARDING, Engine.DDP),
+        _optimizer(".*_layerwise", *SHARDING_KINDS, Engine.DDP),
     ),
     Clash(
         "low-rank-fsdp1", ("optimizer",), "stops",
@@ -147,45 +113,45 @@ TABLE: tuple[Clash, ...] = (
     Clash(
         "qlora-tpu", ("method",), "stops",
         "bitsandbytes has no TPU kernels", "loading stops", "LoRA, without --load_in_4bit",
-        lambda setup: setup.engine is Engine.TPU and setup.method == "qlora",
+        lambda job: job.engine is Engine.TPU and job.method == "qlora",
     ),
     Clash(
         "quantised-full", ("base",), "stops",
         "quantised weights can't be trained themselves", "Trainer stops: attach trainable adapters on top",
         f"--use_peft, or {ORIGINAL}",
-        lambda setup: setup.base != "" and setup.method == "full",
+        lambda job: job.base != "" and job.method == "full",
     ),
     Clash(
         "quantised-adapter", ("base",), "stops",
         "Trainer trains no adapter on weights that are quantised this way",
         "it stops, or transformers skips a quantisation that it doesn't know", ORIGINAL,
-        lambda setup: setup.base != "" and setup.adapter and setup.base not in ADAPTABLE,
+        lambda job: job.base != "" and job.adapter and job.base not in ADAPTABLE,
     ),
     Clash(
         "quantised-twice", ("base",), "stops",
         "weights that are quantised otherwise can't be quantised to 4 bits by bitsandbytes",
         "loading stops: two kinds of quantization_config", f"LoRA, without --load_in_4bit, or {ORIGINAL}",
-        lambda setup: setup.base in ADAPTABLE - {"bitsandbytes"} and setup.method == "qlora",
+        lambda job: job.base in ADAPTABLE - {"bitsandbytes"} and job.method == "qlora",
     ),
     Clash(
         "recompute-without-policy", ("recompute", "wrap_policy"), "stops",
         "Accelerate checkpoints what the wrap policy names, and NO_WRAP names nothing",
         "FSDP2 stops, FSDP1 checkpoints every submodule",
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-        lambda setup: setup.engine in FSDP and setup.recompute == "engine" and setup.wrap_policy == "NO_WRAP",
+        lambda job: job.engine in FSDP_KINDS and job.recompute == "engine" and job.wrap_policy == "NO_WRAP",
     ),
     Clash(
         "size-based-fsdp2", ("wrap_policy",), "stops",
         "SIZE_BASED_WRAP under FSDP2 also picks lists of layers, which have no forward",
         "prepare stops: fully_shard does not support containers that do not implement forward",
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-        lambda setup: setup.engine is Engine.FSDP2 and setup.wrap_policy == "SIZE_BASED_WRAP",
+        lambda job: job.engine is Engine.FSDP2 and job.wrap_policy == "SIZE_BASED_WRAP",
     ),
     Clash(
         "local-state-fsdp2", ("state_dict",), "stops",
         "FSDP2 does not support LOCAL_STATE_DICT", "Accelerate stops",
         "fsdp_state_dict_type: SHARDED_STATE_DICT",
-        lambda setup: setup.engine is Engine.FSDP2 and setup.state_dict == "LOCAL_STATE_DICT",
+        lambda job: job.engine is Engine.FSDP2 and job.state_dict == "LOCAL_STATE_DICT",
     ),
     Clash(
         "dora-fsdp1", ("flags",), "stops",
@@ -208,7 +174,7 @@ TABLE: tuple[Clash, ...] = (
         "under FSDP2 Trainer doesn't shift the labels that --label_smoothing_factor compares with",
         "each token learns to say itself, and the logged loss looks better",
         f"no --label_smoothing_factor, or fsdp_version: 1{UNLESS_OURS}",
-        lambda setup: setup.engine is Engine.FSDP2 and not setup.adapter and "label_smoothing_factor" in setup.flags,
+        lambda job: job.engine is Engine.FSDP2 and not job.adapter and "label_smoothing_factor" in job.flags,
         mended=True,
     ),
     Clash(
@@ -216,7 +182,7 @@ TABLE: tuple[Clash, ...] = (
         "PEFT loses the adapter under FSDP's activation checkpointing",
         f"the exported adapter has no tensors{UNLESS_OURS}",
         "fsdp_activation_checkpointing: false and --gradient_checkpointing true",
-        lambda setup: setup.engine in FSDP and setup.adapter and setup.recompute == "engine",
+        lambda job: job.engine in FSDP_KINDS and job.adapter and job.recompute == "engine",
         mended=True,
     ),
     Clash(
@@ -224,7 +190,7 @@ TABLE: tuple[Clash, ...] = (
         "PEFT loses the adapter under FSDP1",
         f"the exported adapter has no tensors{UNLESS_OURS}",
         "fsdp_version: 2",
-        lambda setup: setup.engine is Engine.FSDP1 and setup.adapter,
+        lambda job: job.engine is Engine.FSDP1 and job.adapter,
         mended=True,
     ),
 )  # fmt: skip

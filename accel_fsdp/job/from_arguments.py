@@ -3,18 +3,16 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from accel_fsdp.config import DTYPES, LONG_DTYPES, JobConfig, Method
+from accel_fsdp.config import DTYPES, LONG_DTYPES, Method
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job import from_yaml
 from accel_fsdp.job.recipe import (
     ATTENTION_LINEAR,
     Attention,
     Checkpointing,
-    Layout,
     OptimizerName,
     Recipe,
 )
@@ -92,17 +90,6 @@ def whole(value: object) -> int:
     return int(text) if (text := str(value)).isdecimal() else 0
 
 
-def of_run(config: JobConfig, arguments: Mapping[str, Any]) -> tuple[Layout, Recipe]:
-    """The layout and the recipe of a YAML with the arguments of its script, which win where both say something.
-
-    Raises:
-        UsageError: what the YAML asks for can't be predicted.
-    """
-    layout, recipe = from_yaml.of_config(config, recipe_of(arguments))
-    mixed = next((name for name in ("bf16", "fp16") if is_on(arguments.get(name))), recipe.precision)
-    return layout, replace(recipe, precision=mixed)
-
-
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
     """What the arguments say; the defaults of `train/sft.py` where they don't."""
     sizes = sizes_of(arguments)
@@ -137,11 +124,13 @@ def _eval_batch(arguments: Mapping[str, Any]) -> int:
 
 def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
     asked = arguments.get("lora_target_modules") or ()
-    names = asked.replace(",", " ").split() if isinstance(asked, str) else asked
+    names = (
+        asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list | tuple) else ()
+    )
     return {
         "lora_rank": whole(arguments.get("lora_r")) or Recipe.lora_rank,
         "lora_dropout": (number(arguments.get("lora_dropout"), LORA_DROPOUT) or 0) > 0,
-        "lora_targets": targets_of(names),
+        "lora_targets": targets_of(names if isinstance(names, list | tuple) else ()),
     }
 
 

@@ -1,145 +1,152 @@
-"""From an Accelerate YAML to what the planner predicts for, and from that to what can't be combined. Pure.
+"""The job of an Accelerate YAML and of the arguments of its script. Pure."""
 
-A running job says the same by the plugins that Accelerate made of its YAML (`training.run_plan`).
-"""
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from dataclasses import dataclass, replace
-
-from accel_fsdp.config import STRATEGIES, Engine, JobConfig, Precision
+from accel_fsdp.config import Engine, JobConfig, Precision
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job.combinations import Setup, recompute_by
-from accel_fsdp.job.recipe import Layout, Recipe
+from accel_fsdp.job import from_arguments
+from accel_fsdp.job.combinations import FLAGS
+from accel_fsdp.job.from_arguments import is_on
+from accel_fsdp.job.job import Job
+from accel_fsdp.job.layout import SHARDING_KINDS, Layout
+from accel_fsdp.job.recipe import Recipe
 from accel_fsdp.units import counted
 
-PREDICTED = frozenset(Engine) - {Engine.NONE, Engine.TPU}
-"""The engines of several processes that can be predicted for."""
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
-OTHER_SIZES = ("tp_size", "cp_size", "sp_size")
+DEFAULT_STAGE = 2
+"""The stage of ZeRO that Accelerate's launcher takes where the YAML names none."""
+OTHER_AXES = ("tp", "cp", "sp")
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a job shares out its model, in the words of YAMLs and of Accelerate's plugins, and on how many ranks.
+def job_of(
+    config: JobConfig, arguments: Mapping[str, Any] | None = None, recipe: Recipe | None = None, ranks: int = 0
+) -> Job:
+    """The job of a YAML on `ranks` processes, or on as many as it says; what can't be read of it stays unknown.
 
-    `strategy` is FSDP1's; `reshards` and the mesh of `copies` x `shards` are FSDP2's; `stage` is DeepSpeed's.
+    `recipe` takes the place of that of the arguments; the YAML decides its precision and FSDP's checkpointing.
     """
-
-    engine: Engine
-    ranks: int
-    ranks_per_node: int
-    offload: bool = False
-    strategy: str = ""
-    reshards: bool = True
-    copies: int = 1
-    shards: int = 1
-    stage: int = 0
-
-    def layout(self) -> Layout:
-        """The same as the planner numbers it. DeepSpeed's stage 0 shards nothing, which is DDP."""
-        if self.engine is Engine.NONE:
-            return Layout(Engine.NONE, 1, 1, 1)
-        number, together = 1, self.ranks_per_node
-        if self.engine is Engine.FSDP1:
-            number = next((number for number, name in STRATEGIES.items() if name == self.strategy), 1)
-        elif self.engine is Engine.FSDP2:
-            number = 1 if self.reshards else 2
-            if self.copies > 1:
-                number, together = number + 3, self.shards
-        elif self.engine is Engine.DEEPSPEED and self.stage:
-            number = self.stage
-        else:
-            return Layout(Engine.DDP, 1, self.ranks, together)
-        return Layout(self.engine, number, self.ranks, together, self.offload)
+    given = arguments or {}
+    recipe = from_arguments.recipe_of(given) if recipe is None else recipe
+    mixed = next((name for name in ("bf16", "fp16") if is_on(given.get(name))), str(config.top("mixed_precision")))
+    recomputes = config.is_fsdp and config.on("fsdp_activation_checkpointing")
+    by_script = is_on(given.get("gradient_checkpointing")) or is_on(given.get("activation_checkpointing"))
+    flags = {name for name in FLAGS if is_on(given.get(name))}
+    smoothed = str(given.get("label_smoothing_factor") or 0) not in ("0", "0.0")
+    classes = str(config.fsdp("fsdp_transformer_layer_cls_to_wrap") or "")
+    return Job(
+        layout_of(config, ranks),
+        replace(
+            recipe,
+            precision=PRECISIONS.get(mixed, recipe.precision),
+            checkpointing="full" if recomputes else recipe.checkpointing,
+        ),
+        model=str(given.get("model_name_or_path") or ""),
+        optimizer=str(given.get("optim") or ""),
+        recompute="engine" if recomputes else "script" if by_script else "none",
+        wrap_policy=str(config.fsdp("fsdp_auto_wrap_policy")).upper() if config.is_fsdp else "",
+        layer_classes=tuple(classes.split(",")) if classes else (),
+        ignores_modules=bool(config.is_fsdp and config.fsdp("fsdp_ignored_modules")),
+        state_dict=config.state_dict_type,
+        flags=frozenset(flags | ({"label_smoothing_factor"} if smoothed else set())),
+    )
 
 
-def of_config(job: JobConfig, recipe: Recipe) -> tuple[Layout, Recipe]:
-    """The layout that a YAML asks for, and the recipe with what the YAML decides of it.
+def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
+    """How a YAML shares out its model on so many ranks, or on as many as it says; parts that can't be read are left."""
+    ranks, together, offload = ranks or config.number("num_processes"), config.ranks_here, _offloads(config)
+    mesh = mesh_of(config)
+    layout = Layout(config.engine, 1, ranks, together)
+    if config.engine is Engine.NONE:
+        layout = Layout.alone()
+    elif config.engine is Engine.FSDP1:
+        layout = Layout.fsdp1(config.strategy, ranks, together, offload)
+    elif config.engine is Engine.FSDP2:
+        reshards = config.on("fsdp_reshard_after_forward")
+        layout = Layout.fsdp2(reshards, ranks, together, offload, mesh["dp_replicate"], mesh["dp_shard"])
+    elif config.engine is Engine.DEEPSPEED:
+        stage = _stage(config)
+        layout = Layout.zero(stage if stage in STAGES else DEFAULT_STAGE, ranks, together, offload)
+    return replace(layout, tensor=mesh["tp"], context=mesh["cp"] * mesh["sp"])
+
+
+def mesh_of(config: JobConfig) -> dict[str, int]:
+    """The sizes of a YAML's device mesh by axis, 1 where an axis isn't used or isn't a number."""
+    section = config.section("parallelism_config")
+    sizes = {axis: section.get(f"parallelism_config_{axis}_size") for axis in ("dp_replicate", "dp_shard", *OTHER_AXES)}
+    return {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in sizes.items()}
+
+
+def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, recipe: Recipe | None = None) -> Job:
+    """`job_of` for a job that the planner knows.
 
     Raises:
-        UsageError: what it asks for can't be predicted, or it doesn't say how many processes there are.
+        UsageError: what the YAML asks for can't be predicted, or it doesn't say how many processes there are.
     """
-    ranks = job.number("num_processes")
-    alone = job.engine is Engine.NONE and ranks == 1
-    if not alone and (job.engine not in PREDICTED or not ranks):
+    ranks = config.number("num_processes")
+    alone = config.engine is Engine.NONE and ranks == 1
+    if not alone and (config.engine not in SHARDING_KINDS | {Engine.DDP} or not ranks):
         several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
         raise UsageError(
-            f"{job.engine.label} with {several} can't be predicted",
+            f"{config.engine.label} with {several} can't be predicted",
             why="a plan needs FSDP, DDP, DeepSpeed or one process, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )
-    sharding = sharding_of(job, ranks)
-    precision = str(job.top("mixed_precision"))
+    check_sharding(config, ranks)
+    precision = str(config.top("mixed_precision"))
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
-    changed = replace(
-        recipe,
-        precision=PRECISIONS[precision],
-        checkpointing="full" if job.is_fsdp and job.on("fsdp_activation_checkpointing") else recipe.checkpointing,
-    )
-    return replace(sharding, offload=_offloads(job)).layout(), changed
+    _check_offload(config)
+    return job_of(config, arguments, recipe)
 
 
-def setup_of(layout: Layout, recipe: Recipe) -> Setup:
-    """A row of the planner's table as a job, with activation checkpointing where `recompute_by` puts it."""
-    engine = layout.engine
-    return Setup(
-        engine,
-        recipe.method,
-        recipe.optimizer,
-        recompute_by(engine, recipe.method) if recipe.checkpointing != "none" else "none",
-        stage=layout.strategy if layout.engine is Engine.DEEPSPEED else None,
-        strategy=STRATEGIES.get(layout.strategy, "") if engine is Engine.FSDP1 else "",
-    )
-
-
-def sharding_of(job: JobConfig, ranks: int) -> Sharding:
-    """How a YAML shares out its model on so many ranks; all but the offload.
+def check_sharding(config: JobConfig, ranks: int) -> None:
+    """Goes on if the stage or the mesh of a YAML is one that so many ranks can have.
 
     Raises:
-        UsageError: its stage or its mesh can't be predicted.
+        UsageError: it isn't.
     """
-    sharding = Sharding(job.engine, ranks, job.ranks_here)
-    if job.engine is Engine.FSDP1:
-        return replace(sharding, strategy=job.strategy)
-    if job.engine is Engine.DEEPSPEED:
-        stage = job.section("deepspeed_config").get("zero_stage", 2)  # the launcher's default
+    if config.engine is Engine.DEEPSPEED:
+        stage = _stage(config)
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
-        return replace(sharding, stage=int(stage))
-    if job.engine in (Engine.DDP, Engine.NONE):
-        return sharding
-    copies, shards = _mesh(job, ranks)
-    return replace(sharding, reshards=job.on("fsdp_reshard_after_forward"), copies=copies, shards=shards)
-
-
-def _mesh(job: JobConfig, ranks: int) -> tuple[int, int]:
-    """How many copies of the model there are, and how many ranks share one; 1 and 1 without a mesh."""
-    mesh = {key.removeprefix("parallelism_config_"): size for key, size in job.section("parallelism_config").items()}
-    for name in OTHER_SIZES:
-        _refuse(mesh.get(name, 1) != 1, f"{name}: {mesh.get(name)}", "only data-parallel meshes are known")
-    copies, shards = mesh.get("dp_replicate_size", 1), mesh.get("dp_shard_size", 1)
+    if config.engine is not Engine.FSDP2:
+        return
+    mesh = config.section("parallelism_config")
+    for axis in OTHER_AXES:
+        size = mesh.get(f"parallelism_config_{axis}_size", 1)
+        _refuse(size != 1, f"{axis}_size: {size}", "only data-parallel meshes are known")
+    copies, shards = (mesh.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
     fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
     _refuse(
         bool(mesh) and not fits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that"
     )
-    return copies, shards
 
 
-def _offloads(job: JobConfig) -> bool:
-    if job.is_fsdp:
-        return job.on("fsdp_offload_params")
-    section = job.section("deepspeed_config")
+def _stage(config: JobConfig) -> Any:
+    return config.section("deepspeed_config").get("zero_stage", DEFAULT_STAGE)
+
+
+def _offloads(config: JobConfig) -> bool:
+    if config.is_fsdp:
+        return config.on("fsdp_offload_params")
+    return str(config.section("deepspeed_config").get("offload_optimizer_device")) == "cpu"
+
+
+def _check_offload(config: JobConfig) -> None:
+    section = config.section("deepspeed_config")
     places = {str(section.get(f"offload_{what}_device", "none")) for what in ("optimizer", "param")}
-    stage = section.get("zero_stage", 2)
+    if config.is_fsdp:
+        return
     _refuse("nvme" in places, "offload to nvme", "no run tells how fast it is")
-    mixed = stage == 3 and len(places) > 1
+    mixed = _stage(config) == 3 and len(places) > 1
     _refuse(mixed, "offload of parameters or optimizer alone in stage 3", "only both together are known")
-    return str(section.get("offload_optimizer_device")) == "cpu"
 
 
-def notes(job: JobConfig) -> tuple[str, ...]:
+def notes(config: JobConfig) -> tuple[str, ...]:
     """What the prediction makes of a YAML that it doesn't follow to the letter, in sentences."""
-    policy = str(job.fsdp("fsdp_auto_wrap_policy")).upper()
-    if not job.is_fsdp or policy == "TRANSFORMER_BASED_WRAP":
+    policy = str(config.fsdp("fsdp_auto_wrap_policy")).upper()
+    if not config.is_fsdp or policy == "TRANSFORMER_BASED_WRAP":
         return ()
     return (f"The YAML's {policy} is predicted as one unit per layer.",)
 

@@ -1,13 +1,11 @@
-"""How a job trains: the recipe of one rank, and the layout of all ranks."""
+"""How one rank trains: everything besides model and machine that decides memory and time."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_fsdp.config import Engine, Method, Precision
+from accel_fsdp.config import Method, Precision
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
-FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
-SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
 Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
@@ -62,35 +60,3 @@ class Recipe:
     def recomputes(self) -> bool:
         """Whether backward computes whole blocks again."""
         return self.checkpointing in ("full", "reentrant")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks share the model. `engine` and `strategy` as in `STRATEGIES`, or the stage of ZeRO.
-
-    FSDP2 has strategies 1, 2, 4 and 5. `sync_each_batch` reduces gradients after each micro-batch.
-    """
-
-    engine: Engine
-    strategy: int
-    ranks: int
-    ranks_per_node: int
-    offload: bool = False
-    sync_each_batch: bool = False
-
-    def __post_init__(self) -> None:
-        """Takes an engine by its name too, as JSON has it."""
-        object.__setattr__(self, "engine", Engine(self.engine))
-
-    @property
-    def is_fsdp(self) -> bool:
-        """Whether PyTorch's FSDP shards, of either version."""
-        return self.engine in FSDP_KINDS
-
-    @property
-    def shard_ranks(self) -> int:
-        """How many ranks share one copy of the parameters: all, or those of one machine with hybrid sharding."""
-        if self.engine in (Engine.DDP, Engine.NONE) or (self.engine is Engine.FSDP1 and self.strategy == 3):
-            return 1
-        hybrid = self.engine is not Engine.DEEPSPEED and self.strategy in (4, 5)
-        return self.ranks_per_node if hybrid else self.ranks

@@ -172,19 +172,19 @@ def search_job(options: PlanOptions, shape: ReadShape = by_name.read_shape) -> t
 def _judged(options: PlanOptions, path: Path) -> PlanReport:
     subject, _ = linter.read_subject(path, linter.Sources(model=options.model, args=options.args))
     if options.args is None:
-        layout, recipe = from_yaml.of_config(subject, options.recipe)
+        written = from_yaml.predictable(subject, recipe=options.recipe)
     else:
         given = dict(subject.args or {})
         _refuse_other_model(options, given)
         from_arguments.refuse_unreadable(given)
-        layout, recipe = from_arguments.of_run(subject, given)
-        options = _of_arguments(options, given, recipe)
-    job = make_job(replace(options, recipe=recipe), layout, subject.number("num_machines") or 1)
+        written = from_yaml.predictable(subject, given)
+        options = _of_arguments(options, given, written.recipe)
+    job = make_job(replace(options, recipe=written.recipe), written.layout, subject.number("num_machines") or 1)
     if options.args is not None:
         job = replace(job, notes=(*job.notes, *from_arguments.notes(subject.args or {})))
         job = _without_dropout(job)
     job = _as_written(job, subject)
-    found = search.judge(job, layout)
+    found = search.judge(job, written.layout)
     return PlanReport(job, found, None, path, spent_on(options, job, found.choice, subject), options.args)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from accel_fsdp import flag_words
 from accel_fsdp.config import ENGINE_NAMES, THIS_FILE, TORCH_DTYPES, Engine, as_scalar, header, yaml_file
 from accel_fsdp.errors import UserError
-from accel_fsdp.job import Layout, Recipe, combinations, from_yaml
+from accel_fsdp.job import Layout, Recipe, combinations, of_plan
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
 from accel_fsdp.wizard import MODEL as PRESET_MODEL
@@ -55,7 +55,7 @@ class Proposer:
             return {}  # one process has no setting that could clash
         key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
         if key not in self._faults:
-            clashes = combinations.clashes(from_yaml.setup_of(layout, recipe))
+            clashes = combinations.clashes(of_plan(layout, recipe))
             self._faults[key] = {one.name: f"{one.what}: {one.why}" for one in clashes}
             try:
                 values = to_yaml.to_mapping(self.answers(recipe, layout))
@@ -154,7 +154,7 @@ def _settled(given: dict[str, str]) -> Answers:
 
 def in_yaml(recipe: Recipe, layout: Layout) -> bool:
     """Whether activation checkpointing is the YAML's: with an adapter, and outside of FSDP, it is the script's."""
-    return recipe.checkpointing == "full" and from_yaml.setup_of(layout, recipe).recompute == "engine"
+    return recipe.checkpointing == "full" and of_plan(layout, recipe).recompute == "engine"
 
 
 def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.job import from_arguments
+from accel_fsdp.job import from_yaml
 from accel_fsdp.linter import parse_command_line
 from accel_fsdp.prediction import name_of, predicted
 from accel_fsdp.prediction.tracing import by_name
@@ -14,7 +14,8 @@ def of_job(job: JobConfig, model: str | None, words: tuple[str, ...]) -> str:
     if model is None:
         return ""
     try:
-        layout, recipe = from_arguments.of_run(job, parse_command_line(list(words)))
+        real = from_yaml.predictable(job, parse_command_line(list(words)))
+        layout, recipe = real.layout, real.recipe
         shape, tapes = by_name.read_shape(model, recipe)
         peak = predicted(shape, tapes, recipe, layout, None).peak.total
     except (UserError, RuntimeError, KeyError):

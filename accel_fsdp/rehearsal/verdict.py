@@ -5,21 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine
-from accel_fsdp.job import from_yaml
+from accel_fsdp.job import Job, from_yaml
 from accel_fsdp.launch.ranks import Holding, Unit
 from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.units import counted
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a YAML asks for: so many ranks share each unit, units of these classes, resharded or not."""
-
-    engine: Engine
-    shard_ranks: int
-    classes: tuple[str, ...]
-    reshards: bool
-    ignores: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,7 +19,7 @@ class Wrong:
     key: str
 
 
-def differences(asked: Asked, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
+def differences(asked: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
     """What differs, the gravest first; a thing that is wrong on several ranks once."""
     said = set()
     for rank, holding in sorted(ranks.items()):
@@ -40,20 +29,20 @@ def differences(asked: Asked, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
                 yield wrong
 
 
-def _of_rank(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
+def _of_rank(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     if asked.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
         yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "distributed_type")
         return
-    if asked.shard_ranks == 1:
+    if asked.layout.shard_ranks == 1:
         return
     if not holding.units:
         how = f"{holding.model} runs as {holding.engine}"
         yield Wrong(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
         return
-    if holding.whole and asked.engine is not Engine.DEEPSPEED and not asked.ignores:
+    if holding.whole and asked.engine is not Engine.DEEPSPEED and not asked.ignores_modules:
         yield Wrong(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "fsdp_ignored_modules")
     yield from _of_units(asked, rank, holding)
-    for name in asked.classes:
+    for name in asked.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
         if units < modules or not modules:
@@ -61,18 +50,18 @@ def _of_rank(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
             yield Wrong(f"{name} has {found}", "fsdp_transformer_layer_cls_to_wrap")
 
 
-def _of_units(asked: Asked, rank: int, holding: Holding) -> Iterator[Wrong]:
+def _of_units(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     for unit in holding.units:
-        if unit.ranks != asked.shard_ranks:
-            shared = f"shared by {counted(unit.ranks, 'rank')}, not {asked.shard_ranks}"
+        if unit.ranks != asked.layout.shard_ranks:
+            shared = f"shared by {counted(unit.ranks, 'rank')}, not {asked.layout.shard_ranks}"
             yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
             return
         if unit.held > unit.share:
             yield Wrong(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
-    inner = [unit for unit in holding.units if unit.kind in asked.classes]
-    if any(unit.reshards != asked.reshards for unit in inner):
-        kept = "gathered" if asked.reshards else "sharded"
+    inner = [unit for unit in holding.units if unit.kind in asked.layer_classes]
+    if any(unit.reshards != asked.layout.reshards for unit in inner):
+        kept = "gathered" if asked.layout.reshards else "sharded"
         key = "fsdp_reshard_after_forward" if asked.engine is Engine.FSDP2 else "fsdp_sharding_strategy"
         yield Wrong(f"units stay {kept} between forward and backward", key)
 
@@ -81,23 +70,18 @@ def _name(unit: Unit) -> str:
     return unit.name or f"{unit.kind}, the model itself"
 
 
-def of_job(scaled: ScaledJob, own_classes: tuple[str, ...]) -> Asked:
+def of_job(scaled: ScaledJob, own_classes: tuple[str, ...]) -> Job:
     """What a job's YAML asks for on the ranks of the rehearsal; `own_classes` are the model's, where it names none.
 
     Raises:
         UsageError: nobody can say, as its mesh doesn't fit.
     """
-    job = scaled.job
-    layout = replace(from_yaml.sharding_of(job, scaled.processes), ranks_per_node=scaled.ranks_per_node).layout()
-    by_class = job.is_fsdp and str(job.fsdp("fsdp_auto_wrap_policy")).upper() == "TRANSFORMER_BASED_WRAP"
-    named = tuple(str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(","))
-    return Asked(
-        job.engine,
-        layout.shard_ranks,
-        (named if named != ("",) else own_classes) if by_class else (),
-        reshards=layout.strategy in (1, 4),
-        ignores=bool(job.is_fsdp and job.fsdp("fsdp_ignored_modules")),
-    )
+    from_yaml.check_sharding(scaled.job, scaled.processes)
+    job = from_yaml.job_of(scaled.job, ranks=scaled.processes)
+    by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
+    hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # whose replicas stand for machines
+    layout = job.layout if hybrid else replace(job.layout, ranks_per_node=scaled.ranks_per_node)
+    return replace(job, layout=layout, layer_classes=(job.layer_classes or own_classes) if by_class else ())
 
 
 TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")

@@ -17,7 +17,7 @@ from transformers.utils import is_liger_kernel_available
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
-from accel_fsdp.job import Setup, combinations
+from accel_fsdp.job import Job, Layout, Recipe, combinations, from_run
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
 from accel_fsdp.training.reporting import profile_flag
@@ -130,23 +130,13 @@ def _check_profile(training: TrainingArguments) -> None:
         )
 
 
-def engine() -> Engine:
-    """What the launcher's variables set up."""
-    launch = LaunchEnvironment.now()
-    if launch.uses_deepspeed:
-        return Engine.DEEPSPEED
-    if launch.uses_fsdp:
-        return Engine.FSDP2 if launch.uses_fsdp2 else Engine.FSDP1
-    return Engine.DDP if launch.world_size > 1 else Engine.NONE
-
-
 def _check_unsharded(model: Any) -> None:
     """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone.
 
     Raises:
         UserError: the weights are sharded.
     """
-    where = engine()
+    where = from_run.engine_here()
     for name in UNSHARDED if where not in (Engine.NONE, Engine.DDP) else ():
         if getattr(model, name, None):
             raise UserError(
@@ -160,19 +150,18 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
     on = [name for name in ("use_dora", "load_in_8bit") if getattr(model, name, False)]
     on += ["label_smoothing_factor"] if training.label_smoothing_factor else []
     launch = LaunchEnvironment.now()
-    setup = Setup(
-        engine(),
-        "qlora" if model.load_in_4bit else "lora" if model.use_peft else "full",
-        str(getattr(training.optim, "value", training.optim)),
-        "engine" if launch.recomputes_units else "script" if training.gradient_checkpointing else "none",
-        strategy=launch.sharding_strategy,
+    job = Job(
+        Layout(from_run.engine_here()),
+        Recipe("qlora" if model.load_in_4bit else "lora" if model.use_peft else "full"),
+        optimizer=str(getattr(training.optim, "value", training.optim)),
+        recompute="engine" if launch.recomputes_units else "script" if training.gradient_checkpointing else "none",
         state_dict=launch.state_dict_type,
         flags=frozenset(on),
     )
     saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
-    for clash in combinations.clashes(setup):
+    for clash in combinations.clashes(job):
         if not clash.mended and (saves or clash.effect != "stops when it saves"):
-            raise UserError(f"{clash.what} ({setup.engine.label})", why=clash.why, fix=clash.fix)
+            raise UserError(f"{clash.what} ({job.engine.label})", why=clash.why, fix=clash.fix)
 
 
 def _check_optimizer(training: TrainingArguments) -> None:

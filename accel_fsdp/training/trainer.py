@@ -20,6 +20,7 @@ from accel_fsdp import atomic_files, console, cpu, disks, library_internals
 from accel_fsdp.checkpoints import clean_name, completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, exported_folder
+from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import holding as holdings
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
@@ -37,7 +38,7 @@ from accel_fsdp.training import (
 )
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.losses import LossTrainer
-from accel_fsdp.training.reporting import profile_flag, profiling, progress, run_plan
+from accel_fsdp.training.reporting import profile_flag, profiling, progress
 from accel_fsdp.units import counted
 
 RELIES_ON = (
@@ -88,7 +89,7 @@ class SftTrainer(LossTrainer):
                 why="training can't start",
                 fix=SEE_HELP,
             ) from error
-        job = run_plan.job_of(model, self.args, self.accelerator)
+        job = from_run.job_of(model, self.args, self.accelerator)
         self.report = progress.ProgressReport(job, self.accelerator)
         self.report.replace_printers(self)
         self.profiler: profiling.StepProfiler | None = None

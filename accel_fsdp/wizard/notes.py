@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.config import FSDP_VERSIONS, TORCH_DTYPES, Engine, Precision
+from accel_fsdp.config import TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Layout
@@ -19,7 +19,7 @@ from accel_fsdp.models import ModelFacts, state_bytes
 from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.units import GIB, about_gib, gib_of, gib_or_mib
 from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.question import Context, is_ddp
+from accel_fsdp.wizard.question import Context, engine_of, is_ddp
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Advice, PlanJob
@@ -49,14 +49,12 @@ def layout_of(context: Context, **changed: Any) -> Layout | None:
     if not count or given["engine"] == "tpu":
         return None
     together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
-    if given["engine"] == "deepspeed":
-        from accel_fsdp.job import Sharding
-
-        stage = given.get("zero_stage", 3)
-        return Sharding(Engine.DEEPSPEED, ranks, together, offload, stage=stage).layout()
-    if is_ddp({"strategy": 1, **given}):
-        return Layout(Engine.DDP, 1, ranks, together)
-    return Layout(FSDP_VERSIONS[given["fsdp_version"]], given.get("strategy", 1), ranks, together, offload)
+    engine = engine_of(given)
+    if engine is Engine.DEEPSPEED:
+        return Layout.zero(given.get("zero_stage", 3), ranks, together, offload)
+    if engine is Engine.DDP:
+        return Layout.ddp(ranks, together)
+    return Layout(engine, given.get("strategy", 1), ranks, together, offload)
 
 
 def note(question: str, value: int, context: Context) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import flag_words
+from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Engine
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.models import ModelFacts
@@ -21,6 +22,13 @@ def is_ddp(given: GivenAnswers) -> bool:
     """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, Accelerate would shard all the same."""
     unsharded = given["engine"] == "fsdp" and given["fsdp_version"] == 2 and given["strategy"] == 3
     return bool(given["engine"] == "ddp" or unsharded)
+
+
+def engine_of(given: GivenAnswers) -> Engine:
+    """The engine of answers that may lack the later ones; NONE while the version of FSDP is open."""
+    if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
+        return OTHER_ENGINES.get(given.get("engine", "ddp"), Engine.DDP)
+    return FSDP_VERSIONS.get(given.get("fsdp_version", 0), Engine.NONE)
 
 
 @dataclass(frozen=True)

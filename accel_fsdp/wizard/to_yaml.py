@@ -8,9 +8,7 @@ from accel_fsdp.config import (
     BY_NAME,
     COMMAND,
     DISTRIBUTED_TYPES,
-    FSDP_VERSIONS,
     HYBRID,
-    OTHER_ENGINES,
     RESHARDS,
     STRATEGIES,
     THIS_FILE,
@@ -22,24 +20,16 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.config import header as config_header
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import is_ddp
+from accel_fsdp.wizard.question import engine_of
 from accel_fsdp.wizard.questions import applying
 
 OWN_SCRIPT = "YOUR_SCRIPT.py"
 """Stands for a script that trains what ours doesn't."""
 
 
-def engine_of(answers: Answers) -> Engine:
-    if is_ddp(vars(answers)):
-        return Engine.DDP
-    if answers.engine != "fsdp":
-        return OTHER_ENGINES[answers.engine]
-    return FSDP_VERSIONS[answers.fsdp_version]
-
-
 def to_mapping(answers: Answers) -> dict[str, Any]:
     """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others, in the table's order."""
-    engine = engine_of(answers)
+    engine = engine_of(vars(answers))
     values: dict[tuple[str, str], Any] = {
         ("", "compute_environment"): "LOCAL_MACHINE",
         ("", "distributed_type"): DISTRIBUTED_TYPES[engine],
@@ -129,7 +119,7 @@ def header(answers: Answers, launch: str = "") -> list[str]:
 
 
 def _engine_in_words(answers: Answers) -> str:
-    engine = engine_of(answers)
+    engine = engine_of(vars(answers))
     if engine in (Engine.FSDP1, Engine.FSDP2):
         return f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
     if engine is Engine.DEEPSPEED:

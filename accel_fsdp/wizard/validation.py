@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_PORT, FSDP_VERSIONS, OTHER_ENGINES, Engine
+from accel_fsdp.config import DEFAULT_PORT
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import Clash, Setup, clashes
+from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes
 from accel_fsdp.models import catalogue
 from accel_fsdp.units import GIB, about_gib
-from accel_fsdp.wizard.question import Context, GivenAnswers, is_ddp
+from accel_fsdp.wizard.question import Context, engine_of, is_ddp
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that are typed for digits."""
@@ -47,21 +47,15 @@ def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
     given = {**context.given, question: value}
     if question not in _PARTS or (question == "activation_checkpointing" and not value):
         return []
-    setup = Setup(
-        _engine(given),
-        given["method"],
+    job = Job(
+        Layout(engine_of(given)),
+        Recipe(given["method"]),
         recompute="engine" if question == "activation_checkpointing" else "none",
         wrap_policy=given.get("wrap_policy", ""),
         state_dict=given.get("state_dict_type", ""),
         base=context.model.quant_method if context.model else "",
     )
-    return [one for one in clashes(setup) if _PARTS[question] in one.parts]
-
-
-def _engine(given: GivenAnswers) -> Engine:
-    if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
-        return OTHER_ENGINES.get(given.get("engine", "ddp"), Engine.DDP)
-    return FSDP_VERSIONS.get(given.get("fsdp_version", 0), Engine.NONE)
+    return [one for one in clashes(job) if _PARTS[question] in one.parts]
 
 
 _PARTS = {

@@ -20,6 +20,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.linter import read_subject
 from accel_fsdp.wizard import Answers, applying, from_yaml, interview, to_yaml
+from accel_fsdp.wizard.question import engine_of
 
 ENGINES = ("fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu")
 
@@ -89,7 +90,7 @@ def test_accelerate_reads_what_was_answered(wanted: Answers, made_file: Path) ->
     args, environment = seen_by_accelerate(made_file)
     assert args.num_processes == wanted.num_processes
     assert args.num_machines == wanted.num_machines
-    engine = to_yaml.engine_of(wanted)
+    engine = engine_of(vars(wanted))
     if engine is Engine.TPU:
         assert args.tpu
         return

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_fsdp.config import Engine
-from accel_fsdp.job import Setup, clashes
+from accel_fsdp.job import Job, Layout, clashes
 
 PROBE = ROOT / "tests" / "upstream_probe.py"
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
@@ -175,7 +175,7 @@ def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
 def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, sharding: Seen) -> None:
     """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
     step, save = sharding["optimizers"][0][name][engine.label]
-    said = [one.effect for one in clashes(Setup(engine, optimizer=name))]
+    said = [one.effect for one in clashes(Job(Layout(engine), optimizer=name))]
     assert said == (["stops"] if step else ["stops when it saves"] if save else [])
 
 

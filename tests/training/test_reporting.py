@@ -29,7 +29,7 @@ from accel_fsdp.config import DDP_TYPES, Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import gpus, host
-from accel_fsdp.job import Layout, Recipe, from_yaml
+from accel_fsdp.job import Job, Layout, Recipe, from_run, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import smaller, trace_store
 from accel_fsdp.svg import Curve, Words
@@ -44,7 +44,7 @@ SHARDED = Layout(Engine.FSDP2, 1, 8, 8)
 def llama(**recipe: object) -> run_plan.Forecast:
     found = trace_store.find(LLAMA)
     assert found
-    return run_plan.Forecast(run_plan.RunJob(LLAMA, Recipe(**recipe), SHARDED), *found)  # type: ignore[arg-type]
+    return run_plan.Forecast(Job(SHARDED, Recipe(**recipe), model=LLAMA), *found)  # type: ignore[arg-type]
 
 
 def test_mfu_follows_the_rule_of_six() -> None:
@@ -163,7 +163,7 @@ def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention:
     given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     for uses, kernels in ((False, "none"), (True, "liger")):
         given.use_liger_kernel = uses
-        job = run_plan.job_of(model, given, accelerator)  # type: ignore[arg-type]
+        job = from_run.job_of(model, given, accelerator)  # type: ignore[arg-type]
         assert job is not None
         assert (job.recipe.attention, job.recipe.kernels) == (attention, kernels)
 
@@ -176,7 +176,7 @@ def test_the_plan_takes_for_ddp_what_the_yaml_calls_ddp(kind: str, tmp_path: Pat
     named = SimpleNamespace(value=kind)
     accelerator = SimpleNamespace(num_processes=2, mixed_precision="no", distributed_type=named, state=None)
     given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    job = run_plan.job_of(model, given, accelerator)  # type: ignore[arg-type]
+    job = from_run.job_of(model, given, accelerator)  # type: ignore[arg-type]
     is_ddp = JobConfig({"distributed_type": kind}).engine is Engine.DDP
     assert is_ddp == (job is not None and job.layout.engine is Engine.DDP)
     assert (job is None) == (kind in ("XLA", "MEGATRON_LM"))
@@ -285,8 +285,7 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     """run.json, the curve and the card say what the YAML, the log and the data say."""
     account = json.loads((out / "run.json").read_text())
     assert account["status"] == "finished"
-    wanted, _ = from_yaml.of_config(read_subject(config)[0], Recipe())
-    assert Layout(**account["plan"]["layout"]) == wanted
+    assert Layout(**account["plan"]["layout"]) == from_yaml.layout_of(read_subject(config)[0])
     state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert [entry["loss"] for entry in account["log"] if "loss" in entry] == losses

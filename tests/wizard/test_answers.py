@@ -20,7 +20,7 @@ from accel_fsdp import cli, linter, planner, wizard
 from accel_fsdp.config import Engine, Method
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
-from accel_fsdp.job import Checkpointing, Recipe, combinations, from_yaml
+from accel_fsdp.job import Checkpointing, Job, Layout, Recipe, combinations, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.models import catalogue, config_json, inspect_model
 from accel_fsdp.prediction import search
@@ -282,7 +282,8 @@ def judged_to_fit(path: Path, made: Answers) -> bool:
     subject, _ = read_subject(path)
     checkpointing: Checkpointing = "full" if made.script_checkpoints else "none"
     recipe = Recipe(made.method, dtype="float32" if made.method == "full" else "bfloat16", checkpointing=checkpointing)
-    layout, recipe = from_yaml.of_config(subject, recipe)
+    written = from_yaml.predictable(subject, recipe=recipe)
+    layout, recipe = written.layout, written.recipe
     options = planner.PlanOptions(made.model, made.gpus, None, recipe)
     return search.judge(planner.make_job(options, layout, made.num_machines), layout).choice is not None
 
@@ -459,7 +460,9 @@ def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str)
 def test_quantised_weights_clash_with_what_trainer_refuses(quantization: Any, refused: set[Method]) -> None:
     base = config_json.quant_method(quantization)
     methods: tuple[Method, ...] = ("full", "lora", "qlora")
-    assert {one for one in methods if combinations.clashes(combinations.Setup(Engine.FSDP2, one, base=base))} == refused
+    assert {
+        one for one in methods if combinations.clashes(Job(Layout(Engine.FSDP2), Recipe(one), base=base))
+    } == refused
 
 
 def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import tensor_names
-from accel_fsdp.config import Engine, deepspeed_name
+from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks.events import Event
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
@@ -100,7 +100,7 @@ def measure(model: "nn.Module") -> Holding:
         for module in inner.modules()
         if unwrapped(module) is module and any(True for _ in module.parameters())
     )
-    return Holding(class_name(inner), _engine(model), tuple(units), whole, dict(kinds))
+    return Holding(class_name(inner), from_run.engine_of(model), tuple(units), whole, dict(kinds))
 
 
 def unwrapped(model: Any) -> "nn.Module":
@@ -134,35 +134,15 @@ def _wraps(model: Any, name: str) -> bool:
     from torch.nn.parallel import DistributedDataParallel
 
     if name == "module":
-        return isinstance(model, DistributedDataParallel) or _deepspeed(model)
+        return isinstance(model, DistributedDataParallel) or from_run.is_deepspeed(model)
     return name in getattr(model, "_modules", ())
-
-
-def _deepspeed(model: Any) -> bool:
-    return type(model).__name__ == "DeepSpeedEngine"
-
-
-def _engine(model: Any) -> str:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
-    if _deepspeed(model):
-        return deepspeed_name(model.zero_optimization_stage())
-    if isinstance(model, DistributedDataParallel):
-        return Engine.DDP.label
-    fsdp1 = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
-    if fsdp1 is not None:
-        return f"{Engine.FSDP1.label} {fsdp1.sharding_strategy.name}"
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return Engine.FSDP2.label
-    return Engine.NONE.label
 
 
 def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
     """Each unit, with the identities of the parameters that it shards."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    if _deepspeed(model):
+    if from_run.is_deepspeed(model):
         yield from _of_deepspeed(model)
         return
     seen: set[int] = set()

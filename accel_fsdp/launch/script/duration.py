@@ -9,7 +9,7 @@ from typing import Any
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
-from accel_fsdp.job import from_arguments
+from accel_fsdp.job import from_arguments, from_yaml
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import Step, cost, step_time
 from accel_fsdp.prediction.tracing import by_name
@@ -49,8 +49,8 @@ def predicted(
     ranks = {"num_machines": machines, "num_processes": machines * machine.count}
     try:
         gpu = gpus.find(machine.accelerator, machine.memory_gib)
-        job = JobConfig({**config.values, **ranks}, config.source, config.absent)
-        layout, recipe = from_arguments.of_run(job, arguments)
+        job = from_yaml.predictable(JobConfig({**config.values, **ranks}, config.source, config.absent), arguments)
+        layout, recipe = job.layout, job.recipe
         steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(recipe, layout.ranks)
         if not steps:
             return None

@@ -12,13 +12,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from accel_fsdp.checkpoints import CheckpointFacts
-from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, apply, short_name
+from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
 from accel_fsdp.hardware import HereFacts
-from accel_fsdp.job import Setup, clashes
+from accel_fsdp.job import Job, clashes, from_yaml
 from accel_fsdp.models import ModelFacts, state_bytes
-
-SWITCHES = ("use_dora", "load_in_8bit", "predict_with_generate")
-"""The script's arguments that the table of combinations knows as flags."""
 
 Severity = Literal["error", "warning", "note"]
 
@@ -128,28 +125,17 @@ class Subject(JobConfig):
         return state_bytes.checkpoint_bytes(self.held_bytes, optimizer, gathered=self.full_state_dict)
 
     @cached_property
-    def setup(self) -> Setup:
-        asked = self.arg_on("gradient_checkpointing", "activation_checkpointing")
-        smooths = str(self.arg("label_smoothing_factor") or 0) not in ("0", "0.0")
-        stage = str(self.section("deepspeed_config").get("zero_stage", 2))
-        return Setup(
-            self.engine,
-            "qlora" if self.arg_on("load_in_4bit") else "lora" if self.uses_adapter else "full",
-            str(self.arg("optim") or ""),
-            "engine" if self.on("fsdp_activation_checkpointing") else "script" if asked else "none",
-            stage=int(stage) if stage.isdecimal() else None,
-            strategy=self.strategy,
-            wrap_policy=str(self.fsdp("fsdp_auto_wrap_policy")).upper(),
-            state_dict=self.state_dict_type,
-            flags=frozenset(name for name in SWITCHES if self.arg_on(name))
-            | ({"label_smoothing_factor"} if smooths else set()),
-            base=self.model.quant_method if self.model else "",
-        )
+    def job(self) -> Job:
+        """The job that the file and the arguments describe."""
+        method: Method = "qlora" if self.arg_on("load_in_4bit") else "lora" if self.uses_adapter else "full"
+        job = from_yaml.job_of(self, self.args)
+        base = self.model.quant_method if self.model else ""
+        return replace(job, recipe=replace(job.recipe, method=method), base=base)
 
 
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
     """What the table of combinations says of these rows, as findings about `key`."""
-    for one in clashes(subject.setup):
+    for one in clashes(subject.job):
         if one.name in names and not (one.mended and subject.ours):
             yield Finding(key, one.what, one.why, one.fix, edits)
 

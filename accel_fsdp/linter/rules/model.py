@@ -217,7 +217,7 @@ def quantised_weights(subject: Subject) -> Iterator[Finding]:
 
     Trainer trains adapters on them alone, and not on all kinds. Without `--args` it is a warning.
     """
-    for one in clashes(subject.setup):
+    for one in clashes(subject.job):
         if one.parts == ("base",) and subject.model is not None:
             yield Finding(
                 "distributed_type",

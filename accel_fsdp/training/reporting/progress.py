@@ -22,6 +22,8 @@ from transformers import (
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
+from accel_fsdp.job import Job
+from accel_fsdp.prediction import name_of
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_plan
 from accel_fsdp.training.reporting.run_plan import Forecast
@@ -89,7 +91,7 @@ class Tally:
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
     """Adds to what Trainer logs, prints a line of it, and holds the second step's memory against the plan."""
 
-    def __init__(self, job: run_plan.RunJob | None, accelerator: "Accelerator") -> None:
+    def __init__(self, job: Job | None, accelerator: "Accelerator") -> None:
         self.job, self.accelerator, self.tally = job, accelerator, Tally()
         self.gpu, self.why_unknown = run_plan.gpu_here()
         self.forecast: Forecast | None = None
@@ -104,7 +106,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             return {}
         recipe = asdict(self.job.recipe)
         del recipe["rows"], recipe["length"]  # known only when batches were seen
-        return {"strategy": self.job.strategy, "layout": asdict(self.job.layout), "recipe": recipe}
+        return {"strategy": name_of(self.job.layout), "layout": asdict(self.job.layout), "recipe": recipe}
 
     def totals(self) -> dict[str, Any]:
         """What this session trained, evaluations and saves left out, and the second step's memory."""
@@ -229,7 +231,9 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         why = f"a step of {rows} x {length:,} tokens per rank doesn't fit"
         if found:
             size = found.peak_bytes(rows, length, self.gpu)
-            why = f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {found.job.strategy}"
+            why = (
+                f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {name_of(found.job.layout)}"
+            )
         fix = "one of these, by what the plan says it frees: " + "; ".join(advice) if advice else HALVE
         return UserError(f"out of memory: {what}", why=why, fix=fix)
 

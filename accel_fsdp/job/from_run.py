@@ -1,0 +1,130 @@
+"""The job of a live run: of the variables that the launcher set, of an `Accelerator` and its model."""
+
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.config import DDP_TYPES, FSDP_VERSIONS, Engine, deepspeed_name
+from accel_fsdp.job import from_arguments, from_yaml
+from accel_fsdp.job.job import Job
+from accel_fsdp.job.layout import Layout
+from accel_fsdp.job.recipe import Recipe
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.models import state_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def engine_here() -> Engine:
+    """What the launcher's variables set up."""
+    launch = LaunchEnvironment.now()
+    if launch.uses_deepspeed:
+        return Engine.DEEPSPEED
+    if launch.uses_fsdp:
+        return Engine.FSDP2 if launch.uses_fsdp2 else Engine.FSDP1
+    return Engine.DDP if launch.world_size > 1 else Engine.NONE
+
+
+def engine_of(model: Any) -> str:
+    """What has wrapped a model, in words: the engine, with FSDP1's strategy or DeepSpeed's stage."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if is_deepspeed(model):
+        return deepspeed_name(model.zero_optimization_stage())
+    if isinstance(model, DistributedDataParallel):
+        return Engine.DDP.label
+    fsdp1 = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if fsdp1 is not None:
+        return f"{Engine.FSDP1.label} {fsdp1.sharding_strategy.name}"
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return Engine.FSDP2.label if sharded else Engine.NONE.label
+
+
+def is_deepspeed(model: Any) -> bool:
+    """Whether DeepSpeed has wrapped a model; doesn't import it."""
+    return type(model).__name__ == "DeepSpeedEngine"
+
+
+def layout_of(accelerator: Any) -> Layout | None:
+    """Read from the plugins that Accelerate made of the YAML; None for engines that can't be predicted."""
+    ranks = int(accelerator.num_processes)
+    launch = LaunchEnvironment.now()
+    together = launch.local_world_size if launch.is_rank else ranks
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        return _of_fsdp(plugin, getattr(accelerator, "parallelism_config", None), ranks, together)
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None:
+        section = deepspeed.deepspeed_config.get("zero_optimization", {})
+        offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
+        return Layout.zero(int(deepspeed.zero_stage), ranks, together, offload)
+    kind = accelerator.distributed_type.value
+    if kind == "NO":
+        return Layout.alone()
+    return Layout.ddp(ranks, together) if kind in DDP_TYPES else None
+
+
+def _of_fsdp(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
+    offload = _offloads(plugin)
+    if FSDP_VERSIONS[plugin.fsdp_version] is Engine.FSDP1:
+        named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
+        return Layout.fsdp1(named, ranks, together, offload)
+    copies, shards = (int(mesh.dp_replicate_size), int(mesh.dp_shard_size)) if mesh is not None else (1, 1)
+    return Layout.fsdp2(bool(plugin.reshard_after_forward), ranks, together, offload, copies, shards)
+
+
+def _offloads(plugin: Any) -> bool:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+    asked = plugin.cpu_offload
+    return isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))
+
+
+def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
+    """What an `Accelerator` made of the YAML, with what `model`, not yet wrapped, and Trainer's `args` say of the rest.
+
+    Its recipe has one row of one token until a batch was seen. None for what the planner doesn't know: TPUs, other
+    optimizers, other dtypes.
+    """
+    layout = layout_of(accelerator)
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    named = str(getattr(args.optim, "value", args.optim))
+    optimizer = from_arguments.OPTIMIZERS.get(named)
+    if layout is None or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
+        return None
+    adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
+    quantized = bool(getattr(model, "is_loaded_in_4bit", False))
+    recipe = Recipe(
+        method="full" if adapter is None else "qlora" if quantized else "lora",
+        precision=from_yaml.PRECISIONS.get(str(accelerator.mixed_precision), "no"),
+        dtype=dtype,  # type: ignore[arg-type]
+        rows=1,
+        length=1,
+        accumulation=args.gradient_accumulation_steps,
+        optimizer=optimizer,
+        checkpointing=_checkpointing(args, accelerator),  # type: ignore[arg-type]
+        kernels="liger" if args.use_liger_kernel else "none",
+        attention=from_arguments.attention_of(str(getattr(model.config, "_attn_implementation", ""))),
+        **_adapter(adapter),
+    )
+    return Job(layout, recipe, model=str(model.config._name_or_path), optimizer=named)  # type: ignore[union-attr]
+
+
+def _adapter(config: Any) -> dict[str, Any]:
+    if config is None or not hasattr(config, "r"):
+        return {}
+    return {
+        "lora_rank": config.r,
+        "lora_dropout": config.lora_dropout > 0,
+        "lora_targets": from_arguments.targets_of(config.target_modules),
+    }
+
+
+def _checkpointing(args: Any, accelerator: Any) -> str:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.activation_checkpointing:
+        return "full"
+    if not args.gradient_checkpointing:
+        return "none"
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    return "reentrant" if isinstance(kwargs, dict) and kwargs.get("use_reentrant") else "full"

@@ -1,0 +1,80 @@
+"""How the ranks of a job share the model: the engine, its strategy, and the mesh of ranks."""
+
+from dataclasses import dataclass
+
+from accel_fsdp.config import STRATEGIES, Engine
+
+FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
+SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
+NUMBERS = {name: number for number, name in STRATEGIES.items()}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share the model; `ranks` and `ranks_per_node` are 0 where they aren't known.
+
+    `strategy` is a number of `STRATEGIES`, of which FSDP2 has 1, 2, 4 and 5, or the stage of ZeRO. `tensor` and
+    `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism. `sync_each_batch`
+    reduces gradients after each micro-batch.
+    """
+
+    engine: Engine
+    strategy: int = 1
+    ranks: int = 0
+    ranks_per_node: int = 0
+    offload: bool = False
+    sync_each_batch: bool = False
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        """Takes an engine by its name too, as JSON has it."""
+        object.__setattr__(self, "engine", Engine(self.engine))
+
+    @classmethod
+    def alone(cls) -> "Layout":
+        """One process."""
+        return cls(Engine.NONE, 1, 1, 1)
+
+    @classmethod
+    def ddp(cls, ranks: int, ranks_per_node: int) -> "Layout":
+        """Each rank holds the whole model."""
+        return cls(Engine.DDP, 1, ranks, ranks_per_node)
+
+    @classmethod
+    def fsdp1(cls, strategy: str, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
+        """By the name of the strategy; FULL_SHARD for an unknown one."""
+        return cls(Engine.FSDP1, NUMBERS.get(strategy, 1), ranks, ranks_per_node, offload)
+
+    @classmethod
+    def fsdp2(
+        cls, reshards: bool, ranks: int, ranks_per_node: int, offload: bool = False, replicas: int = 1, shards: int = 1
+    ) -> "Layout":
+        """With a mesh of `replicas` x `shards`, the `shards` ranks of a replica count as one machine."""
+        number = 1 if reshards else 2
+        if replicas > 1:
+            return cls(Engine.FSDP2, number + 3, ranks, shards, offload)
+        return cls(Engine.FSDP2, number, ranks, ranks_per_node, offload)
+
+    @classmethod
+    def zero(cls, stage: int, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
+        """DeepSpeed's stage 0 shards nothing, which is DDP."""
+        return cls(Engine.DEEPSPEED, stage, ranks, ranks_per_node, offload) if stage else cls.ddp(ranks, ranks_per_node)
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether PyTorch's FSDP shards, of either version."""
+        return self.engine in FSDP_KINDS
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP shards the weights again between forward and backward."""
+        return self.strategy in (1, 4)
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many ranks share one copy of the parameters: all, or those of one machine with hybrid sharding."""
+        if self.engine in (Engine.DDP, Engine.NONE) or (self.engine is Engine.FSDP1 and self.strategy == 3):
+            return 1
+        hybrid = self.engine is not Engine.DEEPSPEED and self.strategy in (4, 5)
+        return self.ranks_per_node if hybrid else self.ranks
