@@ -267,15 +267,19 @@ def tied_embedding_class(folder: Path) -> Any:
 
 
 def tied_adapters(folder: Path) -> Any:
-    def attempt(ram: bool, **options: Any) -> str:
+    def attempt(settings: dict[str, Any], **options: Any) -> str:
         model = lora(llama(tie_word_embeddings=True), **options)
-        settings = {**V2, "fsdp_cpu_ram_efficient_loading": ram}
         return raised(make_trainer(folder, model, settings, max_steps=1).train)
 
-    both, one = ["embed_tokens", "lm_head"], ["embed_tokens"]
-    cases: dict[str, Any] = {"both": {"modules_to_save": both}, "one": {"modules_to_save": one}}
+    both = ["embed_tokens", "lm_head"]
+    cases: dict[str, Any] = {"both": {"modules_to_save": both}, "one": {"modules_to_save": both[:1]}}
+    cases |= {"head": {"modules_to_save": both[1:]}, "adapted head": {"target_modules": ["q_proj", "lm_head"]}}
     cases["tokens"] = {"trainable_token_indices": [1, 2]}
-    return {f"{name} {ram}": attempt(ram, **options) for name, options in cases.items() for ram in (True, False)}
+    seen = {"fsdp1": attempt(V1, **cases["both"])}
+    for name, options in cases.items():
+        for ram in (True, False):
+            seen[f"{name} {ram}"] = attempt({**V2, "fsdp_cpu_ram_efficient_loading": ram}, **options)
+    return seen
 
 
 def dora(folder: Path) -> Any:

@@ -40,6 +40,10 @@ NULL_IS_ABSENT = frozenset({
 })  # fmt: skip
 """FSDP keys that the launcher hands on only if they are not null."""
 
+LAYER_CLASSES = "fsdp_transformer_layer_cls_to_wrap"
+READ_UNDER = {LAYER_CLASSES: "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": "SIZE_BASED_WRAP"}
+"""FSDP keys that Accelerate reads under one wrap policy alone."""
+
 
 @dataclass(frozen=True)
 class JobConfig:
@@ -99,6 +103,21 @@ class JobConfig:
 
     def fsdp(self, key: str) -> Any:
         return self.section("fsdp_config")[key] if self.has(key) else BY_NAME["fsdp_config", key].default
+
+    @property
+    def wrap_policy(self) -> str:
+        """The wrap policy in capitals, NO_WRAP where none is given."""
+        return str(self.fsdp("fsdp_auto_wrap_policy")).upper()
+
+    def reads(self, key: str) -> bool:
+        """Whether Accelerate reads an FSDP key under the wrap policy of the file."""
+        return not self.is_fsdp or READ_UNDER.get(key, self.wrap_policy) == self.wrap_policy
+
+    @property
+    def layer_classes(self) -> tuple[str, ...]:
+        """The layer classes that the file names for Accelerate to wrap; none under another wrap policy."""
+        names = self.fsdp(LAYER_CLASSES) if self.reads(LAYER_CLASSES) else None
+        return tuple(filter(None, map(str.strip, names.split(",")))) if isinstance(names, str) else ()
 
     def on(self, key: str) -> bool:
         return str(self.fsdp(key)).lower() in TRUE_WORDS

@@ -30,6 +30,10 @@ LONGEST = 80
 """Letters of a description."""
 LONGEST_NAME = 253
 """Letters of a host name (RFC 1035)."""
+ADDRESS_WORDS = frozenset({"ip", "ipaddr", "addr", "address", "hostname", "placeholder", "changeme"})
+"""Words in which templates speak of an address, where a machine has a name."""
+RESERVED_DOMAIN = re.compile(r"(^|\.)(example(\.(com|net|org))?|invalid)$", re.IGNORECASE)
+"""Domains that no machine is in (RFC 2606)."""
 
 _MEMORY = r"(?:[ -](?P<memory>\d+)Gi?B)?"
 _SHAPE = re.compile(
@@ -119,6 +123,18 @@ def address_problem(text: str) -> str:
     if text.lower() in ("localhost", "::1", "::", "0.0.0.0") or text.startswith("127."):
         return "every machine calls itself by that, so the others would not find it"
     return ""
+
+
+def is_placeholder(address: str) -> bool:
+    """Whether a text has the form of an address and stands for one that is still to be filled in.
+
+    Such are a word in capitals (HOST, MASTER_ADDR), x for digits (192.168.x.x), a domain that is reserved for
+    examples, and words that speak of an address (your_ip, master-address). A number makes a name of one: ip-10-0-0-1.
+    """
+    if re.fullmatch(r"[A-Z_-]{2,}|(.*\.)?x{1,3}(\..*)?", address) or RESERVED_DOMAIN.search(address):
+        return True
+    words, numbered = set(re.split(r"[^a-z]+", address.lower())), re.search(r"(?<![^\W\d_])\d", address)
+    return "your" in words or (bool(words & ADDRESS_WORDS) and not numbered)
 
 
 def has_bf16(machine: MachineFacts) -> bool:

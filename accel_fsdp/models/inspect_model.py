@@ -23,6 +23,8 @@ CAUSAL, SEQ2SEQ, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "Auto
 CLASSIFIER, IMAGE_TEXT = "AutoModelForSequenceClassification", "AutoModelForImageTextToText"
 AUTO_CLASSES = (CAUSAL, IMAGE_TEXT, SEQ2SEQ, MASKED, CLASSIFIER)
 """What is built, in this order where `architectures` says nothing."""
+BARE = "AutoModel"
+"""Builds the layers of any model, without a head: those for images and sound too."""
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -434,10 +436,14 @@ def _known(config: Any) -> dict[str, Any]:
 
 
 def _has_no_head(kind: Any, config: Any) -> bool:
+    return kind is not None and kind is _bare_class(config)
+
+
+def _bare_class(config: Any) -> Any:
+    """The class that AutoModel builds: the layers of any model, without a head; None if it doesn't know the config."""
     import transformers
 
-    mapping = transformers.AutoModel._model_mapping
-    return type(config) in mapping and mapping[type(config)] is kind
+    return transformers.AutoModel._model_mapping.get(type(config), None)
 
 
 def _is_decoder(config: Any) -> bool:
@@ -458,11 +464,12 @@ def auto_class(config: Any) -> str:
         return str(named.__name__)
     if CLASSIFIER in fits:
         return CLASSIFIER
+    other = BARE if _bare_class(config) else ""
     if config.is_encoder_decoder:
-        return SEQ2SEQ if SEQ2SEQ in known else ""
+        return SEQ2SEQ if SEQ2SEQ in known else other
     if MASKED in known and not _is_decoder(config):
         return MASKED
-    return next(iter(known), "")
+    return next(iter(known), other)
 
 
 def text_class(config: Any) -> Any:
@@ -477,16 +484,18 @@ def text_class(config: Any) -> Any:
 def build(name: str, config: Any, **options: Any) -> "nn.Module":
     """The model on the meta device, without weights, of the class that is trained.
 
+    Models for images and sound whose `architectures` are missing are built without a head, as AutoModel does.
+
     Raises:
         UserError: transformers knows no class for it, or no model can have its config.
         ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
     """
-    kind = trained_class(config)
+    kind = trained_class(config) or _bare_class(config)
     if kind is None:
         raise UserError(
-            f"{name} ({config.model_type}) is not a language model",
-            why="none of " + ", ".join(AUTO_CLASSES) + " can build it",
-            fix="choose a model that one of them can build, or name its class in its config: architectures",
+            f"the config of {name} ({config.model_type}) names no class in architectures",
+            why="none of " + ", ".join((*AUTO_CLASSES, BARE)) + " builds one from it",
+            fix="name the model's class in its config.json: architectures",
         )
     asked = (ValueError, ImportError) if "attn_implementation" in options else ()
     return on_meta(name, kind, config, asked, **options)

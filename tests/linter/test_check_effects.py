@@ -63,10 +63,26 @@ def test_a_class_with_its_module_is_no_class_of_the_model(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("address", "severity"),
     [
-        *((word, "warning") for word in ("HOST", "MASTER_ADDR", "192.168.x.x", "10.0.0.xxx")),
-        *((word, "error") for word in ("$MASTER_ADDR", "<head>", "'{{ head }}'", "10.0.0.300", "a,b")),
+        *((word, "warning") for word in ("HOST", "MASTER_ADDR", "192.168.x.x", "x.x.x.x", "10.0.0.xxx")),
+        *((word, "warning") for word in ("your_ip", "your-master-1", "ip", "head_node_ip", "NODE0_IP", "hostname")),
+        *((word, "warning") for word in ("master_addr", "main-process-address", "node1.example.com")),
+        *((word, "error") for word in ("$MASTER_ADDR", "<head>", "<ip>", "'{{ head }}'", "10.0.0.300", "a,b")),
         ("1234", "note"),
-        *((word, "") for word in ("host", "node-1", "GPU01", "HEAD.local", "10.0.0.1", "fe80::1%eth0", "'[fd00::1]'")),
+        *(
+            (word, "")
+            for word in (
+                "host",
+                "node-1",
+                "GPU01",
+                "HEAD.local",
+                "ip-10-0-0-1",
+                "ip-1-2-3-4.ec2.internal",
+                "voip.local",
+                "10.0.0.1",
+                "fe80::1%eth0",
+                "'[fd00::1]'",
+            )
+        ),
     ],
 )
 def test_an_address_that_nobody_filled_in(address: str, severity: str, tmp_path: Path) -> None:

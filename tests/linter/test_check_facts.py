@@ -27,6 +27,7 @@ BILLION = 10**9
 BIG = replace(LLAMA, parameters=70 * BILLION, dtype="bfloat16")
 LOW = replace(LLAMA, dtype="bfloat16")
 TIED = replace(LLAMA, tied=True)
+READ_BY_ALL = V2 + "  fsdp_cpu_ram_efficient_loading: false\n"
 EIGHT = HereFacts(gpus=8, memory=64 * GIB, free_disk=100 * GIB)
 SHARDED_CHECKPOINT = CheckpointFacts(
     "run/checkpoint-3", sharded=True, optimizer=True, scheduler=True, trainer_state=True, rng_states=2
@@ -140,7 +141,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP"}'),
         subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP","min_num_params":9}'),
     ),
-    "AF622": (on(V2, TIED, "--modules_to_save lm_head,embed_tokens"), on(V2, TIED, "--modules_to_save lm_head")),
+    "AF622": (on(V2, TIED, "--modules_to_save lm_head"), on(V2, TIED, "--modules_to_save embed_tokens")),
     "AF623": (on(V2, TIED, "--trainable_token_indices 1,2"), on(V1, TIED, "--trainable_token_indices 1,2")),
     "AF624": (on(V2 + FULL, BIG, "--lr 1"), on(V2 + FULL, BIG, "--ddp_timeout 7200")),
     "AF625": (on(V2, LLAMA, "--gradient_accumulation_steps 4"), on(V2, LLAMA, NO_SYNC)),
@@ -193,6 +194,24 @@ def test_rule_on_facts(code: str) -> None:
     bad, good = FACTS[code]
     assert code in codes_of(bad)
     assert code not in codes_of(good)
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "fires"),
+    [
+        (V2, "--modules_to_save lm_head,embed_tokens", True),
+        (V2, "--target_modules q_proj,lm_head", True),
+        (V2, "--target_modules q_proj,embed_tokens", False),
+        (READ_BY_ALL, "--modules_to_save embed_tokens", True),
+        (READ_BY_ALL, "--modules_to_save lm_head", True),
+        (READ_BY_ALL, "--target_modules q_proj,lm_head", False),
+        (V1, "--modules_to_save lm_head,embed_tokens", False),
+    ],
+)
+def test_which_adapters_on_a_tied_weight_stop(text: str, args: str, fires: bool) -> None:
+    """As `test_adapters_on_tied_embeddings_fail_under_fsdp2` sees them end."""
+    assert ("AF622" in codes_of(on(text, TIED, args))) == fires
+    assert "AF622" not in codes_of(on(text, LLAMA, args))
 
 
 MENDED = {"AF421", "AF801", "AF811"}

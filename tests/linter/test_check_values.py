@@ -136,6 +136,10 @@ TAKEN: dict[str, str] = {
     "state dict in small letters": EIGHT + "  fsdp_state_dict_type: full_state_dict\n",
     "file and launcher": DS.replace("mixed_precision: bf16\n", "")
     + "  deepspeed_config_file: FILE\n  zero3_init_flag: true\n",
+    "a size that no policy reads": EIGHT + "  fsdp_min_num_params: 1e8\n",
+    "classes that no policy reads": EIGHT.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP").replace(
+        "LlamaDecoderLayer", "[Layer, Other]"
+    ),
     "two spellings of nothing": EIGHT + "  offload_params: false\n",
 }
 
@@ -302,10 +306,15 @@ def test_the_standard_launcher_needs_an_address() -> None:
 def test_who_else_knows_the_address_of_several_machines_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "job.yaml").write_text(f"num_machines: 2\n{EIGHT}")
-    assert cli.call(["check", str(tmp_path / "job.yaml")]) == 1
+    """A note on the file alone, as `config --nodes 2` writes it; an error where `accelerate launch` starts it."""
+    path, line = tmp_path / "job.yaml", tmp_path / "line.txt"
+    path.write_text(f"num_machines: 2\n{EIGHT}")
+    assert cli.call(["check", "--strict", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes, SkyPilot and dstack" in said
+    line.write_text(f"accelerate launch --config_file {path} train.py --bf16\n")
+    assert cli.call(["check", str(path), "--args", str(line)]) == 1
+    assert "error AF403" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["NO", "off", "false"])

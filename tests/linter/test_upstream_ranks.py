@@ -256,13 +256,16 @@ def test_a_tied_embedding_in_a_unit_of_its_own_is_refused(sharding: Seen) -> Non
 
 @pytest.mark.pain("P73")
 def test_adapters_on_tied_embeddings_fail_under_fsdp2(sharding: Seen) -> None:
-    """What fails, and how, depends on RAM-efficient loading: only with it can the embedding alone be trained."""
+    """AF622: what fails, and how, depends on RAM-efficient loading: only with it can the embedding alone be trained."""
     seen = same(sharding["tied_adapters"])
-    assert seen["both True"] == "KeyError: \"attribute 'weight' already exists\""
+    assert seen["fsdp1"] == seen["adapted head False"] == ""
+    for name in ("both", "head", "adapted head"):
+        assert seen[f"{name} True"] == "KeyError: \"attribute 'weight' already exists\""
     assert "`model.embed_tokens.weight` is neither a parameter, buffer" in seen["tokens True"]
     assert seen["one True"] == ""
     assert SHARED in seen["both False"]
     assert SHARED in seen["one False"]
+    assert SHARED in seen["head False"]
     assert seen["tokens False"].startswith("TypeError")
 
 

@@ -14,7 +14,7 @@ import yaml
 from conftest import SFT, accel_fsdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ViTConfig, WhisperConfig
+from transformers import CLIPConfig, PreTrainedConfig, ViTConfig, WhisperConfig
 
 from accel_fsdp import cli, linter, planner, wizard
 from accel_fsdp.config import Engine, Method
@@ -88,6 +88,8 @@ def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_pa
     assert "an engine has to say where the machines meet" in " ".join(finished.output.split())
     assert "main_process_ip" not in yaml.safe_load(path.read_text())
     assert f"accel-fsdp launch {path} train/sft.py" in finished.output
+    checked = accel_fsdp("check", "--strict", path)
+    assert checked.code == 0, checked.output
     words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "/shared/run"]
     for engine in ("slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"):
         written = accel_fsdp("script", engine, "--force", "-o", job, path, SFT, *words)
@@ -216,20 +218,29 @@ def test_a_layer_class_that_is_named_needs_no_model(flags: list[str], script: st
     assert (tmp_path / "again.yaml").read_bytes() == path.read_bytes()
 
 
-def test_models_for_images_and_sound_get_a_yaml(tmp_path: Path) -> None:
-    """As docs/configure.md says; with the class that their config names, as those of the hub do."""
-    for config, layers in (
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
         (ViTConfig(architectures=["ViTForImageClassification"]), {"ViTLayer"}),
+        (ViTConfig(), {"ViTLayer"}),
         (
             WhisperConfig(architectures=["WhisperForConditionalGeneration"]),
             {"WhisperEncoderLayer", "WhisperDecoderLayer"},
         ),
-    ):
-        config.save_pretrained(tmp_path)
-        made = settled(model=str(tmp_path), gpus="8xH100")
-        assert layers <= set(made.layer_class)
-        assert "YOUR_SCRIPT.py" in to_yaml.launch_line(made, "made.yaml")
-        interview.read_model.cache_clear()
+        (WhisperConfig(), {"WhisperEncoderLayer", "WhisperDecoderLayer"}),
+        (CLIPConfig(), {"CLIPEncoderLayer"}),
+    ],
+    ids=lambda value: f"{value.model_type} {value.architectures}" if isinstance(value, PreTrainedConfig) else "",
+)
+def test_models_for_images_and_sound_get_a_yaml(config: PreTrainedConfig, layers: set[str], tmp_path: Path) -> None:
+    """As docs/configure.md says; with the class that their config names, as those of the hub do, or without."""
+    config.save_pretrained(tmp_path)
+    interview.read_model.cache_clear()
+    made = settled(model=str(tmp_path), gpus="8xH100")
+    assert layers <= set(made.layer_class)
+    assert "YOUR_SCRIPT.py" in to_yaml.launch_line(made, "made.yaml")
+    with pytest.raises(UserError, match=r"is not a language model|has an encoder and a decoder"):
+        planner.make_job(planner.PlanOptions(str(tmp_path), "2xA100", None, Recipe()))
 
 
 def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:

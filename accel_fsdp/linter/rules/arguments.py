@@ -133,17 +133,37 @@ def training_config_wraps_nothing(subject: Subject) -> Iterator[Finding]:
 
 
 @rule("AF622", pains=("P73",))
-def adapter_saves_both_tied(subject: Subject) -> Iterator[Finding]:
-    """LoRA's `modules_to_save` names embedding and head of a tied model (`--model`): "attribute 'weight' already"."""
-    named = _words(subject.arg("modules_to_save") or subject.arg("lora_modules_to_save"))
-    tied = subject.model is not None and subject.model.tied
-    if subject.is_fsdp and tied and {"embed_tokens", "lm_head"} <= named:
+def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
+    """LoRA trains an end of a tied weight (`--model`) under FSDP2 in a way that prepare stops at.
+
+    `modules_to_save` copies the head, or with `fsdp_cpu_ram_efficient_loading: false` the embedding: transformers ties
+    the weights again under names that PEFT has moved, or the tied weight belongs to two units. An adapter on `lm_head`
+    moves its name as well, which train/sft.py mends. FSDP1 trains all of these.
+    """
+    if subject.engine is not Engine.FSDP2 or subject.model is None or not subject.model.tied:
+        return
+    loads_once = subject.on("fsdp_cpu_ram_efficient_loading")
+    saved = _words(subject.arg("modules_to_save") or subject.arg("lora_modules_to_save"))
+    adapted = _words(subject.arg("target_modules") or subject.arg("lora_target_modules"))
+    stops = "prepare stops: KeyError: attribute 'weight' already exists"
+    if saved & (set(HEAD) if loads_once else {*HEAD, *EMBEDDING}):
         yield Finding(
             "",
-            "modules_to_save names both ends of one tied weight",
-            "prepare stops: KeyError: attribute 'weight' already exists",
-            "name embed_tokens only",
+            f"modules_to_save names {' and '.join(sorted(saved & {*HEAD, *EMBEDDING}))} of a model that ties the two",
+            stops if loads_once else "prepare stops: Parameter is shared with another FSDP group",
+            "modules_to_save: embed_tokens alone, with fsdp_cpu_ram_efficient_loading: true",
         )
+    elif adapted & set(HEAD) and loads_once and not subject.ours:
+        yield Finding(
+            "",
+            "an adapter on lm_head, which the model ties to its embedding",
+            f"{stops}{UNLESS_OURS}",
+            "leave lm_head out, or fsdp_cpu_ram_efficient_loading: false",
+        )
+
+
+HEAD, EMBEDDING = ("lm_head",), ("embed_tokens",)
+"""The ends of a tied weight, as most models call them."""
 
 
 @rule("AF623", pains=("P73",))

@@ -142,7 +142,7 @@ def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
     Then every rank gathers all of it at once. A layer class without the policy is ignored. `--fix` adds what is
     missing, and leaves a NO_WRAP that somebody wrote.
     """
-    if subject.is_fsdp and _policy(subject) == "NO_WRAP" and subject.strategy != "NO_SHARD":
+    if subject.is_fsdp and subject.wrap_policy == "NO_WRAP" and subject.strategy != "NO_SHARD":
         missing = not subject.has("fsdp_auto_wrap_policy")
         edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
         layer = "fsdp_transformer_layer_cls_to_wrap"
@@ -167,7 +167,7 @@ def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
 @rule("AF308", "warning", pains=("P28",))
 def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
     """`SIZE_BASED_WRAP` with `fsdp_min_num_params` at 0, or above the model's largest layer: nothing is wrapped."""
-    if subject.engine is not Engine.FSDP1 or _policy(subject) != "SIZE_BASED_WRAP":
+    if subject.engine is not Engine.FSDP1 or subject.wrap_policy != "SIZE_BASED_WRAP":
         return
     smallest = str(subject.fsdp("fsdp_min_num_params"))
     largest = subject.model.largest_layer_parameters if subject.model else 0
@@ -387,14 +387,10 @@ def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
     """
     tied = subject.model is not None and subject.model.tied
     for name in ("Embedding", "Linear"):
-        if subject.is_fsdp and tied and name in str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap")).split(","):
+        if subject.is_fsdp and tied and name in subject.layer_classes:
             yield Finding(
                 "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
                 f"{name} is not a transformer layer",
                 "tied embeddings fail: Parameter is shared with a parameter of another FSDP group",
                 "name the decoder layer only",
             )
-
-
-def _policy(subject: Subject) -> str:
-    return str(subject.fsdp("fsdp_auto_wrap_policy")).upper()

@@ -45,7 +45,7 @@ def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
     fp8 = str(subject.top("mixed_precision")).lower() == "fp8"
     for section in ("", *SECTIONS) if fp8 else ("", *SECTIONS[:-1]):
         for key, value in subject.section(section).items():
-            if known := BY_NAME.get((section, key)):
+            if (known := BY_NAME.get((section, key))) and subject.reads(key):
                 yield f"{section}.{key}".lstrip("."), known, value
 
 

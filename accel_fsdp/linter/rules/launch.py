@@ -48,11 +48,11 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF403", pains=("P46",))
 def no_meeting_point(subject: Subject) -> Iterator[Finding]:
-    """Several machines without `main_process_ip`: the ranks wait for one another at `None:29500`.
+    """Several machines without `main_process_ip`: under `accelerate launch` the ranks wait at `None:29500`.
 
-    `accel-fsdp launch` needs no address in the file where SLURM, Kubernetes, SkyPilot or dstack tell it, with the
-    machine's number; `accelerate launch` asks none of them. DeepSpeed's own launchers, pdsh among them, take the
-    machines from `deepspeed_hostfile` instead.
+    An error where the job is started by it (`--args`). Of a file alone it is a note: `accel-fsdp launch` needs no
+    address where SLURM, Kubernetes, SkyPilot, dstack or Ray tell it, with the machine's number. DeepSpeed's own
+    launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
     """
     machines = subject.top("num_machines")
     section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
@@ -62,9 +62,10 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "num_machines",
             f"{machines} machines and no main_process_ip",
-            f"they wait at None:{DEFAULT_PORT}",
+            f"under accelerate launch they wait at None:{DEFAULT_PORT}",
             "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
-            "SLURM, Kubernetes, SkyPilot and dstack",
+            "SLURM, Kubernetes, SkyPilot and dstack, and accel-fsdp script writes their job files",
+            milder=None if subject.starter == "accelerate" else "note",
         )
 
 
@@ -121,11 +122,10 @@ def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
 @rule("AF501", pains=("P10", "P65"))
 def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
     """A layer class that the model (`--model`) doesn't have: Accelerate stops at prepare."""
-    names = subject.fsdp("fsdp_transformer_layer_cls_to_wrap") if subject.is_fsdp else None
-    if subject.model is None or not isinstance(names, str):
+    if subject.model is None or not subject.is_fsdp:
         return
-    for name in (part.strip() for part in names.split(",")):
-        if name and name not in subject.model.classes:
+    for name in subject.layer_classes:
+        if name not in subject.model.classes:
             found = ",".join(layer.name for layer in subject.model.wrap_classes)
             edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
             yield Finding(
@@ -144,8 +144,8 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     Accelerate then takes the model's `_no_split_modules`. Of transformers 5's causal language models about
     one in ten names classes there that it doesn't contain, and stops; as many name none, and are not wrapped at all.
     """
-    policy = str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
-    if subject.is_fsdp and policy == "TRANSFORMER_BASED_WRAP" and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
+    named = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
+    if subject.is_fsdp and named and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
         found = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
         edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
         yield Finding(

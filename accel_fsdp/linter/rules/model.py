@@ -93,9 +93,8 @@ def no_class_declared(subject: Subject) -> Iterator[Finding]:
 
 def _takes_declared(subject: Subject) -> bool:
     """Whether Accelerate will take the layer classes from the model."""
-    policy = str(subject.fsdp("fsdp_auto_wrap_policy")).upper()
     named = subject.has("fsdp_transformer_layer_cls_to_wrap")
-    return subject.is_fsdp and policy == "TRANSFORMER_BASED_WRAP" and not named
+    return subject.is_fsdp and subject.wrap_policy == "TRANSFORMER_BASED_WRAP" and not named
 
 
 @rule("AF505", "warning", pains=("P32",))
@@ -140,9 +139,8 @@ def unit_per_expert(subject: Subject) -> Iterator[Finding]:
 
     Ranks whose tokens choose other experts then gather other units, and the job hangs. Needs `--model`.
     """
-    names = subject.fsdp("fsdp_transformer_layer_cls_to_wrap") if subject.is_fsdp else None
-    experts = subject.model.expert_classes if subject.model else frozenset()
-    for name in sorted(experts & {part.strip() for part in str(names).split(",")}):
+    experts = subject.model.expert_classes if subject.model and subject.is_fsdp else frozenset()
+    for name in sorted(experts.intersection(subject.layer_classes)):
         yield Finding(
             NAMES, f"{name} is one expert", "ranks gather different units and hang", "name the decoder layer only"
         )

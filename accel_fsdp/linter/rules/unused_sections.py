@@ -10,8 +10,6 @@ from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 OFFLOADS = ("optimizer", "param")
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
 """Addresses under which every machine finds itself."""
-PLACEHOLDER = re.compile(r"[A-Z_]{2,}|(.*\.)?x{1,3}(\..*)?")
-"""What stands in templates until somebody fills it in, such as HOST or 192.168.x.x."""
 SAGEMAKER_ALSO = frozenset({
     "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_machines", "gpu_ids",
     "dynamo_config", "dynamo_backend", "enable_cpu_affinity", "fp16",
@@ -161,13 +159,14 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
 
     Under 127.0.0.1 every machine finds itself; an address is a name or number without http:// and port; port 0 is
     another free one on each machine. They wait for one another until the timeout. $MASTER_ADDR, which a
-    YAML doesn't fill in, is no address either; a word in capitals alone, such as HOST, is a warning,
-    and a mere number, as in Accelerate's templates, a note.
+    YAML doesn't fill in, is no address either; what stands for one until somebody fills it in, such as HOST, your_ip or
+    192.168.x.x, is a warning, and a mere number, as in Accelerate's templates, a note.
     """
     if subject.number("num_machines") < 2 or subject.engine is Engine.NONE:
         return
     address = str(subject.values.get("main_process_ip") or "").strip()
-    problem = machines.address_problem(address.strip("[]").partition("%")[0]) if address else ""  # [fe80::1%eth0]
+    bare = address.strip("[]").partition("%")[0]  # [fe80::1%eth0]
+    problem = machines.address_problem(bare) if address else ""
     if HERE_ONLY.fullmatch(address) and subject.values.get("distributed_type") != "MULTI_CPU":
         yield Finding(
             "main_process_ip",
@@ -175,7 +174,7 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
             "every machine finds itself under it, and all wait",
             "main_process_ip: an address of machine 0 that the others reach",
         )
-    elif not HERE_ONLY.fullmatch(address) and (problem or PLACEHOLDER.fullmatch(address)):
+    elif not HERE_ONLY.fullmatch(address) and (problem or machines.is_placeholder(bare)):
         yield Finding(
             "main_process_ip",
             f"main_process_ip: {address} is no address",

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import first_line
+from accel_fsdp.models import first_line, trained_class
 from accel_fsdp.prediction import TraceRecord, trace_store
 from accel_fsdp.prediction.memory import SHIPPED, At, Event, ModelShape, Size, Tape, Tapes, Variant
 from accel_fsdp.prediction.tracing.recorder import Raw, Recorder
@@ -35,6 +35,9 @@ def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
     return replace(shape, name=name), tapes
 
 
+WITHOUT_PLAN = "accel-fsdp config makes a YAML for this one without a plan"
+
+
 def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> TraceRecord:
     """The shape of a config's model and its tapes in some variants, recorded anew.
 
@@ -46,7 +49,13 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         raise UserError(
             f"{name} ({config.model_type}) has an encoder and a decoder",
             why="a plan is about one stack of layers",
-            fix="choose a decoder-only model; accel-fsdp config makes a YAML for this one without a plan",
+            fix=f"choose a decoder-only model; {WITHOUT_PLAN}",
+        )
+    if trained_class(config) is None or not hasattr(config.get_text_config(), "vocab_size"):
+        raise UserError(
+            f"{name} ({config.model_type}) is not a language model",
+            why="a plan is about sequences of tokens",
+            fix=f"choose a language model; {WITHOUT_PLAN}",
         )
     tapes: dict[str, Tapes] = {}
     alike: dict[Variant, Tapes] = {}
