@@ -15,7 +15,7 @@ PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --co
 # The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
 ENGINES ?= .venv-engines
 
-.PHONY: demo site test test-oldest test-newest test-engines lint check docs clean
+.PHONY: demo site test test-oldest test-newest test-engines against lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -47,6 +47,10 @@ test-newest: $(NEWEST)/.test
 
 test-engines: $(ENGINES)/.test
 	PYTHONPATH=. $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/launch/test_script.py -k "for_the_models or for_its"
+
+# What a version of a library that isn't installed changes of what this package uses inside of it.
+against: $(VENV)/.test
+	python tests/upgrades.py $(VERSION)
 
 lint: $(VENV)/.test
 	ruff check .

@@ -109,10 +109,12 @@ def flaw(one: Internal) -> str:
 
 
 def _fits(function: Any, expected: str) -> bool:
-    if not callable(function):
-        return False
+    return callable(function) and fits(list(inspect.signature(function).parameters), expected)
+
+
+def fits(known: list[str], expected: str) -> bool:
+    """Whether a function with these parameters takes what `Internal.parameters` expects."""
     first, rest, named = (part.split() for part in expected.partition("*"))
-    known = list(inspect.signature(function).parameters)
     begins = known[: len(first)] == first
     return begins and (set(named) <= set(known) if rest else len(known) == len(first))
 

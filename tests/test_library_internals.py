@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import upgrades
 from conftest import CHAT_DATA, ROOT, Finished, run, warm_python
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -400,3 +401,50 @@ def test_the_check_reads_signatures() -> None:
     for expected, fits in cases.items():
         one = library_internals.Internal("accel_fsdp.errors:did_you_mean", expected)
         assert (library_internals.flaw(one) == "") is fits
+
+
+OLD = {
+    "lib/__init__.py": "from .inner import Base, Kind, helper, gone, moved, same",
+    "lib/inner.py": """
+class Base:
+    def step(self, loss): ...
+class Kind(Base):
+    def __init__(self): self.state = self.lost = 1
+def helper(model, rows): return model
+def gone(): ...
+def moved(): ...
+def same(a): return a
+""",
+}
+NEW = {
+    "lib/__init__.py": "from lib.other import moved\nfrom .inner import Base, Kind, helper, same",
+    "lib/other.py": "def moved(): ...",
+    "lib/inner.py": """
+class Base:
+    def step(self, scale, loss): ...
+class Kind(Base):
+    def __init__(self): self.state = 2
+if True:
+    def helper(model, rows): return rows
+def same(a):
+    # a comment changes nothing
+    return a
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "said"),
+    [
+        ("lib:gone", None, "is gone"),
+        ("lib:Kind.step", "self loss", "now takes (self, scale, loss)"),
+        ("lib:Kind.state", None, ""),
+        ("lib:Kind.lost", None, "is gone"),
+        ("lib:helper", "model *", "has another body"),
+        ("lib:moved", None, ""),
+        ("lib:same", "a", ""),
+    ],
+)
+def test_a_new_version_is_compared_without_being_installed(path: str, parameters: str | None, said: str) -> None:
+    before, after = upgrades.Sources(OLD.get), upgrades.Sources(NEW.get)
+    assert upgrades.change(library_internals.Internal(path, parameters), before, after) == said
