@@ -175,3 +175,15 @@ def _is_whole(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def parse_command_line(words: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value` and a bare `--name` (true), as HfArgumentParser understands them."""
+    args: dict[str, Any] = {}
+    for position, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.partition("=")
+        following = words[position + 1] if position + 1 < len(words) else "--"
+        args[field_name(name)] = value if equals else True if following.startswith("--") else following
+    return args

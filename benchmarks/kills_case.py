@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from accel_fsdp.training import SurvivingTrainer
+from accel_fsdp.training import Checkpoints, SftTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK = os.environ["RANK"]
@@ -87,7 +87,7 @@ def never_sealed(original: Any) -> Any:
     """The marker ends the save, so a timer that is still running then is late."""
 
     def seal(self: Any, *args: Any) -> None:
-        if KIND == "save" and self.state.global_step >= int(NUMBER):
+        if KIND == "save" and self.trainer.state.global_step >= int(NUMBER):
             _die()
         original(self, *args)
 
@@ -104,7 +104,7 @@ def with_watch(original: Any) -> Any:
     return init
 
 
-SurvivingTrainer._save_checkpoint = watched(SurvivingTrainer._save_checkpoint)  # type: ignore[method-assign]
-SurvivingTrainer._seal = never_sealed(SurvivingTrainer._seal)  # type: ignore[method-assign]
-SurvivingTrainer.__init__ = with_watch(SurvivingTrainer.__init__)  # type: ignore[method-assign]
+SftTrainer._save_checkpoint = watched(SftTrainer._save_checkpoint)  # type: ignore[method-assign]
+Checkpoints._seal = never_sealed(Checkpoints._seal)  # type: ignore[method-assign]
+SftTrainer.__init__ = with_watch(SftTrainer.__init__)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

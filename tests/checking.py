@@ -5,8 +5,10 @@ from typing import Any
 
 import yaml
 
-from accel_fsdp import linter  # noqa: F401 (rules register)
-from accel_fsdp.linter import parse_command_line
+from accel_fsdp import (
+    flag_words,
+    linter,  # noqa: F401 (rules register)
+)
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.linter.rules import run as run_rules
 from accel_fsdp.models import LayerClass, ModelFacts
@@ -33,7 +35,7 @@ SHARD = "  parallelism_config_dp_shard_size: {}\n"
 
 def subject(text: str, args: str = "", **more: Any) -> Subject:
     """What the rules see of a YAML text and a command line; no libraries' versions unless they are given."""
-    given = parse_command_line(args.split()) if args else None
+    given = flag_words.parse_command_line(args.split()) if args else None
     return Subject(yaml.safe_load(text), args=given, **more)
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState
 
+from accel_fsdp import training
 from accel_fsdp.errors import guard
-from accel_fsdp.training import SurvivingTrainer, trainer
+from accel_fsdp.training import Checkpoints, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 METHODS = {
@@ -36,7 +37,8 @@ def filling(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
     """`act` on a disk that was filled before it, or after it where the next thing to be written is meant."""
 
     def fill(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ready = self.exporting if name == "export" else self.state.global_step == self.state.max_steps
+        run = getattr(self, "trainer", self)
+        ready = run.exporter.is_writing if name == "export" else run.state.global_step == run.state.max_steps
         first = act(self, *args, **kwargs) if name in ("save", "state") else None
         if ready and self.args.should_save and not BALLAST.exists():
             with BALLAST.open("wb", buffering=0) as file:
@@ -48,7 +50,7 @@ def filling(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once(name: str) -> int:
-    owner = SurvivingTrainer if name in ("save", "begin") else trainer.SftTrainer
+    owner = Checkpoints if name in ("save", "begin") else trainer.SftTrainer
     method = METHODS.get(name, "_save")
     before = getattr(owner, method)
     AcceleratorState._reset_state()
@@ -72,5 +74,5 @@ for name in names:
         BALLAST.unlink()
         shutil.rmtree(OUTPUT / name)
 print(f"CODES {codes}", file=sys.stderr, flush=True)
-trainer.finish(codes[-1])
+training.finish(codes[-1])
 sys.exit(codes[-1])

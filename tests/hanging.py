@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from accel_fsdp.training import SurvivingTrainer
+from accel_fsdp.training import Checkpoints, SftTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK, KIND, STEP = os.environ["RANK"], os.environ["HANG"], int(os.environ["HANG_STEP"])
@@ -50,7 +50,7 @@ def waiting_in_a_save(original: Any) -> Any:
     """Once the files are written, and before the marker says so."""
 
     def hashes(self: Any, *args: Any) -> Any:
-        if KIND == "save" and self.state.global_step == STEP and os.environ["HANG_RANK"] == RANK:
+        if KIND == "save" and self.trainer.state.global_step == STEP and os.environ["HANG_RANK"] == RANK:
             wait()
         return original(self, *args)
 
@@ -72,6 +72,6 @@ def with_fault(original: Any) -> Any:
     return init
 
 
-SurvivingTrainer.__init__ = with_fault(SurvivingTrainer.__init__)  # type: ignore[method-assign]
-SurvivingTrainer._hashes = waiting_in_a_save(SurvivingTrainer._hashes)  # type: ignore[method-assign]
+SftTrainer.__init__ = with_fault(SftTrainer.__init__)  # type: ignore[method-assign]
+Checkpoints._hashes = waiting_in_a_save(Checkpoints._hashes)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
+from accel_fsdp import training
 from accel_fsdp.errors import guard
 from accel_fsdp.launch import launcher
 from accel_fsdp.training import trainer
@@ -78,5 +79,5 @@ def under(config: Path) -> None:
 
 trainer.SftTrainer.export = export_and_note
 code = guard(jobs)
-trainer.finish(code)
+training.finish(code)
 sys.exit(code)

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from accel_fsdp.hardware import host
-from accel_fsdp.training import SurvivingTrainer, checkpointing_trainer, trainer
+from accel_fsdp.training import disk_room, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 trained = trainer.SftTrainer.training_step
-stepped = SurvivingTrainer.training_step
+stepped = Trainer.training_step
 
 
 def out_of_memory(self: trainer.SftTrainer, *args: Any) -> torch.Tensor:
@@ -27,17 +28,17 @@ def out_of_memory(self: trainer.SftTrainer, *args: Any) -> torch.Tensor:
     return loss
 
 
-def infinite(self: SurvivingTrainer, *args: Any) -> torch.Tensor:
-    loss = stepped(self, *args)
+def infinite(self: Trainer, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    loss = stepped(self, model, inputs, num_items_in_batch)
     return loss * (float("inf") if self.state.global_step == 1 and os.environ["RANK"] == "1" else 1)
 
 
 if os.environ["SCARCE"] == "gpu":
     trainer.SftTrainer.training_step = out_of_memory
 elif os.environ["SCARCE"] == "number":
-    SurvivingTrainer.training_step = infinite
+    Trainer.training_step = infinite
 elif os.environ["SCARCE"] == "patience":
-    checkpointing_trainer.SHOWN_SECONDS = 1
+    disk_room.SHOWN_SECONDS = 1
 else:
     host.free_memory = lambda: 1000
 runpy.run_path(str(SFT), run_name="__main__")

@@ -15,7 +15,7 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
 from accel_fsdp.training import Diverged, arguments, load_model, resuming, together
 from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
-from accel_fsdp.training.reporting import lineage, model_card, run_record
+from accel_fsdp.training.reporting import lineage, model_card, progress, run_record
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     record.trained(history.account(trainer.state.global_step))
 
     # Export: gathered on all ranks, written and verified on the first
-    rounding = trainer.expected.rounding
+    rounding = trainer.exporter.expected.rounding
     card = model_card.text(record.content, trainer.state.log_history, rounding)
     tensors = trainer.export(output / file_names.FINAL, card)
     record.lap("export")
@@ -78,7 +78,7 @@ def main() -> None:
 
     # What next
     if trainer.is_world_process_zero():
-        for line in training.summary(trainer.state, training_args.load_best_model_at_end):
+        for line in progress.summary(trainer.state, training_args.load_best_model_at_end):
             console.say(line)
         console.say(training.exported(output / file_names.FINAL, tensors, rounding), style="green")
 

@@ -10,7 +10,6 @@ from .flags import CheckCommand as CheckCommand
 from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources
 from .inputs import command_words as command_words
-from .inputs import parse_command_line as parse_command_line
 from .inputs import read_given as read_given
 from .inputs import read_launch as read_launch
 from .inputs import read_subject as read_subject

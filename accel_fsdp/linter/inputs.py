@@ -49,7 +49,7 @@ def read_launch(script: Path, words: tuple[str, ...]) -> RuleInputs:
 
     One that can't be read as Python is not looked at: whether it can be run is the launcher's to say.
     """
-    given = RuleInputs(args=parse_command_line(list(words)), starter="accelerate")
+    given = RuleInputs(args=flag_words.parse_command_line(words), starter="accelerate")
     try:
         text = _script_text(script)
     except UserError:
@@ -196,7 +196,7 @@ def launcher_flags(words: list[str]) -> dict[str, Any]:
     if starter_of(words) != "accelerate":
         return {}
     script = _script_in(words)
-    return parse_command_line(words[: words.index(script)]) if script else {}
+    return flag_words.parse_command_line(words[: words.index(script)]) if script else {}
 
 
 def _script_in(words: list[str]) -> str:
@@ -220,16 +220,4 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )
-    return parse_command_line(words)
-
-
-def parse_command_line(words: list[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value` and a bare `--name` (true), as HfArgumentParser understands them."""
-    args: dict[str, Any] = {}
-    for position, word in enumerate(words):
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word.partition("=")
-        following = words[position + 1] if position + 1 < len(words) else "--"
-        args[flag_words.field_name(name)] = value if equals else True if following.startswith("--") else following
-    return args
+    return flag_words.parse_command_line(words)

@@ -7,6 +7,7 @@ from . import remote_code as remote_code
 from . import state_bytes as state_bytes
 from .facts import LayerClass as LayerClass
 from .facts import ModelFacts as ModelFacts
+from .facts import check_layer_classes as check_layer_classes
 from .inspect_model import CAUSAL as CAUSAL
 from .inspect_model import build as build
 from .inspect_model import check_local_path as check_local_path

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from accel_fsdp.errors import UserError, did_you_mean
+
 
 @dataclass(frozen=True)
 class LayerClass:
@@ -52,3 +54,20 @@ class ModelFacts:
     quant_method: str = ""
     auto_class: str = "AutoModelForCausalLM"
     language_parameters: int = 0
+
+
+def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:
+    """Refuses layer class names that the built model doesn't have; `found` are those of its repeated layers.
+
+    Raises:
+        UserError: naming the first unknown one and the nearest existing class.
+    """
+    for name in names:
+        if name not in classes:
+            raise UserError(
+                f"layer class {name} is not in the model.{did_you_mean(name, classes)}",
+                why="Accelerate would stop at prepare: Could not find the transformer layer class",
+                fix=("--layer-class " + ",".join(found) + ", or " if found else "")
+                + "one of: "
+                + ", ".join(sorted(classes.difference(found))),
+            )

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from accel_fsdp import console, shipped
+from accel_fsdp import console, flag_words, shipped
 from accel_fsdp.config import SCRIPT, JobConfig, read_config, script_arguments
 from accel_fsdp.errors import UsageError, UserError, require
-from accel_fsdp.linter import LintOptions, lint, parse_command_line
+from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.rehearsal import forecast, janitor, prepare, warm
 from accel_fsdp.rehearsal.blame import Failure
 from accel_fsdp.rehearsal.flags import RehearseCommand
@@ -126,7 +126,7 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
     """The linter's errors end the rehearsal; warnings are counted."""
     file, model = options.file, options.model
     arguments = launcher.folder / "arguments.json"
-    arguments.write_text(json.dumps(parse_command_line(list(words))), encoding="utf-8")
+    arguments.write_text(json.dumps(flag_words.parse_command_line(words)), encoding="utf-8")
     found = lint(file, LintOptions(model=model, args=arguments if words else None, script=launcher.script))
     errors = [one for one in found if one.severity == "error"]
     if errors:

@@ -1,9 +1,9 @@
 """The plan's prediction of the real job, beside the rehearsal of the small one."""
 
+from accel_fsdp import flag_words
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import from_yaml
-from accel_fsdp.linter import parse_command_line
 from accel_fsdp.prediction import name_of, predicted
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import about_gib, counted
@@ -14,7 +14,7 @@ def of_job(job: JobConfig, model: str | None, words: tuple[str, ...]) -> str:
     if model is None:
         return ""
     try:
-        real = from_yaml.predictable(job, parse_command_line(list(words)))
+        real = from_yaml.predictable(job, flag_words.parse_command_line(words))
         layout, recipe = real.layout, real.recipe
         shape, tapes = by_name.read_shape(model, recipe)
         peak = predicted(shape, tapes, recipe, layout, None).peak.total

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_fsdp import flag_words
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.linter import parse_command_line
 from accel_fsdp.models import catalogue
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.rehearsal import hub_rows, rows
@@ -36,7 +36,7 @@ class Prepared:
 
 def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
     """The model that is meant: the flag's, else the arguments'."""
-    return given or _text(parse_command_line(list(words)), "model_name_or_path")
+    return given or _text(flag_words.parse_command_line(words), "model_name_or_path")
 
 
 def prepare(scaled: ScaledJob, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
@@ -48,7 +48,7 @@ def prepare(scaled: ScaledJob, model: str | None, words: tuple[str, ...], launch
     folder = launcher.folder
     source, origin = _source(scaled.job, model, folder)
     small = shrink(source, folder / "model")
-    made, why = _rows(parse_command_line(list(words)), launcher, _has_chat_template(small.folder))
+    made, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
     scaled = with_smaller_units(scaled, *small.layer_parameters)
     units = "by size" if by_size(scaled.job) else f"of {', '.join(small.layer_classes)}"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from accel_fsdp import flag_words
 from accel_fsdp.job import from_arguments
-from accel_fsdp.linter import parse_command_line
 from accel_fsdp.rehearsal.rows import Rows
 from accel_fsdp.training.data import columns
 
@@ -97,7 +96,7 @@ class SmallRun:
 
 def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:
     """The words, and before them those flags of `defaults` that they don't give."""
-    kept, _ = _without(defaults, set(parse_command_line(list(words))))
+    kept, _ = _without(defaults, set(flag_words.parse_command_line(words)))
     return (*kept, *words)
 
 
@@ -108,7 +107,7 @@ def readable(words: Sequence[str]) -> tuple[str, ...]:
 
 def replaced(words: Sequence[str]) -> list[str]:
     """The user's flags that a rehearsal leaves out or sets itself; places and sizes are said elsewhere."""
-    return sorted(f"--{name}" for name in set(parse_command_line(list(words))) & {*SET, *DROPPED})
+    return sorted(f"--{name}" for name in set(flag_words.parse_command_line(words)) & {*SET, *DROPPED})
 
 
 def small_run(words: Sequence[str], made: Rows) -> SmallRun:
@@ -116,7 +115,7 @@ def small_run(words: Sequence[str], made: Rows) -> SmallRun:
 
     Where only answers are trained, the first tokens of a real row may hold none of them.
     """
-    given = parse_command_line(list(words))
+    given = flag_words.parse_command_line(words)
     sizes = from_arguments.sizes_of(given)
     own = made.origin == "cut"
     whole = bool(made.columns & {*WHOLE, str(given.get("dataset_text_field", "text"))})

@@ -1,4 +1,6 @@
 from . import arguments as arguments
+from . import disk_room as disk_room
+from . import divergence as divergence
 from . import flag_hints as flag_hints
 from . import gather as gather
 from . import load_model as load_model
@@ -10,13 +12,12 @@ from . import together as together
 from . import trainer as trainer
 from .arguments import ModelArguments as ModelArguments
 from .arguments import SftArguments as SftArguments
-from .checkpointing_trainer import SurvivingTrainer as SurvivingTrainer
-from .losses import Diverged as Diverged
+from .divergence import Diverged as Diverged
+from .export import exported as exported
 from .preemption import SAME_KEY_SECONDS as SAME_KEY_SECONDS
 from .preemption import SIGNALS as SIGNALS
 from .preemption import Stop as Stop
+from .process import begin as begin
+from .process import finish as finish
+from .saving import Checkpoints as Checkpoints
 from .trainer import SftTrainer as SftTrainer
-from .trainer import begin as begin
-from .trainer import exported as exported
-from .trainer import finish as finish
-from .trainer import summary as summary

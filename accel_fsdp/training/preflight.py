@@ -13,9 +13,8 @@ from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.models import inspect_model
+from accel_fsdp.models import check_layer_classes, inspect_model
 from accel_fsdp.units import gib_or_mib
-from accel_fsdp.wizard import check_layer_classes
 
 
 def before_trainer(model: nn.Module, args: TrainingArguments) -> None:

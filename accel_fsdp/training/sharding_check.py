@@ -1,14 +1,34 @@
 """Proof that a prepared model is sharded: units of the right size, on every rank."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from accel_fsdp import console
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import Holding, measure
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import millions
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class ShardingCheck(TrainerCallback):  # type: ignore[misc]
+    """Stops a run whose parameters are not sharded although the YAML asks for it, before the first step."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measures the wrapped model and says what each rank holds."""
+        launch = LaunchEnvironment.now()
+        no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")
+        holding = measured(kwargs["model"], allow_whole=launch.ignores_modules)
+        if args.world_size > 1 and not no_shard and any(unit.ranks == 1 for unit in holding.units):
+            raise unsharded("its shards are shared by one rank only")
+        if state.is_world_process_zero:
+            console.say(f"sharding: {shown(holding)}", style="cyan")
 
 
 def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:

@@ -1,54 +1,81 @@
-"""What `train/sft.py` is made of: a Trainer that checks its sharding, keeps its checkpoints and exports."""
+"""What `train/sft.py` is made of: the Trainer, which checks its sharding, keeps its checkpoints and exports."""
 
-import logging
-import warnings
-from contextlib import AbstractContextManager
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers import (
     EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
+    Trainer,
 )
 
-from accel_fsdp import atomic_files, console, cpu, disks, library_internals
-from accel_fsdp.checkpoints import clean_name, completeness, file_names
-from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import companion_files, exported_folder
+from accel_fsdp import atomic_files, console, library_internals
+from accel_fsdp.checkpoints import clean_name, file_names
+from accel_fsdp.errors import Stopped, UserError
+from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import holding as holdings
-from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, inspect_model
 from accel_fsdp.training import (
     beats,
-    checkpointing_trainer,
+    disk_room,
     gather,
-    load_model,
+    loading,
     losses,
     preemption,
     preflight,
-    resuming_trainer,
+    resuming,
+    saving,
     sharding_check,
 )
 from accel_fsdp.training.arguments import SEE_HELP
-from accel_fsdp.training.losses import LossTrainer
-from accel_fsdp.training.reporting import profile_flag, profiling, progress
-from accel_fsdp.units import counted
+from accel_fsdp.training.data import batching
+from accel_fsdp.training.divergence import FiniteCheck
+from accel_fsdp.training.export import Export
+from accel_fsdp.training.hang_watch import HangWatch
+from accel_fsdp.training.losses import Losses
+from accel_fsdp.training.preemption import Stop
+from accel_fsdp.training.reporting import History, profile_flag, profiling, progress
+from accel_fsdp.training.saving import Checkpoints, own_retention
 
 RELIES_ON = (
+    Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
+    Internal(f"{TRAINER}.train", "self resume_from_checkpoint *"),
     Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
+    Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
+    Internal(f"{TRAINER}._run_epoch"),
+    Internal(f"{TRAINER}._finalize_training", "self trial num_train_samples start_time"),
     Internal(f"{TRAINER}.get_decay_parameter_names", "self model"),
+    Internal(f"{TRAINER}.get_train_dataloader", "self"),
+    Internal(f"{TRAINER}.get_eval_dataloader", "self eval_dataset"),
+    Internal(f"{TRAINER}._get_num_items_in_batch", "self batch_samples device"),
     Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),
+    Internal(f"{TRAINER}.compute_loss", "self model inputs return_outputs num_items_in_batch"),
+    Internal(f"{TRAINER}._get_grad_norm", "self model grad_norm"),
+    Internal(f"{TRAINER}._maybe_log_save_evaluate", "self tr_loss *"),
     Internal(f"{TRAINER}.log", "self logs start_time"),
+    Internal(f"{TRAINER}.floating_point_ops", "self inputs"),
+    Internal(f"{TRAINER}.evaluation_loop", "self dataloader * metric_key_prefix"),
+    Internal(f"{TRAINER}.prediction_step", "self model inputs prediction_loss_only ignore_keys"),
+    Internal(f"{TRAINER}._prepare_inputs", "self inputs"),
+    Internal(f"{TRAINER}._prepare_context_parallel_inputs", "self model inputs"),
+    Internal(f"{TRAINER}._get_learning_rate", "self"),
+    Internal(f"{TRAINER}.get_tp_size", "self"),
+    Internal(f"{TRAINER}._load_from_checkpoint", "self resume_from_checkpoint model"),
+    Internal(f"{TRAINER}._load_best_model", "self"),
+    Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
+    Internal(f"{TRAINER}._load_rng_state", "self checkpoint"),
+    Internal(f"{TRAINER}._get_output_dir", "self trial"),
+    Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
     Internal(f"{TRAINER}.save_model", "self output_dir _internal_call"),
     Internal(f"{TRAINER}._save", "self output_dir state_dict"),
 )
+GROUPING = ("group_by_length", "batch_rebalance")
 
 
 def check_libraries() -> None:
@@ -57,30 +84,32 @@ def check_libraries() -> None:
     Raises:
         UserError: transformers, torch or accelerate have changed inside.
     """
-    modules = (checkpointing_trainer, resuming_trainer, losses, preemption, beats, gather, holdings, profiling)
-    used = (*RELIES_ON, *(one for module in modules for one in module.RELIES_ON))
+    modules = (loading, preemption, beats, gather, holdings, profiling)
+    used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
 
-class SftTrainer(LossTrainer):
-    """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder."""
+class SftTrainer(Trainer):  # type: ignore[misc]
+    """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Its methods only say when something happens. What happens is in `losses`, `divergence`, `loading`, `saving`,
+    `disk_room`, `export`, and in callbacks.
+    """
+
+    def __init__(self, *args: Any, history: History | None = None, **kwargs: Any) -> None:
         check_libraries()
-        model = kwargs["model"]
-        self.revision = getattr(model.config, "_commit_hash", None) or "main"
+        model, training = kwargs["model"], kwargs["args"]
+        output = Path(training.output_dir)
         self.use_cache = getattr(model.config, "use_cache", None)
         counts = counting.weights(model)
-        trained = sum(count for one, count in counts.items() if one.requires_grad)
-        self.parameters = trained, sum(counts.values())
+        self.parameters = sum(count for p, count in counts.items() if p.requires_grad), sum(counts.values())
         self.beside_text = inspect_model.beside_text(model)
-        preflight.before_trainer(model, kwargs["args"])
-        layers = profiling.layers_of(model) if kwargs["args"].profile_steps else []
-        if kwargs["args"].process_index == 0:
-            self.lock = atomic_files.only_run(Path(kwargs["args"].output_dir))
-            companion_files.describe(
-                model, kwargs.get("processing_class"), Path(kwargs["args"].output_dir) / file_names.DESCRIBED
-            )
+        preflight.before_trainer(model, training)
+        layers = profiling.layers_of(model) if training.profile_steps else []
+        if training.process_index == 0:
+            self.lock = atomic_files.only_run(output)
+            companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
+        losses.prepare(kwargs)
         try:
             super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
@@ -89,16 +118,24 @@ class SftTrainer(LossTrainer):
                 why="training can't start",
                 fix=SEE_HELP,
             ) from error
-        job = from_run.job_of(model, self.args, self.accelerator)
-        self.report = progress.ProgressReport(job, self.accelerator)
+        self.finite, self.losses = FiniteCheck(self), Losses(self)
+        self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
+        self.checkpoints = Checkpoints(self, history or History({}))
+        self.report = progress.ProgressReport(from_run.job_of(model, self.args, self.accelerator), self.accelerator)
+        self.profiler = self._profiler(layers) if training.profile_steps else None
+        self._add_callbacks()
+        self.exporter = Export(self)
+
+    def _profiler(self, layers: list[profiling.Layer]) -> profiling.StepProfiler:
+        reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, self.model)
+        steps = profile_flag.steps_asked(self.args.profile_steps)
+        return profiling.StepProfiler(steps, layers, self.args, lambda: self.model_wrapped, self.watch.doing, reporter)
+
+    def _add_callbacks(self) -> None:
+        self.add_callback(self.stop)
+        self.add_callback(self.watch)
         self.report.replace_printers(self)
-        self.profiler: profiling.StepProfiler | None = None
-        if self.args.profile_steps:
-            steps = profile_flag.steps_asked(self.args.profile_steps)
-            reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, model)
-            self.profiler = profiling.StepProfiler(
-                steps, layers, self.args, lambda: self.model_wrapped, self.watch.doing, reporter
-            )
+        if self.profiler is not None:
             self.add_callback(self.profiler)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
@@ -106,42 +143,64 @@ class SftTrainer(LossTrainer):
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             preflight.keep_precision(plugin)
-            self.add_callback(ShardingCheck())
+            self.add_callback(sharding_check.ShardingCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             alone = "one process, which holds the whole model"
             several = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
             console.say(several if self.args.world_size > 1 else alone, style="yellow")
-        self.export_dtype = self._export_dtype(model)
-        saved_as = getattr(torch, self.export_dtype) if self.export_dtype else None
-        self.expected = exported_folder.expected_tensors(model, self._trained_as(), saved_as)
-        self.exporting = False
 
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """The parameters that decay: none that text doesn't reach, to which FSDP1 gives gradients of zeros."""
-        names: list[str] = super().get_decay_parameter_names(model)
-        return [name for name in names if clean_name(name) not in self.beside_text]
+    @property
+    def on_tpu(self) -> bool:
+        """Whether torch_xla runs the ranks."""
+        return bool(self.accelerator.distributed_type == DistributedType.XLA)
 
-    def _export_dtype(self, model: Any) -> str:
-        """The name of the dtype to export in; empty: as trained, which is the default of an adapter."""
-        if self.args.export_dtype != "auto":
-            return str(self.args.export_dtype)
-        if hasattr(model, "peft_config"):
-            return ""
-        return inspect_model.stored_dtype(model.config._name_or_path, self.revision, model.config.is_remote_code())
+    # Training, from its beginning to its end
 
-    def _trained_as(self) -> torch.dtype | None:
-        """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
-        precision = self.accelerator.mixed_precision
-        if getattr(self.accelerator.state, "deepspeed_plugin", None) is not None:
-            return load_model.COMPUTED.get(precision)
-        fsdp = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
-        return torch.float32 if fsdp and precision != "no" else None
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        """Trains, from the checkpoint where one is given.
+
+        Raises:
+            UserError: the checkpoint can't be resumed as this run is set up, the disk is too small, or a rank is gone.
+            Stopped: SIGTERM, SIGUSR1 or Ctrl-C came, and there is a checkpoint to go on from.
+        """
+        if resume_from_checkpoint is not None and not self.on_tpu:  # its files are others again
+            grouping = str(self.args.train_sampling_strategy) in GROUPING
+            here, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
+            resuming.check(Path(resume_from_checkpoint), here, grouping, skips_data)
+        self.watch.begin()
+        try:
+            disk_room.check_shared(self, resume_from_checkpoint)
+            with self.report.explains_out_of_memory():
+                result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            self.watch.trained()
+            return result
+        except Stopped:
+            self.stop.ignore()
+            self.watch.end()
+            raise
+        except BaseException as error:
+            if self.args.local_process_index != 0:
+                self.stop.give_in()
+            if isinstance(error, (RuntimeError, CheckpointException)) and saving.is_lost(error):
+                self._blame(error)
+            self.watch.tell(error)
+            raise
+        finally:
+            self.stop.release()
+
+    def _blame(self, error: BaseException) -> NoReturn:
+        """Raises a UserError that says who is gone, as far as known; rank 0 shows the stack of a failure."""
+        who, stack = self.watch.culprit()
+        if stack and self.args.local_process_index == 0:
+            console.say(f"{who}\n{stack.rstrip()}", lines=True)
+        self.checkpoints.refuse(f"a collective failed: {who or loading.cause(error)}", error)
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
         if self.args.logs_often:  # before Trainer compares it with a checkpoint's
             self.args.logging_steps = progress.logging_steps(max_steps)
-        found = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        place = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        self.checkpoints.check_room()
         if self.args.logs_often:
             self.state.logging_steps = self.args.logging_steps
         if self.args.process_index == 0:
@@ -149,33 +208,155 @@ class SftTrainer(LossTrainer):
             steps = (steps_per_epoch, self.state.global_step, max_steps)
             for line in progress.beginning(*self.parameters, batch, steps):
                 console.say(line, style="cyan")
-        return found
+        return place
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, dataloader, checkpoint)
+        self.finite.check_loaded(checkpoint)
+        return prepared
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Trainer takes one step too many when it resumes a run whose steps were all done (transformers 5.23)."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        """Ends with finite weights only; those of the best checkpoint are, whatever came after it.
+
+        Trainer's rate counts every step as a whole one, as a share of `num_train_samples`.
+        """
+        if self.stop.agreed:
+            raise Stopped(
+                f"{self.stop.agreed} after step {self.state.global_step}",
+                why=f"saved: {self.checkpoints.folder()}",
+                fix="the same command with --resume_from_checkpoint true",
+            )
+        if not self.args.ignore_nan_inf:
+            self.finite.check_weights()
+        begun, done = self._initial_global_step, self.state.global_step
+        share = (done - begun) / max(self.state.max_steps, 1)
+        samples = (losses.rows_before(self, done) - losses.rows_before(self, begun)) / share if share else 0
+        with own_retention(self.args), self.watch.doing("the end"):
+            result = super()._finalize_training(trial, samples, start_time)
+        self.finite.check_weights()
+        return result
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """The parameters that decay: none that text doesn't reach, to which FSDP1 gives gradients of zeros."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        return [name for name in names if clean_name(name) not in self.beside_text]
+
+    # A step
+
+    def get_train_dataloader(self) -> Any:
+        """Each row of an epoch once: the last step is a mean over the rows that are left, on any number of ranks."""
+        return batching.even_out(super().get_train_dataloader())
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        self.losses.begin_step(batch_samples, device)
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Trains on one micro-batch, and counts it."""
         self.report.tally.count(inputs)
         if self.profiler is not None:
             self.profiler.micro_batch(inputs)
+        self.losses.begin_micro_batch(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self.finite.step_loss = self.finite.step_loss + loss
         if self.profiler is not None and self.accelerator.sync_gradients:
             self.profiler.backward_ended()
         return loss
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of `LossTrainer`."""
-        found = super().compute_loss(*args, **kwargs)
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the tokens of all ranks' micro-batches."""
+        loss, outputs = self.losses.compute(super().compute_loss, model, inputs, num_items_in_batch)
         if self.profiler is not None:
             self.profiler.forward_ended()
-        return found
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The last moment before the optimizer's step; all ranks' gradients are there."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.finite.check_step(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Trainer sets the sum of losses back by subtracting it from itself, and NaN stays."""
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self._globalstep_last_logged == self.state.global_step:
+            tr_loss.zero_()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as `Trainer` does, with rate and memory beside the loss."""
+        """Logs as `Trainer` does, with rate, memory and accuracy beside the loss. Call on all ranks."""
         self.report.add_metrics(logs)
+        self.losses.add_accuracy(logs)
         super().log(logs, start_time)
 
-    def _explaining(self) -> AbstractContextManager[None]:
-        """Turns an out-of-memory error into what the plan says would free some."""
-        return self.report.explains_out_of_memory()
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Six per weight and token, of the whole model; transformers would count its parameters at each batch."""
+        return int(6 * inputs["input_ids"].numel() * self.losses.computing_weights)
+
+    # Held-out rows
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """All held-out rows, each once."""
+        return batching.even_out(super().get_eval_dataloader(eval_dataset), keep_last=True)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluates as `Trainer` does."""
+        with self.watch.doing("an evaluation"):
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            return metrics
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The mean over the held-out tokens of all ranks: no smoothing, no router's loss, no row twice.
+
+        Raises:
+            Diverged: it is NaN or infinite.
+        """
+        self.losses.begin_evaluation()
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        mean, accuracy = self.losses.held_out()
+        if not math.isfinite(mean) and not self.args.ignore_nan_inf:
+            raise self.finite.diverged(f"after step {self.state.global_step} the held-out loss is {mean:.4g}")
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_loss": mean, f"{prefix}_mean_token_accuracy": accuracy})
+        return output
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, None, None]:
+        """Counts a batch of held-out rows; nothing of it is kept."""
+        self.losses.add_held_out(model, inputs)
+        return None, None, None
+
+    # Checkpoints
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        loading.check_adapter(self, resume_from_checkpoint)
+        load = super()._load_from_checkpoint
+        loading.weights(self, resume_from_checkpoint, lambda: load(resume_from_checkpoint, model=model))
+
+    def _load_best_model(self) -> None:
+        loading.weights(self, self.state.best_model_checkpoint, super()._load_best_model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        load = super()._load_optimizer_and_scheduler
+        loading.optimizer_and_schedule(self, checkpoint, lambda: load(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        loading.random_state(self, checkpoint, super()._load_rng_state)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.finite.may_save():
+            write = super()._save_checkpoint
+            with self.watch.doing("a save"):
+                self.checkpoints.save(trial, lambda: write(model, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; of a checkpoint, makes the folder on every rank first.
@@ -188,6 +369,9 @@ class SftTrainer(LossTrainer):
             Path(output_dir).mkdir(parents=True, exist_ok=True)
         super().save_model(output_dir, _internal_call)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        super()._save(output_dir, state_dict=self.exporter.as_exported(state_dict))
+
     def export(self, target: Path, card: str = "") -> int:
         """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
 
@@ -196,134 +380,4 @@ class SftTrainer(LossTrainer):
         Raises:
             UserError: the host lacks memory to gather it; what was written is not what was trained, or can't be.
         """
-        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None or self.is_deepspeed_enabled:
-            gather.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
-        if plugin is not None:
-            plugin.set_state_dict_type("FULL_STATE_DICT")
-        least = max(self.args.ddp_timeout, self.watch.patience.collectives)
-        self.watch.patience.collectives = gather.lengthen_timeouts(self.expected.gathered_bytes, least)
-        if self.use_cache is not None:  # Trainer turned it off; the export is for inference
-            self.model.config.use_cache = self.use_cache
-        self.exporting = True
-        with self.watch.doing("the export"):
-            tensors = self._write(target, card, writes)
-            self.exporting = False
-            self.accelerator.wait_for_everyone()
-        self.watch.end()
-        return tensors
-
-    def _write(self, target: Path, card: str, writes: bool) -> int:
-        if not writes:
-            self.save_model(str(target))  # its part of the gather
-            return 0
-        with atomic_files.replaced_folder(target) as folder:
-            try:
-                self.save_model(str(folder))
-                exported_folder.finish(folder, self.export_dtype, card)
-            except Exception as error:
-                if not (full := disks.full(error, folder)):
-                    raise
-                raise UserError(
-                    f"cannot write {target}: {full}",
-                    why="training finished, but the export failed",
-                    fix=self._export_again(target),
-                ) from error
-            return exported_folder.verify(folder, self.expected)
-
-    def _export_again(self, target: Path) -> str:
-        newest = completeness.choose(target.parent).newest
-        return f"free some space, then: accel-fsdp export {newest} {target}" if newest else "free some space"
-
-    def _kept_checkpoint(self) -> Path:
-        """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            return Path(self.state.best_model_checkpoint)
-        folder = Path(self.args.output_dir) / f"{file_names.CHECKPOINT}{self.state.global_step}"
-        there = folder.is_dir()
-        self.accelerator.wait_for_everyone()  # a rank that begins to save makes it
-        if not there:
-            if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
-                plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
-                plugin.set_state_dict_type("SHARDED_STATE_DICT")
-            self._save_checkpoint(self.model, trial=None)
-        return folder
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        if self.exporting and self.args.should_save and self.expected.casts:
-            whole = state_dict if state_dict is not None else self.accelerator.unwrap_model(self.model).state_dict()
-            state_dict = exported_folder.cast(whole, self.expected.casts)
-        if state_dict is not None:
-            state_dict = exported_folder.without_tied_copies(state_dict, self.expected.ties)
-        super()._save(output_dir, state_dict=state_dict)
-
-
-class ShardingCheck(TrainerCallback):  # type: ignore[misc]
-    """Stops a run whose parameters are not sharded although the YAML asks for it, before the first step."""
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measures the wrapped model and says what each rank holds."""
-        launch = LaunchEnvironment.now()
-        no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")
-        holding = sharding_check.measured(kwargs["model"], allow_whole=launch.ignores_modules)
-        if args.world_size > 1 and not no_shard and any(unit.ranks == 1 for unit in holding.units):
-            raise sharding_check.unsharded("its shards are shared by one rank only")
-        if state.is_world_process_zero:
-            console.say(f"sharding: {sharding_check.shown(holding)}", style="cyan")
-
-
-def exported(target: Path, tensors: int, rounding: exported_folder.Rounding | None) -> str:
-    """The line that says where the export is, and that its weights are not all of what was trained."""
-    rounded = f", {rounding}; --export_dtype {rounding.trained} keeps them" if rounding else ""
-    return f"exported and verified: {target} ({counted(tensors, 'tensor')}{rounded})"
-
-
-def finish(exit_code: int) -> None:
-    """Ends the process group, and on CPU the process (see `cpu.finish`).
-
-    After a failure the other ranks may be inside a collective, and ending the group would wait for them.
-    """
-    cpu.finish(exit_code)
-    if exit_code == 0 and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def begin(args: TrainingArguments) -> None:
-    """Sets the seed. Progress bars of one rank are enough, and libraries' advice on their APIs is not for users.
-
-    Raises:
-        UserError: a library has changed inside.
-    """
-    check_libraries()
-    set_seed(args.seed)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
-    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")
-    noise = ("The tokenizer has new PAD/BOS/EOS tokens", "Warning: The following arguments do not match")
-    loader = logging.getLogger("transformers.trainer_utils")  # once per rank; `resuming.check` refuses what matters
-    loader.addFilter(lambda said: not str(said.msg).startswith(noise))
-    if args.process_index != 0:
-        import datasets
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-        datasets.disable_progress_bars()
-
-
-def summary(state: TrainerState, takes_best: bool) -> list[str]:
-    """The first and last value of each loss that Trainer logged, one line each; and where the end wasn't the plan's."""
-    lines = []
-    for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
-        values = [float(entry[key]) for entry in state.log_history if key in entry]
-        if values:
-            last = f" -> {values[-1]:.4f}" if values[1:] else ""
-            lines.append(f"{name}: {values[0]:.4f}{last}")
-    if state.global_step < state.max_steps:
-        lines.append(f"stopped early: after step {state.global_step} of {state.max_steps}")
-    if takes_best and state.best_model_checkpoint:
-        name = Path(state.best_model_checkpoint).name
-        lines.append(f"the best model is exported: {name}, {state.best_metric:.4f}")
-    return lines
+        return self.exporter.write(target, card)

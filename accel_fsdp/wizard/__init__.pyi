@@ -14,4 +14,3 @@ from .question import Question as Question
 from .questions import QUESTIONS as QUESTIONS
 from .questions import applying as applying
 from .to_yaml import to_text as to_text
-from .validation import check_layer_classes as check_layer_classes

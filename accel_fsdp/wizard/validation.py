@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from accel_fsdp.config import DEFAULT_PORT
-from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, did_you_mean, nearest
+from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes
-from accel_fsdp.models import catalogue
+from accel_fsdp.models import catalogue, check_layer_classes
 from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, engine_of, is_ddp
 
@@ -161,23 +161,6 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
     if context.model is not None:
         check_layer_classes(names, context.model.classes, tuple(layer.name for layer in context.model.wrap_classes))
     return names
-
-
-def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:
-    """Refuses layer class names that the built model doesn't have; `found` are those of its repeated layers.
-
-    Raises:
-        UserError: naming the first unknown one and the nearest existing class.
-    """
-    for name in names:
-        if name not in classes:
-            raise UserError(
-                f"layer class {name} is not in the model.{did_you_mean(name, classes)}",
-                why="Accelerate would stop at prepare: Could not find the transformer layer class",
-                fix=("--layer-class " + ",".join(found) + ", or " if found else "")
-                + "one of: "
-                + ", ".join(sorted(classes.difference(found))),
-            )
 
 
 def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:

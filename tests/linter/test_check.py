@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_config import answers
 
-from accel_fsdp import cli, linter
+from accel_fsdp import cli, flag_words, linter
 from accel_fsdp.config import BY_NAME, yaml_file
 from accel_fsdp.errors import UsageError
-from accel_fsdp.linter import Sources, parse_command_line, read_given
+from accel_fsdp.linter import Sources, read_given
 from accel_fsdp.linter.rules import RULES, Finding, Severity, Subject
 from accel_fsdp.linter.rules import run as run_rules
 from accel_fsdp.wizard import Answers, to_yaml
@@ -154,7 +154,7 @@ GOLDEN_WITH_VERSION: dict[str, tuple[str, str]] = {
 
 def codes(text: str, args: str = "", accelerate: str = "1.15.0") -> set[str]:
     """The codes found in a document, with a Llama as the model."""
-    given = parse_command_line(args.split()) if args else None
+    given = flag_words.parse_command_line(args.split()) if args else None
     twice, versions = yaml_file.doubled_keys(text), {"accelerate": accelerate}
     subject = Subject(yaml.safe_load(text), doubled=twice, args=given, model=LLAMA, versions=versions)
     return {found.code for found in run_rules(subject)}

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from conftest import ROOT, Finished, accelerate_launch, free_port
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
@@ -28,11 +27,12 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Trainer,
 )
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import guard
-from accel_fsdp.training import losses
+from accel_fsdp.training import Diverged, divergence, losses
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_record
 
@@ -125,24 +125,24 @@ def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
     tiny_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Trainer multiplies it by their number, in place: that of two ranks is twice the mean, and no other loss."""
-    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
-    trainer.model = LlamaForCausalLM.from_pretrained(tiny_model)
-    trainer.args = SimpleNamespace(
-        average_tokens_across_devices=True, n_gpu=0, use_liger_kernel=False, device="cpu", process_index=0
+    run = Trainer.__new__(Trainer)
+    run.model = LlamaForCausalLM.from_pretrained(tiny_model)
+    run.args = SimpleNamespace(
+        **{"average_tokens_across_devices": True, "n_gpu": 0, "use_liger_kernel": False, "label_smoothing_factor": 0},
+        **{"device": "cpu", "process_index": 0},
     )
-    trainer.accelerator = SimpleNamespace(num_processes=2, gather=lambda one: one, parallelism_config=None)
-    trainer.get_tp_size = lambda: 1
-    trainer._router, trainer._router_share, trainer.model_accepts_loss_kwargs = None, torch.tensor(1.0), True
-    trainer.label_smoother = trainer.compute_loss_func = None
+    run.accelerator = SimpleNamespace(num_processes=2, gather=lambda one: one, parallelism_config=None)
+    run.get_tp_size = lambda: 1
+    run.model_accepts_loss_kwargs, run.label_smoother, run.compute_loss_func = True, None, None
     ids = torch.arange(20)[None]
-    wanted = functional.cross_entropy(trainer.model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    wanted = functional.cross_entropy(run.model(input_ids=ids).logits[0, :-1], ids[0, 1:])
     for kept in (True, False):
-        trainer._compared, trainer._scored = False, 0.0
-        loss = trainer.compute_loss(trainer.model.train(), {"input_ids": ids, "labels": ids}, num_items_in_batch=19)
+        batch = {"input_ids": ids, "labels": ids}
+        loss, _ = losses.Losses(run).compute(run.compute_loss, run.model.train(), batch, 19)
         assert loss.item() == pytest.approx(2 * wanted.item(), rel=1e-5)
-        assert (trainer.compute_loss_func is None) is kept
+        assert (run.compute_loss_func is None) is kept
         assert ("the model's own loss is not" in capfd.readouterr().err) is not kept
-        trainer.model.loss_function = lambda logits, **_: logits.sum() * 0.0 + 50.0
+        run.model.loss_function = lambda logits, **_: logits.sum() * 0.0 + 50.0
 
 
 EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--save_steps", "1", "--save_total_limit", "1")
@@ -235,26 +235,27 @@ def test_a_held_out_loss_that_is_no_number_is_never_the_best(
     assert not (tmp_path / "run" / "final").exists()
 
 
-@pytest.mark.parametrize(("precision", "left_out"), [("fp16", losses.SKIPPED_IN_A_ROW - 1), ("bf16", 0)])
+@pytest.mark.parametrize(("precision", "left_out"), [("fp16", divergence.SKIPPED_IN_A_ROW - 1), ("bf16", 0)])
 def test_what_a_scaler_leaves_out_is_no_divergence(precision: str, left_out: int) -> None:
     """fp16 begins with gradients that are too large, and looks for the scale; unless it never finds one."""
-    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
-    trainer.args = SimpleNamespace(
-        device="cpu", ignore_nan_inf=False, output_dir="none", learning_rate=1e-3, max_grad_norm=1.0
+    args = {"device": "cpu", "ignore_nan_inf": False, "output_dir": "none", "learning_rate": 1e-3, "max_grad_norm": 1.0}
+    run = SimpleNamespace(
+        args=SimpleNamespace(**args),
+        accelerator=SimpleNamespace(mixed_precision=precision, gather=lambda one: one),
+        state=SimpleNamespace(global_step=0),
+        on_tpu=False,
+        log=lambda logs: None,
+        _get_learning_rate=lambda: 1e-3,
     )
-    trainer.accelerator = SimpleNamespace(
-        mixed_precision=precision, gather=lambda one: one, distributed_type=DistributedType.NO
-    )
-    trainer.state, trainer._skipped, trainer._step_loss = SimpleNamespace(global_step=0), 0, 0.0
-    trainer.log, trainer._get_learning_rate = lambda logs: None, lambda: 1e-3
+    check = divergence.FiniteCheck(run)
     for _ in range(left_out):
-        trainer._check_step(torch.tensor(math.inf))
-    with pytest.raises(losses.Diverged, match="gradient norm inf"):
-        trainer._check_step(torch.tensor(math.inf))
-    trainer._skipped = 0
-    trainer._step_loss = torch.tensor(math.nan)
-    with pytest.raises(losses.Diverged, match="loss is nan"):
-        trainer._check_step(torch.tensor(1.0))
+        check.check_step(torch.tensor(math.inf))
+    with pytest.raises(Diverged, match="gradient norm inf"):
+        check.check_step(torch.tensor(math.inf))
+    check = divergence.FiniteCheck(run)
+    check.step_loss = torch.tensor(math.nan)
+    with pytest.raises(Diverged, match="loss is nan"):
+        check.check_step(torch.tensor(1.0))
 
 
 def test_one_ranks_infinite_loss_stops_all(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
@@ -301,10 +302,10 @@ def test_a_broken_checkpoint_is_no_matter_of_the_learning_rate(
 
 def test_a_kernel_that_keeps_the_logits_counts_itself() -> None:
     """Liger hands out the share of right tokens, of which two out of four have a target."""
-    trainer = losses.LossTrainer.__new__(losses.LossTrainer)
-    trainer._scored = 0.0
+    counted = losses.Losses.__new__(losses.Losses)
+    counted._scored = 0.0
     wanted = torch.tensor([[1, IGNORED, 2, IGNORED]])
-    trainer._score({"logits": None}, wanted)
-    assert trainer._scored == 0.0
-    trainer._score({"logits": None, "token_accuracy": torch.tensor(0.5)}, wanted)
-    assert trainer._scored.tolist() == [1, 2]
+    counted._score({"logits": None}, wanted)
+    assert counted._scored == 0.0
+    counted._score({"logits": None, "token_accuracy": torch.tensor(0.5)}, wanted)
+    assert counted._scored.tolist() == [1, 2]

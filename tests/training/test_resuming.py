@@ -12,7 +12,7 @@ import torch
 
 from accel_fsdp.checkpoints import Origin, completeness, discover, file_names
 from accel_fsdp.errors import UserError
-from accel_fsdp.training import SurvivingTrainer, resuming
+from accel_fsdp.training import SftTrainer, resuming
 
 HERE = Origin("FSDP", ranks=2, rows_per_step=8)
 SHARDED = ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp")
@@ -280,7 +280,7 @@ def test_the_first_rank_goes_on_from_its_random_state(
     before: int, now: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trainer has another name for it where there is one rank, and a list of the GPUs' where there are several."""
-    one = object.__new__(SurvivingTrainer)
+    one = object.__new__(SftTrainer)
     one.args = SimpleNamespace(process_index=0, world_size=before, output_dir=str(tmp_path), parallel_mode=None)
     torch.manual_seed(7)
     one._save_rng_state(str(tmp_path))

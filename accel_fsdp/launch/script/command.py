@@ -13,7 +13,7 @@ from accel_fsdp.launch import launcher, place
 from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
 from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
-from accel_fsdp.linter import parse_command_line, read_launch, stops
+from accel_fsdp.linter import read_launch, stops
 from accel_fsdp.units import counted
 
 CPUS_PER_GPU = 4
@@ -135,7 +135,7 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
 def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> Job:
     found, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
-    arguments = parse_command_line(list(script_args))
+    arguments = flag_words.parse_command_line(script_args)
     resumed = RESUMES in arguments
     known = options.engine == "slurm" and ours and options.time is None  # the others need no time
     return Job(

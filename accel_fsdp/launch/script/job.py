@@ -4,12 +4,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_fsdp import __version__
+from accel_fsdp import __version__, flag_words
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
 from accel_fsdp.launch.script.duration import Duration
 from accel_fsdp.launch.script.flags import KubernetesApi
-from accel_fsdp.linter import parse_command_line
 from accel_fsdp.units import counted
 
 SHARED = "/shared"
@@ -56,7 +55,7 @@ class Job:
     @property
     def resumes(self) -> bool:
         """Whether the same job file goes on where it was stopped."""
-        return self.ours and parse_command_line(list(self.words)).get(RESUMES) in ("auto", "true")
+        return self.ours and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
 
     @property
     def folder(self) -> str:
@@ -111,7 +110,7 @@ def refuse_own_disk(job: Job, disks: str) -> None:
     Raises:
         UsageError: it would be written beside the files that each machine has a copy of.
     """
-    output = parse_command_line(list(job.words)).get("output_dir", "")
+    output = flag_words.parse_command_line(job.words).get("output_dir", "")
     if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
         raise UsageError(
             f"--output_dir {output or 'is missing'}, and {disks}",

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -302,3 +303,19 @@ def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps:
         f"{per_epoch:,} step{'s' if per_epoch != 1 else ''} per epoch, "
         f"{last:,} in all{f', {done:,} of them done' if done else ''}",
     ]
+
+
+def summary(state: TrainerState, takes_best: bool) -> list[str]:
+    """The first and last value of each loss that Trainer logged, one line each; and where the end wasn't the plan's."""
+    lines = []
+    for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
+        values = [float(entry[key]) for entry in state.log_history if key in entry]
+        if values:
+            last = f" -> {values[-1]:.4f}" if values[1:] else ""
+            lines.append(f"{name}: {values[0]:.4f}{last}")
+    if state.global_step < state.max_steps:
+        lines.append(f"stopped early: after step {state.global_step} of {state.max_steps}")
+    if takes_best and state.best_model_checkpoint:
+        name = Path(state.best_model_checkpoint).name
+        lines.append(f"the best model is exported: {name}, {state.best_metric:.4f}")
+    return lines

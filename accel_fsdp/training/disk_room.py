@@ -1,0 +1,122 @@
+"""Whether the disk has room for what a run will write, and whether all machines write to the same one."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from accel_fsdp import atomic_files
+from accel_fsdp.checkpoints import completeness, file_names
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import counting, state_bytes
+from accel_fsdp.prediction import cost
+from accel_fsdp.units import gib_or_mib
+
+SHOWN_SECONDS = 30
+"""How long NFS may take to show another machine's new names, by its default acdirmin."""
+
+
+def predicted_bytes(trainer: Any) -> tuple[int, int]:
+    """Of a checkpoint and of the export, from the model before it is sharded.
+
+    Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights a
+    second time for Hugging Face. An adapter goes without its base.
+    """
+    model, state = trainer.model, trainer.accelerator.state
+    mixed, zero = trainer.accelerator.mixed_precision != "no", trainer.is_deepspeed_enabled
+    element_bytes = {
+        p: state_bytes.weight_bytes(p.element_size(), mixed, trainer.is_fsdp_enabled, zero)
+        for p in model.parameters()
+        if p.requires_grad
+    }
+    masters = sum(counting.numel(p) * size for p, size in element_bytes.items())
+    optimizer = _optimizer_bytes(trainer, element_bytes)
+    adapter = hasattr(model, "peft_config")
+    frozen = (counting.numel(p) * p.element_size() for p in model.parameters() if not p.requires_grad)
+    weights = masters + (0 if adapter else sum(frozen))
+    if zero:
+        stored = element_bytes if adapter else model.parameters()
+        forward = sum(counting.numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
+        stage = int(state.deepspeed_plugin.zero_stage)
+        return state_bytes.checkpoint_bytes(masters, optimizer, zero_stage=stage, forward=forward), weights
+    plugin = getattr(state, "fsdp_plugin", None)
+    full = plugin is not None and "FULL" in str(plugin.state_dict_type)
+    return state_bytes.checkpoint_bytes(weights, optimizer, gathered=full), weights
+
+
+def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, int]) -> int:
+    """Of the state of these parameters; ZeRO's partitions are no embedding's any more."""
+    optim = str(trainer.args.optim.value)
+    tables = set() if trainer.is_deepspeed_enabled else counting.embeddings(trainer.model)
+    return sum(
+        state_bytes.optimizer_bytes(optim, counting.shape(p), size, p in tables) for p, size in element_bytes.items()
+    )
+
+
+def check_shared(trainer: Any, resume_from: str | None) -> None:
+    """Shards belong together only where all ranks write to one folder; and all must go on from the same step.
+
+    Raises:
+        UserError: a rank of another machine sees another disk. On all ranks.
+    """
+    if trainer.on_tpu or not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        return
+    folder = Path(trainer.args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".shared-", dir=folder, ignore_cleanup_errors=True) as probe:
+        [first, *_] = gather_object([Path(probe).name])
+        seen = gather_object([(_appears(folder / first), resume_from)])
+        trainer.accelerator.wait_for_everyone()
+    if all(there for there, _ in seen) and len({start for _, start in seen}) == 1:
+        return
+    raise UserError(
+        f"{trainer.args.output_dir} is not the same folder on all machines",
+        why="each would keep its own ranks' part of every checkpoint, and none would be complete",
+        fix="--output_dir on a disk that all of them share",
+    )
+
+
+def _appears(folder: Path) -> bool:
+    """Whether this rank sees what rank 0 made; network disks may take a while to show it."""
+    until = time.monotonic() + SHOWN_SECONDS
+    while folder.name not in os.listdir(folder.parent):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> None:
+    """Raises a UserError if the disk is too small for all checkpoints to come and the export."""
+    count = _checkpoints_to_come(trainer)
+    needed = count * checkpoint_bytes + export_bytes
+    text = f"{count} checkpoints of about {gib_or_mib(checkpoint_bytes)} and the export take {gib_or_mib(needed)}"
+    check(Path(trainer.args.output_dir), needed, text)
+
+
+def check(output_dir: Path, needed_bytes: int, text: str) -> None:
+    """Raises a UserError if the disk of `output_dir` has less free; `text` says what takes so much."""
+    output = atomic_files.existing_part(output_dir)
+    free = shutil.disk_usage(output).free
+    if needed_bytes > free:
+        raise UserError(
+            f"{text}, {gib_or_mib(free)} are free at {output}",
+            why="the run would end at a full disk",
+            fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
+        )
+
+
+def _checkpoints_to_come(trainer: Any) -> int:
+    """How many more checkpoints will be on the disk at once than are now."""
+    args, state = trainer.args, trainer.state
+    left, epochs = state.max_steps - state.global_step, state.num_train_epochs
+    per_epoch = state.max_steps / epochs if epochs <= state.max_steps else left  # unknown of a stream
+    saves = cost.events(args.save_strategy.value, state.save_steps, left, per_epoch)
+    there = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(args.output_dir)))
+    return cost.at_once(saves, args.save_total_limit or 0, there)

@@ -1,0 +1,152 @@
+"""The stop where a loss, a gradient norm or a weight is not a finite number: every later step would be NaN too.
+
+Trainer goes on, with zeros in its log (transformers 5.23).
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accel_fsdp import console
+from accel_fsdp.checkpoints import clean_name, completeness
+from accel_fsdp.errors import UsageError, UserError
+
+SKIPPED_IN_A_ROW = 40
+"""Steps that fp16's scaler may leave out, halving its scale each time: from 2 ** 16 it would be nothing by then."""
+
+
+class Diverged(UserError):
+    """A loss, a gradient norm or a weight is NaN or infinite. All ranks raise it, of the same step."""
+
+
+class FiniteCheck:
+    """Looks at each step's loss and gradient norm, and at the weights. Call its methods on all ranks.
+
+    With `--ignore_nan_inf`, what is not finite is left out instead.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.step_loss: Tensor | float = 0.0
+        """This rank's, summed over the micro-batches of the step so far."""
+        self._skipped = 0
+        if self.args.ignore_nan_inf and trainer.is_deepspeed_enabled:
+            raise UsageError(
+                "--ignore_nan_inf under DeepSpeed",
+                why="it updates the weights during backward, so no step can be skipped",
+                fix="leave it out",
+            )
+
+    def check_loaded(self, checkpoint: str | None) -> None:
+        """Looks at the weights before training: what is broken already has nothing to do with the learning rate.
+
+        Raises:
+            UserError: some are NaN or infinite.
+        """
+        if odd := self._odd_weights():
+            weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
+            more = f" and {len(odd) - 1} more" if odd[1:] else ""
+            raise UserError(
+                f"the loaded weights hold NaN or infinite values: {odd[0]}{more}",
+                why="training can't repair NaN or infinite weights",
+                fix=f"another checkpoint: {weights} is broken",
+            )
+
+    def check_step(self, norm: Tensor | float | None) -> None:
+        """Looks at the step's loss and gradient norm; the one time per step that the host waits.
+
+        Not on TPU, whose steps are compiled ahead: there the weights are looked at, before each save and at the end.
+
+        Raises:
+            Diverged: one of them is NaN or infinite.
+        """
+        if self.trainer.on_tpu:
+            return
+        seen = (self.step_loss, 0.0 if norm is None else norm)
+        self.step_loss = 0.0
+        own = torch.stack([torch.as_tensor(number, dtype=torch.float32, device=self.args.device) for number in seen])
+        loss, length = self.trainer.accelerator.gather(own[None]).mean(0).tolist()
+        if math.isfinite(loss) and math.isfinite(length):
+            self._skipped = 0
+            return
+        self._skipped += 1
+        if math.isfinite(loss) and self._scales_gradients() and self._skipped < SKIPPED_IN_A_ROW:
+            return  # the scaler leaves this step out and tries a smaller scale
+        state = self.trainer.state
+        what = f"in step {state.global_step + 1} the loss is {loss:.4g}, the gradient norm {length:.4g}"
+        if not self.args.ignore_nan_inf:
+            state.global_step += 1  # the line is of this step, which is never done
+            self.trainer.log({"loss": loss, "grad_norm": length, "learning_rate": self.trainer._get_learning_rate()})
+            state.global_step -= 1
+            raise self.diverged(what)
+        self._say(f"{what}; its update is left out")
+        if not self._scales_gradients():
+            for parameter in self.trainer.model.parameters():
+                parameter.grad = None
+
+    def may_save(self) -> bool:
+        """Whether the weights are finite, so that the last checkpoint is always one to go on from.
+
+        Raises:
+            Diverged: they aren't.
+        """
+        if not self._odd_weights():
+            return True
+        if not self.args.ignore_nan_inf:
+            self.check_weights()
+        self._say(f"{self._of_weights()}: no checkpoint is written")
+        return False
+
+    def check_weights(self) -> None:
+        """Raises Diverged if a weight is not finite."""
+        if self._odd_weights():
+            raise self.diverged(self._of_weights())
+
+    def diverged(self, what: str) -> Diverged:
+        """The error, with what often helps."""
+        newest = completeness.choose(Path(self.args.output_dir)).newest
+        rate = f"a lower --learning_rate than {self.args.learning_rate:g}, more --warmup_steps"
+        clip = "" if 0 < self.args.max_grad_norm <= 1 else ", --max_grad_norm 1"
+        precision = ", mixed_precision: bf16 in the YAML" if self._scales_gradients() else ""
+        resume = f"; --resume_from_checkpoint true goes on from {newest.name}" if newest else ""
+        leave_out = "" if self.args.ignore_nan_inf else "; or --ignore_nan_inf true to leave such steps out"
+        return Diverged(
+            f"training diverged: {what}",
+            why=f"every later step would be NaN too; the last finite weights are in {newest}"
+            if newest
+            else "every later step would be NaN too; no checkpoint was written before",
+            fix=f"{rate}{clip}{precision}{resume}{leave_out}",
+        )
+
+    def _of_weights(self) -> str:
+        return f"after step {self.trainer.state.global_step} the weights hold NaN or infinite values"
+
+    def _odd_weights(self) -> list[str]:
+        """The names of trained parameters that hold NaN or infinity, on whichever rank their parts are."""
+        named = self.trainer.model.named_parameters()
+        trained = {clean_name(name): p for name, p in named if p.requires_grad and p.is_floating_point()}
+        flags = torch.zeros(len(trained), dtype=torch.bool, device=self.args.device)
+        for place, part in enumerate(map(_local, trained.values())):
+            if part.numel():
+                flags[place] = ~torch.stack(torch.aminmax(part)).float().isfinite().all()
+        odd = self.trainer.accelerator.gather(flags[None]).any(0).tolist()
+        return [name for name, is_odd in zip(trained, odd, strict=True) if is_odd]
+
+    def _scales_gradients(self) -> bool:
+        return bool(self.trainer.accelerator.mixed_precision == "fp16")
+
+    def _say(self, text: str) -> None:
+        if self.args.process_index == 0:
+            console.say(text, style="yellow")
+
+
+@torch.no_grad()
+def _local(parameter: nn.Parameter) -> Tensor:
+    """The part of a parameter that is on this rank; under ZeRO-3 it is in an attribute."""
+    part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    part = getattr(part, "ds_tensor", part)
+    return part.detach()

@@ -1,0 +1,116 @@
+"""The end of a run: the whole model, gathered on all ranks, written and verified on the first."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_fsdp import atomic_files, disks
+from accel_fsdp.checkpoints import completeness, file_names
+from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import exported_folder
+from accel_fsdp.models import inspect_model
+from accel_fsdp.training import gather, load_model
+from accel_fsdp.units import counted
+
+
+class Export:
+    """The export of a run. Make it before training; `expected` is what the folder has to hold."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args, model = trainer, trainer.args, trainer.model
+        self.dtype = self._dtype(model)
+        saved_as = getattr(torch, self.dtype) if self.dtype else None
+        self.expected = exported_folder.expected_tensors(model, self._trained_as(), saved_as)
+        self.is_writing = False
+        """Trainer's saves are the export, and no checkpoint."""
+
+    def _dtype(self, model: Any) -> str:
+        """The name of the dtype to export in; empty: as trained, which is the default of an adapter."""
+        if self.args.export_dtype != "auto":
+            return str(self.args.export_dtype)
+        if hasattr(model, "peft_config"):
+            return ""
+        revision = getattr(model.config, "_commit_hash", None) or "main"
+        return inspect_model.stored_dtype(model.config._name_or_path, revision, model.config.is_remote_code())
+
+    def _trained_as(self) -> torch.dtype | None:
+        """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
+        precision, state = self.trainer.accelerator.mixed_precision, self.trainer.accelerator.state
+        if getattr(state, "deepspeed_plugin", None) is not None:
+            return load_model.COMPUTED.get(precision)
+        fsdp = getattr(state, "fsdp_plugin", None) is not None
+        return torch.float32 if fsdp and precision != "no" else None
+
+    def write(self, target: Path, card: str) -> int:
+        """Gathers the model and writes it; returns the number of tensors. Call on all ranks.
+
+        Raises:
+            UserError: the host lacks memory to gather it; what was written is not what was trained, or can't be.
+        """
+        trainer, watch = self.trainer, self.trainer.watch
+        writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None or trainer.is_deepspeed_enabled:
+            gather.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
+        if plugin is not None:
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        least = max(self.args.ddp_timeout, watch.patience.collectives)
+        watch.patience.collectives = gather.lengthen_timeouts(self.expected.gathered_bytes, least)
+        if trainer.use_cache is not None:  # Trainer turned it off; the export is for inference
+            trainer.model.config.use_cache = trainer.use_cache
+        self.is_writing = True
+        with watch.doing("the export"):
+            tensors = self._write_here(target, card) if writes else 0
+            if not writes:
+                trainer.save_model(str(target))  # its part of the gather
+            self.is_writing = False
+            trainer.accelerator.wait_for_everyone()
+        watch.end()
+        return tensors
+
+    def _write_here(self, target: Path, card: str) -> int:
+        with atomic_files.replaced_folder(target) as folder:
+            try:
+                self.trainer.save_model(str(folder))
+                exported_folder.finish(folder, self.dtype, card)
+            except Exception as error:
+                if not (full := disks.full(error, folder)):
+                    raise
+                newest = completeness.choose(target.parent).newest
+                again = f", then: accel-fsdp export {newest} {target}" if newest else ""
+                raise UserError(
+                    f"cannot write {target}: {full}",
+                    why="training finished, but the export failed",
+                    fix=f"free some space{again}",
+                ) from error
+            return exported_folder.verify(folder, self.expected)
+
+    def _kept_checkpoint(self) -> Path:
+        """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""
+        trainer = self.trainer
+        if self.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+            return Path(trainer.state.best_model_checkpoint)
+        folder = Path(self.args.output_dir) / f"{file_names.CHECKPOINT}{trainer.state.global_step}"
+        there = folder.is_dir()
+        trainer.accelerator.wait_for_everyone()  # a rank that begins to save makes it
+        if not there:
+            if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
+                plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
+                plugin.set_state_dict_type("SHARDED_STATE_DICT")
+            trainer._save_checkpoint(trainer.model, trial=None)
+        return folder
+
+    def as_exported(self, state_dict: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+        """What Trainer is about to write: in the export's dtype, without copies of tied tensors."""
+        if self.is_writing and self.args.should_save and self.expected.casts:
+            if state_dict is None:
+                state_dict = self.trainer.accelerator.unwrap_model(self.trainer.model).state_dict()
+            state_dict = exported_folder.cast(state_dict, self.expected.casts)
+        return None if state_dict is None else exported_folder.without_tied_copies(state_dict, self.expected.ties)
+
+
+def exported(target: Path, tensors: int, rounding: exported_folder.Rounding | None) -> str:
+    """The line that says where the export is, and that its weights are not all of what was trained."""
+    rounded = f", {rounding}; --export_dtype {rounding.trained} keeps them" if rounding else ""
+    return f"exported and verified: {target} ({counted(tensors, 'tensor')}{rounded})"

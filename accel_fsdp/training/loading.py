@@ -1,0 +1,235 @@
+"""Loads every part of a checkpoint: weights, optimizer, schedule, random states.
+
+`Trainer` (transformers 5.23) and accelerate 1.15 leave out some parts in silence. Each function here stands around one
+of Trainer's own methods, which it is given as `load`.
+"""
+
+import contextlib
+import copy
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import set_seed
+from transformers.trainer_pt_utils import safe_globals
+
+from accel_fsdp import console
+from accel_fsdp.checkpoints import clean_name, file_names, optimizer_names, summary
+from accel_fsdp.errors import UserError
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.models import inspect_model
+from accel_fsdp.training import resuming
+
+RELIES_ON = (
+    Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
+    Internal("torch.distributed.fsdp._common_utils:_get_param_to_fqns", "model dedup_shared_params"),
+    Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
+)
+FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+GPU_STATES = ("cuda", "npu", "hpu", "mlu", "musa")
+"""In a checkpoint's random states, those that Trainer keeps for one device or for all."""
+
+
+def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:
+    """Loads the weights as they were stored, whatever the YAML says about the next checkpoint.
+
+    `save_pretrained` gives the weights of some models other names or shapes in files than they have in the model: the
+    fused experts of a mixture, and models with images. Trainer takes from such a file what has the model's names, and
+    goes on from the untrained rest with no more than a warning (transformers 5.23).
+    """
+    own_format = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.on_tpu
+    converted = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
+    with _as_stored(trainer, checkpoint), _without_frozen(trainer):
+        if converted and checkpoint is not None:
+            _load_converted(trainer.model, checkpoint)
+        else:
+            load()
+
+
+def check_adapter(trainer: Any, checkpoint: str) -> None:
+    """Compares an adapter's tensors with the checkpoint's, where FSDP would load only those that fit.
+
+    Raises:
+        UserError: they differ.
+    """
+    if _has_adapter(trainer) and trainer.is_fsdp_enabled:
+        trained = [clean_name(name) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+        resuming.check_adapter(Path(checkpoint), trained)
+
+
+def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:
+    """Loads the optimizer's state, which FSDP1's optimizer must have before, and this run's learning rates.
+
+    A fresh optimizer offers no state to fill, so `FSDP.optim_state_dict` asks the checkpoint for nothing and Adam
+    restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
+    """
+    plugin = _fsdp_plugin(trainer)
+    with _as_trained(trainer, checkpoint if plugin is not None else None):
+        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
+            from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+            _init_optim_state(trainer.optimizer.optimizer)
+        with _as_stored(trainer, checkpoint):
+            load()
+    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    if checkpoint is not None and isinstance(schedule, LambdaLR):
+        _take_rates(trainer.optimizer, schedule)
+
+
+def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | None], None]) -> None:
+    """Loads this rank's random state; on another number of ranks, those without one get a new one.
+
+    Trainer's own would repeat that of step 0. The first rank's file has another name where it was the only rank, or is
+    now.
+    """
+    rank, ranks = trainer.args.process_index, trainer.args.world_size
+    if checkpoint is None or (Path(checkpoint) / file_names.rng_state(rank, ranks)).is_file():
+        load(checkpoint)
+        return
+    other = Path(checkpoint) / file_names.rng_state(0, 1 if ranks > 1 else 2)
+    if rank == 0 and other.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            _convert_rng(other, Path(folder) / file_names.rng_state(0, ranks), ranks)
+            load(folder)
+        return
+    set_seed(trainer.args.seed + trainer.state.global_step * ranks + rank)
+    console.say(f"rank {rank}: no random state in {checkpoint}; dropout differs from here on", style="yellow")
+
+
+def cause(error: BaseException) -> str:
+    """What happened, in a line: of a sharded checkpoint on the first rank that failed; without gloo's advice."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return re.sub(r"^\[[^]]*\] ", "", inspect_model.first_line(error)).partition(" This is typically caused")[0]
+
+
+def _has_adapter(trainer: Any) -> bool:
+    return hasattr(trainer.model, "peft_config")
+
+
+def _fsdp_plugin(trainer: Any) -> Any:
+    return getattr(trainer.accelerator.state, "fsdp_plugin", None)
+
+
+def _load_converted(model: Any, checkpoint: str) -> None:
+    """As transformers loads them from a model's folder; float32 holds exactly whatever is stored."""
+    config = copy.deepcopy(model.config)
+    loaded, report = type(model).from_pretrained(
+        checkpoint, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
+    if report["missing_keys"]:
+        raise KeyError(f"it lacks {min(report['missing_keys'])}")
+    model.load_state_dict(loaded.state_dict())
+
+
+@contextlib.contextmanager
+def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
+    """Sets FSDP's state dict type to that of the checkpoint's files, and raises all failures as one error."""
+    plugin = _fsdp_plugin(trainer)
+    try:
+        with contextlib.nullcontext() if plugin is None or checkpoint is None else _kind(plugin, Path(checkpoint)):
+            yield
+    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        raise UserError(
+            f"cannot resume from {checkpoint}: {cause(error)}",
+            why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",
+            fix="resume with the flags and the YAML of that run, or from an older checkpoint-N",
+        ) from error
+
+
+@contextlib.contextmanager
+def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
+    """`plugin` with the state dict type of the checkpoint's files; its configs go along, or they stay the other's."""
+    facts = summary.facts_of(checkpoint)
+    before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
+    if facts.sharded or facts.full:
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type("SHARDED_STATE_DICT" if facts.sharded else "FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config = before
+
+
+@contextlib.contextmanager
+def _without_frozen(trainer: Any) -> Iterator[None]:
+    """Keeps FSDP1 from logging each frozen weight that an adapter's checkpoint rightly lacks, on every rank."""
+    if not _has_adapter(trainer):
+        yield
+        return
+    FSDP1_LOG.addFilter(_is_no_absence)
+    try:
+        yield
+    finally:
+        FSDP1_LOG.removeFilter(_is_no_absence)
+
+
+def _is_no_absence(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Did not find param with FQN")
+
+
+@contextlib.contextmanager
+def _as_trained(trainer: Any, checkpoint: str | None) -> Iterator[None]:
+    """Keeps torch from asking for states that a checkpoint rightly lacks: of parameters without a gradient so far.
+
+    It creates a state for whatever asks for gradients, and wants each from the checkpoint (torch 2.13); such are the
+    image encoder and experts that no row has reached. Whatever was not trained at all is missed as ever.
+    """
+    without = [] if checkpoint is None or trainer.on_tpu else _without_state(trainer, Path(checkpoint))
+    for parameter in without:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in without:
+            parameter.requires_grad_(True)
+
+
+def _without_state(trainer: Any, checkpoint: Path) -> list[torch.nn.Parameter]:
+    from torch.distributed.fsdp._common_utils import _get_param_to_fqns
+
+    stored = broadcast_object_list([_names_in(checkpoint) if trainer.args.process_index == 0 else None])[0]
+    if stored is None or not stored.with_state:
+        return []
+    named = _get_param_to_fqns(trainer.model, dedup_shared_params=False)
+    cleaned = {parameter: {clean_name(name) for name in names} for parameter, names in named.items()}
+    return [
+        parameter
+        for parameter, names in cleaned.items()
+        if parameter.requires_grad and names & stored.trained and not names & stored.with_state
+    ]
+
+
+def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
+    """None where they can't be read here: torch then says what is wrong, or knows tensors that our reader doesn't."""
+    try:
+        return optimizer_names.read(checkpoint)
+    except UserError:
+        return None
+
+
+def _take_rates(optimizer: Any, schedule: LambdaLR) -> None:
+    """This run's rate for the next step: the stored one is zero where the schedule had come to its end."""
+    rates = [
+        base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def _convert_rng(source: Path, target: Path, ranks: int) -> None:
+    """The first rank's random state in the form for that many ranks: of several, it holds those of all GPUs it saw."""
+    with safe_globals():
+        state = torch.load(source, weights_only=True)
+    for name, value in state.items():
+        if name in GPU_STATES and isinstance(value, list) != (ranks > 1):
+            state[name] = [value] if ranks > 1 else value[0]
+    torch.save(state, target)

@@ -1,0 +1,144 @@
+"""Checkpoints that are written whole or not at all: each counts once every file of every rank is on disk."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from accel_fsdp import disks
+from accel_fsdp.checkpoints import Origin, completeness, file_names
+from accel_fsdp.config import ANY_FSDP, Engine, zero_name
+from accel_fsdp.errors import UserError
+from accel_fsdp.training import disk_room
+from accel_fsdp.training.loading import cause
+from accel_fsdp.training.reporting import History
+from accel_fsdp.units import gib_or_mib
+
+WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
+
+
+class Checkpoints:
+    """The checkpoints of a run. Make it before the model is sharded; call its methods on all ranks."""
+
+    def __init__(self, trainer: Any, history: History) -> None:
+        self.trainer, self.args, self.history = trainer, trainer.args, history
+        self.checkpoint_bytes, self.export_bytes = disk_room.predicted_bytes(trainer)
+
+    def origin(self) -> Origin:
+        """What a checkpoint says of the run that wrote it."""
+        zero = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
+        engine = zero_name(zero.zero_stage) if zero is not None else Engine.DDP.label
+        engine = ANY_FSDP if self.trainer.is_fsdp_enabled else engine
+        rows = self.trainer.get_total_train_batch_size(self.args)
+        return Origin(engine, self.args.world_size, rows, self.history.settings, self.history.before)
+
+    def folder(self, trial: Any = None) -> Path:
+        """The checkpoint of the last step."""
+        return Path(self.trainer._get_output_dir(trial)) / f"{file_names.CHECKPOINT}{self.trainer.state.global_step}"
+
+    def save(self, trial: Any, write: Callable[[], None]) -> None:
+        """Writes a checkpoint with `write`, which is Trainer's."""
+        folder = self.folder(trial)
+        self.together(lambda: self._begin(folder))
+        with self._abandoned_on_errors(folder), own_retention(self.args):
+            write()
+        self.trainer.accelerator.wait_for_everyone()
+        hashes = self._hashes(folder)
+        self.together(lambda: self._seal(folder, hashes))
+
+    def check_room(self) -> None:
+        """Raises a UserError, on all ranks, if the disk is too small for the whole run."""
+        self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
+
+    def together(self, act: Callable[[], None]) -> None:
+        """Acts on the ranks that write. What one raises all raise, so that none waits for one that has left."""
+        failed: list[tuple[str, str, str]] = []
+        if self.args.should_save:
+            try:
+                act()
+            except UserError as error:
+                failed = [(error.what, error.why, error.fix)]
+        everywhere = failed if self.trainer.on_tpu else gather_object(failed)
+        if everywhere:
+            what, why, fix = everywhere[0]
+            raise UserError(what, why=why, fix=fix)
+
+    def refuse(self, what: str, error: BaseException, first: str = "") -> NoReturn:
+        """Raises a UserError that names the newest complete checkpoint."""
+        newest = completeness.choose(Path(self.args.output_dir)).newest
+        raise UserError(
+            what,
+            why=f"training stops; {newest} is the newest complete checkpoint" if newest else "training stops",
+            fix=f"{first or 'fix the cause'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
+        ) from error
+
+    @contextlib.contextmanager
+    def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:
+        """Where the block fails to write, leaves no half-written checkpoint, and the complete one that it replaces.
+
+        Raises:
+            UserError: the disk is full, or what else kept a library from writing.
+        """
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # which is a BaseException
+            full = "" if (lost := is_lost(error)) else disks.full(error, folder)
+            if lost or not (full or isinstance(error, (*WRITE_ERRORS, UserError))):
+                raise
+            if self.args.should_save:
+                completeness.abandon(folder)
+            if isinstance(error, UserError) and not full:
+                raise
+            self.refuse(f"cannot save {folder}: {full or cause(error)}", error, "free some space" if full else "")
+
+    def _begin(self, folder: Path) -> None:
+        with self._abandoned_on_errors(folder):
+            completeness.begin(folder)
+        newest = completeness.choose(folder.parent).newest
+        needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
+        try:
+            disk_room.check(Path(self.args.output_dir), needed, f"{folder.name} takes {gib_or_mib(needed)}")
+        except UserError:
+            completeness.abandon(folder)
+            raise
+
+    def _hashes(self, folder: Path) -> dict[str, str] | None:
+        """Of all files, each taken by the rank that wrote it; None where a rank has files that no other one sees."""
+        if self.trainer.on_tpu or self.args.save_on_each_node:
+            return None
+        own, failed = dict[str, str](), None
+        try:
+            own = completeness.own_hashes(folder, self.args.process_index, self.args.world_size)
+        except (OSError, UserError) as error:
+            failed = error
+        parts: list[tuple[dict[str, str], str]] = gather_object([(own, cause(failed) if failed else "")])
+        if why := next(filter(None, (why for _, why in parts)), ""):
+            if self.args.should_save:
+                completeness.abandon(folder)
+            self.refuse(f"cannot save {folder}: {why}", failed or OSError(why))
+        return {name: digest for part, _ in parts for name, digest in part.items()}
+
+    def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
+        with self._abandoned_on_errors(folder):
+            completeness.seal(folder, self.origin(), hashes)
+        completeness.retire(folder.parent, self.args.save_total_limit, self.trainer.state.best_model_checkpoint)
+
+
+@contextlib.contextmanager
+def own_retention(args: Any) -> Iterator[None]:
+    """Trainer counts half-written checkpoints as any other, and at the end deletes the last one for the best."""
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a collective failed for want of a rank: NCCL and the store have their own error, gloo a RuntimeError."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
