@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
@@ -158,9 +158,7 @@ def _drops_out(model: nn.Module) -> bool:
 class HostMemory(TrainerCallback):  # type: ignore[misc]
     """Says what loading and sharding took of each machine's memory: jobs die of it before a GPU is full."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Gathers the peaks of all ranks."""
         own = torch.tensor([host.peak_memory()], device=args.device)
         peaks = gather(own).tolist()

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from accel_fsdp import console
 from accel_fsdp.config import Engine
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class ShardingCheck(TrainerCallback):  # type: ignore[misc]
     """Stops a run whose parameters are not sharded although the YAML asks for it, before the first step."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Measures the wrapped model and says what each rank holds."""
         launch = LaunchEnvironment.now()
         no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -168,9 +168,7 @@ class IsolationCheck(TrainerCallback):  # type: ignore[misc]
     def __init__(self, collate: Collator) -> None:
         self.collate = collate
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Changes the end of one document and looks at the predictions for the next.
 
         Raises:

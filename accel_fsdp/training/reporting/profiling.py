@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.checkpoints import file_names
@@ -142,9 +142,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     # When
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Refuses steps that never come. Those that a resumed run has done are left out: a restart must not fail."""
         self._drop()
         if not self.steps:
@@ -160,9 +158,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self.reporter.prepare()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each start and stop
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins a profile, or warms up in the step before the first one."""
         number = state.global_step + 1
         if number in self.steps:
@@ -180,7 +176,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         """The weights are new."""
         self.mark("rest", "clearing gradients")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Ends the profile of the step and writes it."""
         self._ended = time.perf_counter()
         if self._warming is not None:  # an evaluation that it saw as well would fill the memory
@@ -203,9 +199,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.reporter.report.tally.skip()
         self._ended = time.perf_counter()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Training may end before the last of the steps: the newest that was profiled is shown then."""
         if not self.steps or state.global_step >= self.steps[-1]:
             return

@@ -137,9 +137,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             logs["mfu"] = self.forecast.mfu(tokens / seconds, tokens / documents, self.gpu)
         logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reads what the plan knows of the model on the first rank, where there is GPU memory to compare with."""
         if state.is_world_process_zero:
             if self.gpu is None and torch.cuda.is_available():
@@ -160,17 +158,15 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
             say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluating is not training."""
         self.tally.skip()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Neither is saving."""
         self.tally.skip()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts the steps after the last log line too."""
         self.tally.skip()
         self.tally.take(self.accelerator, 0)
