@@ -23,7 +23,7 @@ def main() -> None:
     model_args, data_args, training_args = arguments.parse()
     output = Path(training_args.output_dir)
 
-    with together.Ranks(training_args.ddp_timeout) as ranks:  # which end together if one fails, or was told otherwise
+    with together.Peers(training_args.ddp_timeout) as ranks:  # which end together if one fails, or was told otherwise
         ranks.compare("arguments", together.of_arguments(model_args, data_args, training_args))
         checkpoint = resuming.chosen(training_args)
         atomic_files.check_writable(output)

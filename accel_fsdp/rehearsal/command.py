@@ -16,7 +16,7 @@ from accel_fsdp.rehearsal.blame import Failure
 from accel_fsdp.rehearsal.flags import RehearseCommand
 from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.own_script import OwnRehearsal
-from accel_fsdp.rehearsal.report import Proof, Report, Step, conclude, left_out, show
+from accel_fsdp.rehearsal.report import Proof, Report, StepResult, conclude, left_out, show
 from accel_fsdp.rehearsal.scaled import check_processes, scale
 from accel_fsdp.rehearsal.small_run import with_defaults
 from accel_fsdp.rehearsal.steps import SftRehearsal
@@ -139,15 +139,15 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
     return f"no errors, {counted(warnings, 'warning')}: {again}" if warnings else "no errors"
 
 
-def _taken(name: str, action: Action) -> Step:
+def _taken(name: str, action: Action) -> StepResult:
     began = time.monotonic()
     try:
         with console.stopwatch(name):
             proof = action()
     except Failure as failed:
         took = time.monotonic() - began
-        return Step(name, False, took, failed.what, failed.key, failed.line, failed.fix, failed.output)
+        return StepResult(name, False, took, failed.what, failed.key, failed.line, failed.fix, failed.output)
     except UserError as error:
-        return Step(name, False, time.monotonic() - began, f"{error.what}: {error.why}", fix=error.fix)
+        return StepResult(name, False, time.monotonic() - began, f"{error.what}: {error.why}", fix=error.fix)
     proof = Proof(proof) if isinstance(proof, str) else proof
-    return Step(name, True, time.monotonic() - began, proof.said, output=proof.output)
+    return StepResult(name, True, time.monotonic() - began, proof.said, output=proof.output)

@@ -12,7 +12,7 @@ ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "k
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What was done, how long it took, and what it proved; where it failed `key`, `line` and `fix` say of what.
 
     `key` is the YAML's key or the script's argument behind it, `line` that of the script, `output` what was printed:
@@ -47,7 +47,7 @@ class Report:
 
     file: str
     changes: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     of_real_model: list[str] = field(default_factory=list)
     forecast: str = ""
@@ -63,7 +63,7 @@ class Report:
         return json.dumps({**asdict(self), "passed": self.passed}, indent=2)
 
 
-def show(step: Step) -> None:
+def show(step: StepResult) -> None:
     """The line of a step, and what is known of its failure."""
     mark, style = ("ok    ", "green") if step.passed else ("FAILED", "red")
     console.put(f"{mark} {step.name} ({step.seconds:.1f} s): {step.said}", style=style)

@@ -28,7 +28,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 
 @dataclass(frozen=True)
-class Range:
+class Bounds:
     """What a number may be: from `least` on (or above it, where `open` says so) to below `under`, and finite."""
 
     least: float = 0
@@ -43,7 +43,7 @@ class Range:
         return start + ("" if self.under == math.inf else f" and less than {self.under:g}")
 
 
-COUNT, SIZE, SHARE, ABOVE = Range(1), Range(), Range(under=1), Range(open=True)
+COUNT, SIZE, SHARE, ABOVE = Bounds(1), Bounds(), Bounds(under=1), Bounds(open=True)
 RANGES = {
     **dict.fromkeys(
         (
@@ -64,7 +64,7 @@ RANGES = {
     **dict.fromkeys(
         ("adam_epsilon", "logging_steps", "eval_steps", "save_steps", "num_train_epochs", "lora_alpha"), ABOVE
     ),
-    **dict.fromkeys(("seed", "data_seed"), Range(under=LARGEST_SEED + 1)),
+    **dict.fromkeys(("seed", "data_seed"), Bounds(under=LARGEST_SEED + 1)),
 }
 
 

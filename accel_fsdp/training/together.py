@@ -44,8 +44,8 @@ SAMPLED, BLOCKS = 1024, 16
 """Of each tensor so many elements are compared, in so many evenly spaced stretches, the last at its end."""
 
 
-class Ranks:
-    """The ranks of this job before training. Around what loads: `with together.Ranks(seconds) as ranks`."""
+class Peers:
+    """The ranks of this job before training. Around what loads: `with together.Peers(seconds) as ranks`."""
 
     def __init__(self, seconds: float) -> None:
         """`seconds` is how long one rank may load for longer than the others."""
@@ -57,7 +57,7 @@ class Ranks:
         self._prefix = f"{PREFIX}/{launch.restarts}/{next(_jobs)}"  # torchrun keeps the store when it starts ranks anew
         self._over, self._fails_itself = threading.Event(), False
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "Peers":
         if self.several:
             self.store = beats.store_of_job(self._prefix)
             if self.machines > 1:  # on one machine the launcher ends the others

@@ -126,7 +126,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         self._add_callbacks()
         self.exporter = Export(self)
 
-    def _profiler(self, layers: list[profiling.Layer]) -> profiling.StepProfiler:
+    def _profiler(self, layers: list[profiling.ProfiledLayer]) -> profiling.StepProfiler:
         reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, self.model)
         steps = profile_flag.steps_asked(self.args.profile_steps)
         return profiling.StepProfiler(steps, layers, self.args, lambda: self.model_wrapped, self.watch.doing, reporter)

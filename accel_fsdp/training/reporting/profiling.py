@@ -48,7 +48,7 @@ MOST_ENTRIES = 200_000
 
 
 @dataclass(frozen=True)
-class Layer:
+class ProfiledLayer:
     """A block of the model: its path and its module before anything wrapped it."""
 
     path: str
@@ -61,18 +61,18 @@ class Layer:
         return holding.class_name(self.module)
 
 
-def layers_of(model: "nn.Module") -> list[Layer]:
+def layers_of(model: "nn.Module") -> list[ProfiledLayer]:
     """The blocks that text goes through, in the order of the forward pass. Call before anything wraps them.
 
     Raises:
         UserError: no layer repeats.
     """
     blocks = model_shape.blocks_of(model)
-    return [Layer(*blocks[index], place) for place, index in enumerate(sorted(model_shape.text_layers(model)))]
+    return [ProfiledLayer(*blocks[index], place) for place, index in enumerate(sorted(model_shape.text_layers(model)))]
 
 
 @dataclass
-class Step:
+class OpenProfile:
     """A profiled step while it runs, and what was noted: marks, the GPU's clock at each, the batch of each micro-batch.
 
     `before_bytes` were allocated when it began, `waited` are the seconds since the step before.
@@ -90,7 +90,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ProfiledStep:
     """A profiled step as it was measured on this rank. `unaccounted_bytes` are alive at its end and not in the trace.
 
     `quick_seconds` are those of the steps before, without the profiler.
@@ -116,7 +116,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         steps: range,
-        layers: Sequence[Layer],
+        layers: Sequence[ProfiledLayer],
         args: Any,
         wrapped: Callable[[], Any],
         during: Callable[[str], AbstractContextManager[None]],
@@ -132,8 +132,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
                 why="the memory of its units can't be told from a trace",
                 fix="leave it out, or profile on a GPU or a CPU",
             )
-        self.step: Step | None = None
-        self._newest: Taken | None = None
+        self.step: OpenProfile | None = None
+        self._newest: ProfiledStep | None = None
         self._warming: Any = None
         self._ended = time.perf_counter()
         self.quick_seconds: list[float] = []
@@ -273,7 +273,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         before = torch.cuda.memory_allocated() if self.on_gpu else live_bytes(model)
         if number == self.steps.start:
             self._remember(True)
-        step = Step(number, _profiler(self.on_gpu), before, time.perf_counter() - self._ended)
+        step = OpenProfile(number, _profiler(self.on_gpu), before, time.perf_counter() - self._ended)
         step.hooks = list(self._hooks(model))
         step.profiler.start()
         self.step = step
@@ -311,7 +311,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         last = outermost[holding.user_name(self.layers[-1].path)]
         yield last.register_forward_hook(self._layers_end)
 
-    def _layer_begins(self, layer: Layer, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _layer_begins(self, layer: ProfiledLayer, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.step is None:
             return
         if self.step.backward:  # it is computed again
@@ -322,7 +322,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if layer.place == 0 and given is not None:
             given.register_hook(self._embedding_backward)
 
-    def _layer_ends(self, layer: Layer, module: Any, args: Any, output: Any) -> None:
+    def _layer_ends(self, layer: ProfiledLayer, module: Any, args: Any, output: Any) -> None:
         """Its backward begins when the gradient of its output is there. FSDP's own hook on that comes later."""
         first = output[0] if isinstance(output, (tuple, list)) else output
         if self.step is not None and not self.step.backward and _has_gradient(first):
@@ -332,7 +332,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if self.step is not None and not self.step.backward:
             self.mark("forward", by_unit.HEAD)
 
-    def _backward(self, layer: Layer, gradient: Any) -> None:
+    def _backward(self, layer: ProfiledLayer, gradient: Any) -> None:
         self.mark("backward", layer.kind, layer.path, layer.place)
 
     def _embedding_backward(self, gradient: Any) -> None:
@@ -340,7 +340,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     # What is written
 
-    def _write(self, step: Step, model: "nn.Module") -> Taken:
+    def _write(self, step: OpenProfile, model: "nn.Module") -> ProfiledStep:
         device = torch.cuda.current_device() if self.on_gpu else -1
         seconds = None
         if self.on_gpu:
@@ -356,7 +356,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             with gzip.open(place, "wt", encoding="utf-8", compresslevel=3) as packed:
                 json.dump(step_trace.annotated(events, trace), packed)
         alive = torch.cuda.memory_allocated() if self.on_gpu else live_bytes(model)
-        return Taken(
+        return ProfiledStep(
             step.number, trace, tuple(step.batches), step.waited, alive - trace.end_bytes, tuple(self.quick_seconds)
         )
 
@@ -405,7 +405,9 @@ def bucket_sizes(model: "nn.Module") -> list[int]:
 class Reporter:
     """Writes the page and the numbers of a profiled step, and prints what differs; for the first rank."""
 
-    def __init__(self, report: ProgressReport, folder: Path, layers: Sequence[Layer], model: "nn.Module") -> None:
+    def __init__(
+        self, report: ProgressReport, folder: Path, layers: Sequence[ProfiledLayer], model: "nn.Module"
+    ) -> None:
         self.report, self.folder, self.layers = report, folder / file_names.PROFILE, layers
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         self.embedding = next((path for path, module in model.named_modules() if module is embedding), "")
@@ -424,7 +426,7 @@ class Reporter:
         except Exception as error:
             self.why_unknown = f"{type(error).__name__}: {error}"
 
-    def show(self, taken: Taken, model: "nn.Module") -> None:
+    def show(self, taken: ProfiledStep, model: "nn.Module") -> None:
         """Writes both files, then prints."""
         found = self._compared(taken, model)
         numbers = json.dumps(found.numbers(), indent=1)
@@ -434,7 +436,7 @@ class Reporter:
         for line in step_report.lines(found, str(page)):
             progress.say(line)
 
-    def _compared(self, taken: Taken, model: "nn.Module") -> step_report.Comparison:
+    def _compared(self, taken: ProfiledStep, model: "nn.Module") -> step_report.StepComparison:
         trace, ranks = taken.trace, self.report.accelerator.num_processes
         rows, length = step_report.largest(taken.batches)
         on_gpu = self.report.accelerator.device.type == "cuda"  # a run with --use_cpu may see GPUs too

@@ -7,13 +7,13 @@ from accel_fsdp import __version__, html_page, svg
 from accel_fsdp.html_page import WIDTHS, figure, section, table
 from accel_fsdp.svg import Curve, Words
 from accel_fsdp.training.reporting import step_report
-from accel_fsdp.training.reporting.step_report import Comparison, Pair
+from accel_fsdp.training.reporting.step_report import Quantity, StepComparison
 from accel_fsdp.units import GIB, KIB, MIB, any_size, any_time
 
 NAMES = ("measured", "predicted")
 
 
-def page(found: Comparison) -> str:
+def page(found: StepComparison) -> str:
     """The whole page."""
     title = f"Step {found.step}, measured and predicted"
     verdict = "".join(f"<p>{escape(line.strip())}</p>" for line in step_report.verdict(found))
@@ -35,7 +35,7 @@ def page(found: Comparison) -> str:
     return html_page.page(title, found.title, body)
 
 
-def _summary(found: Comparison) -> str:
+def _summary(found: StepComparison) -> str:
     measured, predicted = found.highest_at
     said = f"At its highest, in the {measured}, {any_size(found.highest.measured)} were allocated"
     if found.highest.predicted is not None:
@@ -46,7 +46,7 @@ def _summary(found: Comparison) -> str:
     )
 
 
-def _memory(found: Comparison) -> str:
+def _memory(found: StepComparison) -> str:
     top = max(found.highest.measured, found.highest.predicted or 0)
     size, unit = next(
         (size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if top >= size or size == KIB
@@ -62,7 +62,7 @@ def _memory(found: Comparison) -> str:
     )
 
 
-def _curve(found: Comparison, name: str, style: str, size: int) -> Curve:
+def _curve(found: StepComparison, name: str, style: str, size: int) -> Curve:
     points: list[tuple[int, float]] = []
     for place, one in enumerate(found.stretches):
         levels = [getattr(pair, name) for pair in (one.before_bytes, one.peak_bytes, one.after_bytes)]
@@ -70,12 +70,12 @@ def _curve(found: Comparison, name: str, style: str, size: int) -> Curve:
     return Curve(name, style, points)
 
 
-def _caption(found: Comparison) -> str:
+def _caption(found: StepComparison) -> str:
     known = found.highest.predicted is not None
     return "Both as the allocator counts it, on the first rank." if known else "Measured on the first rank."
 
 
-def _rows(found: Comparison) -> str:
+def _rows(found: StepComparison) -> str:
     timed = found.seconds.predicted is not None
     columns = 1 + timed
     rows = [
@@ -93,7 +93,7 @@ def _rows(found: Comparison) -> str:
     )
 
 
-def _time(found: Comparison) -> str:
+def _time(found: StepComparison) -> str:
     known = [(row.name, row.seconds) for row in found.rows if row.seconds.predicted is not None]
     if not known:
         return ""
@@ -111,12 +111,12 @@ def _time(found: Comparison) -> str:
     )
 
 
-def _summary_of_time(found: Comparison) -> str:
+def _summary_of_time(found: StepComparison) -> str:
     rest = sum(row.seconds.measured for row in found.rows if row.seconds.predicted is None)
     return f"What nothing is predicted for, such as the norm of the gradients, took {any_time(rest)}."
 
 
-def _traffic(found: Comparison) -> str:
+def _traffic(found: StepComparison) -> str:
     if not found.sent:
         return ""
     rows = [[escape(one.unit), f"{one.calls:,}", *_sizes(one.gathers), *_sizes(one.reduces)] for one in found.sent]
@@ -127,7 +127,7 @@ def _traffic(found: Comparison) -> str:
     )
 
 
-def _units(found: Comparison) -> str:
+def _units(found: StepComparison) -> str:
     rows = [
         [
             escape(f"{one.phase} {one.name or one.unit}" + (f" ({one.micro_batch})" if one.micro_batch > 1 else "")),
@@ -144,15 +144,15 @@ def _units(found: Comparison) -> str:
     )
 
 
-def _sizes(pair: Pair) -> list[str]:
+def _sizes(pair: Quantity) -> list[str]:
     return _cells(pair, any_size)
 
 
-def _times(pair: Pair) -> list[str]:
+def _times(pair: Quantity) -> list[str]:
     return _cells(pair, any_time)
 
 
-def _cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
+def _cells(pair: Quantity, write: Callable[[float], str]) -> list[str]:
     """The measured number and the predicted one."""
     return [
         "" if one is None else f'<data value="{one:.9g}">{write(one)}</data>' for one in (pair.measured, pair.predicted)

@@ -26,7 +26,7 @@ What = Literal["memory", "time", "traffic"]
 
 
 @dataclass(frozen=True)
-class Pair:
+class Quantity:
     """A measured number and the predicted one, None where there is none."""
 
     measured: float
@@ -39,7 +39,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Row:
+class UnitRow:
     """A unit in a phase, or all layers of a class in all micro-batches: `count` stretches, `ending` in the last one.
 
     `peak_bytes` is the highest point of any of them, `rise_bytes` how far one goes above what it finds, the most of
@@ -50,10 +50,10 @@ class Row:
     unit: str
     count: int
     ending: int
-    seconds: Pair
-    peak_bytes: Pair
-    rise_bytes: Pair
-    left_bytes: Pair
+    seconds: Quantity
+    peak_bytes: Quantity
+    rise_bytes: Quantity
+    left_bytes: Quantity
 
     @property
     def name(self) -> str:
@@ -68,18 +68,18 @@ class Sent:
 
     unit: str
     calls: int
-    gathers: Pair
-    reduces: Pair
+    gathers: Quantity
+    reduces: Quantity
 
     @property
-    def total(self) -> Pair:
+    def total(self) -> Quantity:
         """Both."""
         known = None if self.gathers.predicted is None else self.gathers.predicted + (self.reduces.predicted or 0)
-        return Pair(self.gathers.measured + self.reduces.measured, known)
+        return Quantity(self.gathers.measured + self.reduces.measured, known)
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """One of the differences in words; `share` is that of the step's highest point, time or traffic."""
 
     what: What
@@ -98,10 +98,10 @@ class Shown:
     phase: str
     unit: str
     name: str
-    seconds: Pair
-    before_bytes: Pair
-    peak_bytes: Pair
-    after_bytes: Pair
+    seconds: Quantity
+    before_bytes: Quantity
+    peak_bytes: Quantity
+    after_bytes: Quantity
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """The whole of it. `notes` are sentences about what the numbers are and are not.
 
     `batches` are the rows and the length of each micro-batch on the first rank.
@@ -133,14 +133,14 @@ class Comparison:
     step: int
     title: str
     batches: tuple[tuple[int, int], ...]
-    seconds: Pair
-    highest: Pair
+    seconds: Quantity
+    highest: Quantity
     highest_at: tuple[str, str]
-    between: Pair
-    rows: tuple[Row, ...]
+    between: Quantity
+    rows: tuple[UnitRow, ...]
     sent: tuple[Sent, ...]
     stretches: tuple[Shown, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[StepDifference, ...]
     notes: tuple[str, ...] = field(default=())
 
     def numbers(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Comparison:
 
 def compare(
     step: int, batches: tuple[tuple[int, int], ...], trace: StepTrace, known: Known, notes: Iterable[str]
-) -> Comparison:
+) -> StepComparison:
     """Lays one beside the other."""
     rows, length = largest(batches)
     title = f"{rows} x {length:,} tokens on each of {counted(known.ranks, 'rank')}"
@@ -158,14 +158,14 @@ def compare(
     stretches = tuple(_shown(trace.stretches, known.predicted))
     folded = tuple(_rows(stretches))
     sent = tuple(_sent(trace.collectives, known))
-    between = Pair(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
+    between = Quantity(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
     top = max(stretches, key=lambda one: one.peak_bytes.measured)
     expected = [one for one in stretches if one.peak_bytes.predicted is not None]
     planned = max(expected, key=lambda one: one.peak_bytes.predicted or 0, default=None)
-    highest = Pair(top.peak_bytes.measured, planned.peak_bytes.predicted if planned else None)
+    highest = Quantity(top.peak_bytes.measured, planned.peak_bytes.predicted if planned else None)
     times = [one.seconds.predicted for one in expected if one.seconds.predicted is not None]
-    seconds = Pair(trace.seconds, sum(times) if times else None)
-    return Comparison(
+    seconds = Quantity(trace.seconds, sum(times) if times else None)
+    return StepComparison(
         *(step, title, batches, seconds, highest, (_at(top), _at(planned) if planned else ""), between),
         *(folded, sent, stretches, tuple(_differences(folded, sent, between, highest, seconds)), tuple(notes)),
     )
@@ -192,10 +192,10 @@ def _shown(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -
         found = plan.get(key)
         yield Shown(
             *(mark.micro_batch, mark.phase, mark.unit, mark.name),
-            Pair(one.seconds, found.seconds if found else None),
-            Pair(one.before_bytes, befores.get(key)),
-            Pair(one.peak_bytes, found.peak_bytes if found else None),
-            Pair(one.after_bytes, found.after_bytes if found else None),
+            Quantity(one.seconds, found.seconds if found else None),
+            Quantity(one.before_bytes, befores.get(key)),
+            Quantity(one.peak_bytes, found.peak_bytes if found else None),
+            Quantity(one.after_bytes, found.after_bytes if found else None),
         )
 
 
@@ -203,7 +203,7 @@ def _key(one: by_unit.Stretch) -> tuple[int, str, str, int | None]:
     return one.micro_batch, one.phase, one.unit, one.layer
 
 
-def _rows(stretches: Sequence[Shown]) -> Iterator[Row]:
+def _rows(stretches: Sequence[Shown]) -> Iterator[UnitRow]:
     folded: dict[tuple[str, str], list[Shown]] = {}
     for one in stretches:
         folded.setdefault((one.phase, one.unit), []).append(one)
@@ -212,7 +212,7 @@ def _rows(stretches: Sequence[Shown]) -> Iterator[Row]:
         if phase == "start":
             continue
         ending = [one for one in those if one.micro_batch == last]
-        yield Row(
+        yield UnitRow(
             *(phase, unit, len(those), len(ending)),
             _sum(one.seconds for one in those),
             _most(one.peak_bytes for one in those),
@@ -221,21 +221,21 @@ def _rows(stretches: Sequence[Shown]) -> Iterator[Row]:
         )
 
 
-def _minus(one: Pair, other: Pair) -> Pair:
+def _minus(one: Quantity, other: Quantity) -> Quantity:
     known = None if one.predicted is None or other.predicted is None else one.predicted - other.predicted
-    return Pair(one.measured - other.measured, known)
+    return Quantity(one.measured - other.measured, known)
 
 
-def _sum(pairs: Iterable[Pair]) -> Pair:
+def _sum(pairs: Iterable[Quantity]) -> Quantity:
     listed = list(pairs)
     known = [one.predicted for one in listed if one.predicted is not None]
-    return Pair(sum(one.measured for one in listed), sum(known) if len(known) == len(listed) else None)
+    return Quantity(sum(one.measured for one in listed), sum(known) if len(known) == len(listed) else None)
 
 
-def _most(pairs: Iterable[Pair]) -> Pair:
+def _most(pairs: Iterable[Quantity]) -> Quantity:
     listed = list(pairs)
     known = [one.predicted for one in listed if one.predicted is not None]
-    return Pair(max(one.measured for one in listed), max(known) if len(known) == len(listed) else None)
+    return Quantity(max(one.measured for one in listed), max(known) if len(known) == len(listed) else None)
 
 
 # Traffic
@@ -256,8 +256,8 @@ def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
         expected = planned.get(name, (None, None) if not planned or name == OTHER else (0.0, 0.0))
         yield Sent(
             *(name, round(calls.get(name, 0))),
-            Pair(gathers.get(name, 0), expected[0]),
-            Pair(reduces.get(name, 0), expected[1]),
+            Quantity(gathers.get(name, 0), expected[0]),
+            Quantity(reduces.get(name, 0), expected[1]),
         )
 
 
@@ -315,19 +315,19 @@ def _layer(name: str, layers: Mapping[str, str]) -> str:
 
 
 def _differences(
-    rows: Sequence[Row], sent: Sequence[Sent], between: Pair, highest: Pair, seconds: Pair
-) -> Iterator[Difference]:
+    rows: Sequence[UnitRow], sent: Sequence[Sent], between: Quantity, highest: Quantity, seconds: Quantity
+) -> Iterator[StepDifference]:
     """All that are worth a word, the largest first."""
     found = [*_of_memory(rows, between, highest), *_of_time(rows, seconds), *_of_traffic(sent)]
     yield from sorted((one for one in found if one.share >= LEAST_SHARE), key=lambda one: -one.share)
 
 
-def _of_memory(rows: Sequence[Row], between: Pair, highest: Pair) -> Iterator[Difference]:
-    def differs(unit: str, pair: Pair, text: str) -> Iterator[Difference]:
+def _of_memory(rows: Sequence[UnitRow], between: Quantity, highest: Quantity) -> Iterator[StepDifference]:
+    def differs(unit: str, pair: Quantity, text: str) -> Iterator[StepDifference]:
         if pair.predicted is not None:
             said = f"{text} {any_size(pair.measured)}, {_than(pair, any_size)}"
             share = abs(pair.difference) / highest.measured
-            yield Difference("memory", unit, said, pair.measured, pair.predicted, share)
+            yield StepDifference("memory", unit, said, pair.measured, pair.predicted, share)
 
     yield from differs(BETWEEN, between, "between steps there are")
     for row in rows:
@@ -337,27 +337,27 @@ def _of_memory(rows: Sequence[Row], between: Pair, highest: Pair) -> Iterator[Di
         yield from differs(row.unit, row.rise_bytes, f"{one} rises above what it finds by")
 
 
-def _of_time(rows: Sequence[Row], seconds: Pair) -> Iterator[Difference]:
+def _of_time(rows: Sequence[UnitRow], seconds: Quantity) -> Iterator[StepDifference]:
     for row in rows:
         pair = row.seconds
         if pair.predicted is not None:
             said = f"{row.name} takes {any_time(pair.measured)}, {_than(pair, any_time)}"
-            yield Difference(
+            yield StepDifference(
                 "time", row.unit, said, pair.measured, pair.predicted, abs(pair.difference) / seconds.measured
             )
 
 
-def _of_traffic(sent: Sequence[Sent]) -> Iterator[Difference]:
+def _of_traffic(sent: Sequence[Sent]) -> Iterator[StepDifference]:
     whole = sum(max(one.total.measured, one.total.predicted or 0) for one in sent)
     for one in sent:
         for pair, what in ((one.gathers, "to gather weights"), (one.reduces, "to reduce gradients")):
             if pair.predicted is not None and whole:
                 said = f"{one.unit} sends {any_size(pair.measured)} {what}, {_than(pair, any_size)}"
                 share = abs(pair.difference) / whole
-                yield Difference("traffic", one.unit, said, pair.measured, pair.predicted, share)
+                yield StepDifference("traffic", one.unit, said, pair.measured, pair.predicted, share)
 
 
-def _than(pair: Pair, write: Any) -> str:
+def _than(pair: Quantity, write: Any) -> str:
     more = "more" if pair.difference > 0 else "less"
     return f"{write(abs(pair.difference))} {more} than predicted"
 
@@ -415,7 +415,7 @@ def unaccounted(size: int, highest: float) -> Iterator[str]:
 # In a terminal
 
 
-def lines(found: Comparison, place: str) -> Iterator[str]:
+def lines(found: StepComparison, place: str) -> Iterator[str]:
     """A table of units, and the largest differences."""
     yield f"profile of step {found.step}: {found.title}"
     cells = [("", "highest", "predicted", "time", "predicted")]
@@ -435,7 +435,7 @@ def lines(found: Comparison, place: str) -> Iterator[str]:
     yield f"{place}; the traces are beside it"
 
 
-def verdict(found: Comparison) -> list[str]:
+def verdict(found: StepComparison) -> list[str]:
     """The largest differences in plain words; or that there is none, or nothing to compare with."""
     if found.highest.predicted is None:
         return ["nothing to compare with"]
@@ -447,7 +447,7 @@ def verdict(found: Comparison) -> list[str]:
     )
 
 
-def _cells(pair: Pair, write: Any) -> tuple[str, str]:
+def _cells(pair: Quantity, write: Any) -> tuple[str, str]:
     return write(pair.measured), "" if pair.predicted is None else write(pair.predicted)
 
 
