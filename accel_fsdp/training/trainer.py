@@ -1,6 +1,7 @@
 """What `train/sft.py` is made of: the Trainer, which checks its sharding, keeps its checkpoints and exports."""
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -118,13 +119,14 @@ class SftTrainer(Trainer):  # type: ignore[misc]
                 why="training can't start",
                 fix=SEE_HELP,
             ) from error
-        self.finite, self.losses = FiniteCheck(self), Losses(self)
+        run = weakref.proxy(self)  # with a cycle, the folder's lock would outlive a trainer that has failed
+        self.finite, self.losses = FiniteCheck(run), Losses(run)
         self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
-        self.checkpoints = Checkpoints(self, history or History({}))
+        self.checkpoints = Checkpoints(run, history or History({}))
         self.report = progress.ProgressReport(from_run.job_of(model, self.args, self.accelerator), self.accelerator)
         self.profiler = self._profiler(layers) if training.profile_steps else None
         self._add_callbacks()
-        self.exporter = Export(self)
+        self.exporter = Export(run)
 
     def _profiler(self, layers: list[profiling.ProfiledLayer]) -> profiling.StepProfiler:
         reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, self.model)
