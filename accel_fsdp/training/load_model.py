@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 from accel_fsdp import console
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import causal, counting, inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.arguments import ModelArguments
@@ -20,6 +21,13 @@ from accel_fsdp.units import counted, millions
 if TYPE_CHECKING:
     from torch import nn
 
+RELIES_ON = (
+    Internal("transformers:PreTrainedModel._keep_in_fp32_modules"),
+    Internal("transformers:PreTrainedModel._keep_in_fp32_modules_strict"),
+    Internal("transformers:PreTrainedModel._no_split_modules"),
+    Internal("transformers:PreTrainedModel._tied_weights_keys"),
+    Internal("transformers:PreTrainedModel.get_expanded_tied_weights_keys", "self all_submodels"),
+)
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What FSDP casts to under `mixed_precision`."""
 

@@ -26,6 +26,7 @@ from accel_fsdp.training import (
     beats,
     disk_room,
     gather,
+    load_model,
     loading,
     losses,
     preemption,
@@ -85,7 +86,7 @@ def check_libraries() -> None:
     Raises:
         UserError: transformers, torch or accelerate have changed inside.
     """
-    modules = (loading, preemption, beats, gather, holdings, profiling)
+    modules = (load_model, loading, preemption, beats, gather, holdings, profiling)
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
 
