@@ -108,6 +108,13 @@ def test_imports_are_written_out(path: Path) -> None:
             assert all(room_of(name) in here or offered(name) for name in names if name in MODULES)
 
 
+def test_one_class_derives_from_trainer() -> None:
+    """What such a class adds is in helpers and callbacks, each with one job."""
+    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    derived = [node.name for node in classes if any(ast.unparse(base).endswith("Trainer") for base in node.bases)]
+    assert derived == ["SftTrainer"]
+
+
 IMPORTERS = {"import_module", "__import__", "resolve_name", "run_module"}
 BY_TABLE = {"cli", "library_internals"}
 """Modules that import what a table names: the commands' rooms, and libraries."""
