@@ -171,11 +171,7 @@ def _words(given: Mapping[str, str]) -> list[str]:
 
 
 def _command(given: Mapping[str, str], words: list[str]) -> PlanCommand:
-    """What `accel-fsdp plan` would parse.
-
-    Raises:
-        UserError: it would refuse it, or the page can't plan it.
-    """
+    """What `accel-fsdp plan` would parse."""
     flag_words.refuse_wrong(COMMAND, PlanCommand, words)
     flags = _flags()
     if others := [name for name in given if name not in flags]:

@@ -40,7 +40,6 @@ class Machine:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all its GPUs."""
         return self.choice.tokens_per_s * self.ranks if self.choice else 0
 
 
@@ -79,7 +78,6 @@ class Comparison:
         )
 
     def rows(self) -> list[list[str]]:
-        """The cells of the table."""
         return [self._cells(one) for one in self.machines]
 
     def _cells(self, one: Machine) -> list[str]:
@@ -152,7 +150,6 @@ class Comparison:
             yield from one.choice.step.assumptions if one.choice else ()
 
     def show(self) -> None:
-        """Prints it."""
         console.put(self.headline(), wrap=True)
         console.show_table(COLUMNS, self.rows(), [""] * len(self.machines), whole=True)
         for line in self.sentences():
@@ -170,7 +167,6 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as numbers."""
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.job.shape.name,

@@ -39,7 +39,6 @@ def energy(spent: cost.Cost, gpu: Gpu) -> str:
 
 
 def price(spent: cost.Cost) -> str:
-    """A price as it was given."""
     return f"{spent.price:,.10g}"
 
 

@@ -100,7 +100,6 @@ def _ranges(name: str, rows: Sequence[Range]) -> str:
 
 
 def title_of(job: PlanJob) -> str:
-    """The model and the GPUs."""
     return f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
 
 

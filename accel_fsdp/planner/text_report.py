@@ -54,11 +54,7 @@ class PlanReport:
     args: Path | None = None
 
     def yaml(self) -> str:
-        """The YAML of what is recommended; empty where there is nothing to write.
-
-        Raises:
-            UserError: the model can't be read.
-        """
+        """The YAML of what is recommended; empty where there is nothing to write."""
         found = self._proposed()
         return found[0].written(found[1].recipe, found[1].layout, self.environment()) if found else ""
 
@@ -92,7 +88,6 @@ class PlanReport:
         )
 
     def show(self) -> None:
-        """Prints it."""
         console.put(self.headline(), wrap=True)
         wide = console.data.width >= WIDE
         shown = COLUMNS if wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)

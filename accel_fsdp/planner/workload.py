@@ -26,11 +26,7 @@ Prices = Mapping[tuple[str, float | None], float]
 
 
 def count_of(text: str, flag: str = "--tokens") -> int:
-    """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000.
-
-    Raises:
-        UsageError: it is no count, or not a whole one above zero.
-    """
+    """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000."""
     found = COUNT.fullmatch(text.strip()) if len(text) <= LONGEST else None
     power = UNITS.get(found["unit"].upper()) if found else None
     exact = Decimal(re.sub("[_,]", "", found["number"])).scaleb(power) if found and power is not None else Decimal(0)
@@ -73,11 +69,7 @@ def work_of(command: PlanCommand) -> cost.Work:
 
 
 def job_of(command: PlanCommand) -> cost.Job:
-    """The work with what is known around it; the price is the GPU's to find, in `prices_of`.
-
-    Raises:
-        UsageError: a value can't be.
-    """
+    """The work with what is known around it; the price is the GPU's to find, in `prices_of`."""
     if command.disk_speed is not None:
         _refuse_below("--disk-speed", command.disk_speed, above=True)
         if command.args is None:
@@ -101,11 +93,7 @@ def _refuse_below(flag: str, value: float, above: bool = False) -> None:
 
 
 def prices_of(command: PlanCommand) -> Prices | float | None:
-    """The prices of a file by GPU, the one price of a flag, or None where nobody says one.
-
-    Raises:
-        UsageError: the file can't be read, or a price can't be.
-    """
+    """The prices of a file by GPU, the one price of a flag, or None where nobody says one."""
     if command.price is not None and command.prices is not None:
         raise UsageError("--price beside --prices", why="both say what a GPU costs", fix="leave out one of them")
     if command.price is not None:
@@ -115,11 +103,7 @@ def prices_of(command: PlanCommand) -> Prices | float | None:
 
 
 def refuse_idle_prices(command: PlanCommand) -> None:
-    """Goes on unless something has a price and nothing says how much is trained.
-
-    Raises:
-        UsageError: it is so.
-    """
+    """Goes on unless something has a price and nothing says how much is trained."""
     flag = "--price" if command.price is not None else "--prices" if command.prices is not None else ""
     if flag and (command.tokens, command.dataset_rows, command.args) == (None, None, None):
         raise UsageError(
@@ -175,11 +159,7 @@ def _refuse_price(path: Path, name: str, price: object) -> None:
 
 
 def _gpu_of(path: Path, name: str) -> tuple[str, float | None]:
-    """The GPU that a key names, and its size where the key says one.
-
-    Raises:
-        UsageError: it is none that this tool knows.
-    """
+    """The GPU that a key names, and its size where the key says one."""
     where = f"{path}:"
     machine, several = machines.parse(f"1x{name}", where)
     if machine.accelerator is None or (machine.count, several) != (1, 1):

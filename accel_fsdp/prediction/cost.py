@@ -147,7 +147,6 @@ class Cost:
 
     @property
     def money(self) -> Span | None:
-        """The price of all GPU-hours."""
         return None if self.price is None else self.gpu_hours.times(self.price)
 
 

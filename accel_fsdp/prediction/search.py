@@ -120,7 +120,6 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """What it is ranked by."""
         return self.step.tokens_per_s_per_gpu
 
 
@@ -457,7 +456,6 @@ def _contest(layout: Layout, alone: bool) -> str:
 
 
 def name_of(layout: Layout) -> str:
-    """How people call a layout."""
     if layout.engine is Engine.DEEPSPEED:
         return zero_name(layout.strategy) + (" offload" if layout.offload else "")
     if layout.engine is Engine.NONE:

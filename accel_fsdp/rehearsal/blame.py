@@ -120,17 +120,12 @@ HANGING = "every rank must call what all of them do together: no collective behi
 
 
 def judge(scaled: ScaledJob, classes: tuple[str, ...], outcome: Outcome) -> None:
-    """Compares what the ranks held with what the YAML asks for.
-
-    Raises:
-        Failure: it is something else.
-    """
+    """Compares what the ranks held with what the YAML asks for."""
     for wrong in verdict.differences(verdict.of_job(scaled, classes), outcome.holdings):
         raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
 
 
 def of_outcome(outcome: Outcome) -> Failure:
-    """Why a launch failed."""
     if outcome.hang is not None:
         return _of_hang(outcome.hang, outcome)
     failures = [event.content for event in outcome.failures]

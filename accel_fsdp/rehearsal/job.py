@@ -61,7 +61,6 @@ class Outcome:
 
     @property
     def holdings(self) -> dict[int, Holding]:
-        """What each rank held."""
         return ranks.holdings(self.events)
 
     @property
@@ -107,9 +106,6 @@ class Rehearsed:
 
         Accelerate's own functions make of the YAML what its launcher would tell the ranks, which are started as by
         torchrun: that launcher takes as long to load as a rank.
-
-        Raises:
-            UserError: Accelerate refuses the YAML.
         """
         own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
         each = environments(scaled, self.folder / f"{name}.yaml", self.script)
@@ -176,11 +172,7 @@ class Rehearsed:
 
 
 def environments(scaled: ScaledJob, config: Path, script: Path) -> list[dict[str, str]]:
-    """What each rank is told: its place, and the YAML, which is written to `config` for Accelerate to read.
-
-    Raises:
-        UserError: Accelerate refuses the YAML.
-    """
+    """What each rank is told: its place, and the YAML, which is written to `config` for Accelerate to read."""
     config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
     common = launcher.rank_environment(config, script)
     return [common | place for place in (places(scaled) if scaled.job.engine is not Engine.NONE else [{}])]

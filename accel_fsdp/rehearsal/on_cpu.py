@@ -14,11 +14,7 @@ INTERRUPTED = 130
 
 
 def measured(job: JobConfig, launch: Callable[[], int]) -> int:
-    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 where the YAML asks else.
-
-    Raises:
-        UserError: as `launch` does.
-    """
+    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 where the YAML asks else."""
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()

@@ -48,7 +48,6 @@ class Rows:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Those of the first row."""
         file = next(iter(sorted(self.folder.glob("data/*.jsonl"))))
         with file.open(encoding="utf-8") as lines:
             return frozenset(json.loads(next(lines, "{}")))

@@ -33,7 +33,6 @@ class ScaledJob:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of one machine."""
         return self.processes // self.nodes
 
 
@@ -63,11 +62,7 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
 
 
 def check_processes(processes: int, least: int = PROCESSES) -> None:
-    """Goes on if a job can be sharded over so many, of which it takes `least`: 4 where copies of it are sharded.
-
-    Raises:
-        UsageError: it can't.
-    """
+    """Goes on if a job can be sharded over so many, of which it takes `least`: 4 where copies of it are sharded."""
     if processes >= least and processes % (least // PROCESSES) == 0:
         return
     raise UsageError(

@@ -69,7 +69,6 @@ class SftRehearsal:
 
     @property
     def others(self) -> int:
-        """Another world size."""
         return self.scaled.processes // 2
 
     @cached_property
@@ -188,7 +187,6 @@ class SftRehearsal:
         return ScaledJob(JobConfig(one), 1, 1, ())
 
     def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:
-        """A launch that must go well."""
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
             raise next(mistakes.found(outcome.events), of_outcome(outcome))
@@ -209,11 +207,7 @@ class SftRehearsal:
 
 
 def _same(ours: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
-    """Compares the losses of a run, by their steps, with those of one process.
-
-    Raises:
-        Failure: they differ.
-    """
+    """Compares the losses of a run, by their steps, with those of one process."""
     apart = {step: abs(ours[step] - alone[step]) / abs(alone[step]) for step in steps}
     worst = max(apart, key=lambda step: apart[step])
     if apart[worst] > tolerance:

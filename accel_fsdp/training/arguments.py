@@ -190,9 +190,6 @@ def xla_settings(path: Path) -> dict[str, Any]:
     """What `TrainingArguments.fsdp_config` needs of a TPU YAML; empty for every other engine.
 
     Accelerate's launcher takes these keys and hands them to nobody (1.15).
-
-    Raises:
-        UserError: the file can't be read.
     """
     content = yaml_file.load(path)
     if content.get("distributed_type") != "XLA":
@@ -205,11 +202,7 @@ def xla_settings(path: Path) -> dict[str, Any]:
 
 
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
-    """Parses the command line of `train/sft.py`.
-
-    Raises:
-        UsageError: an unknown flag, a missing one, or a bad value.
-    """
+    """Parses the command line of `train/sft.py`."""
     parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
     _require_launcher()
     known = {option for action in parser._actions for option in action.option_strings}
@@ -332,11 +325,7 @@ def _require_launcher() -> None:
 
 
 def _check_mesh(file: str) -> None:
-    """Refuses a mesh of other ranks than torchrun has started, as after the loss of a machine.
-
-    Raises:
-        UserError: its sizes don't give that number.
-    """
+    """Refuses a mesh of other ranks than torchrun has started, as after the loss of a machine."""
     launch = LaunchEnvironment.now()
     ranks = prod(launch.mesh.values())
     if launch.mesh and ranks != launch.world_size:

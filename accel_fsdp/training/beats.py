@@ -118,7 +118,6 @@ class Board:
         return found
 
     def agreed(self, name: str) -> dict[str, Any] | None:
-        """What one has said."""
         return json.loads(self._store.get(name)) if self._store.check([name]) else None
 
 

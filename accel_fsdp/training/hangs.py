@@ -48,7 +48,6 @@ class Patience:
 
     @property
     def silence(self) -> float:
-        """Without a sign of life."""
         return min(SILENCE_SECONDS, self.given or SILENCE_SECONDS)
 
 

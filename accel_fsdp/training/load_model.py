@@ -33,11 +33,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token.
-
-    Raises:
-        UserError: the model or its tokenizer can't be read.
-    """
+    """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token."""
     asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
     config = inspect_model.read_config(*asked)
     if _first_rank():

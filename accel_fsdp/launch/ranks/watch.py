@@ -172,7 +172,6 @@ class _Steps:
         self.weights = Weights()
 
     def install(self) -> None:
-        """Puts its hooks in place."""
         self.weights.install()
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -202,7 +201,6 @@ class _Steps:
         self.depth -= 1
 
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
-        """After each backward."""
         if loss.numel() == 1:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))

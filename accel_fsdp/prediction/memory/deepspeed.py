@@ -44,7 +44,6 @@ class Zero(EngineMemory):
             self.meter.add(OPTIMIZER, whole // self.layout.ranks)
 
     def adds(self, unit: int) -> bool:
-        """DeepSpeed's own hooks do."""
         return False
 
     def _whole(self) -> Layout:
@@ -59,12 +58,10 @@ class Zero(EngineMemory):
             self._live(unit, 1)
 
     def after_forward(self, unit: int) -> None:
-        """Stage 3 releases it."""
         if self.layout.strategy == 3:
             self._live(unit, -1)
 
     def before_backward(self, unit: int) -> None:
-        """Stage 3 gathers it again."""
         self.before_forward(unit)
 
     def _live(self, unit: int, sign: int) -> None:

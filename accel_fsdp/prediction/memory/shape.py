@@ -19,7 +19,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
         return math.prod(self.shape)
 
     def is_adapted(self, targets: LoraTargets) -> bool:

@@ -27,7 +27,6 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(self.live.values())
 
 

@@ -169,11 +169,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sign = 1
 
     def start(self) -> None:
-        """Begins the record."""
         self._on = True
 
     def stop(self) -> None:
-        """Ends the record."""
         self._on = False
 
     @contextmanager
@@ -327,7 +325,6 @@ class Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        """Keeps the gradient."""
         ctx.caught.extend(grads)
         return None, None, None, None
 
@@ -349,6 +346,5 @@ class End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """A fresh gradient."""
         with ctx.watch.from_caller():
             return torch.empty(ctx.like[0], dtype=ctx.like[1]), None

@@ -112,7 +112,6 @@ class FusedGate(nn.Module):
         self._modules.update(like._modules)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
         gate, up, down = (self.get_submodule(name) for name in GATED)
         out: Tensor = down(_Product.apply(gate(x), up(x)))  # type: ignore[no-untyped-call]
         return out

@@ -14,7 +14,6 @@ SLIDING = ("sliding_attention", "chunked_attention")
 
 
 def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
-    """The shape of a built model."""
     text = config.get_text_config()
     layers = dict(blocks_of(model))
     traced = set(text_layers(model))
@@ -47,11 +46,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
 
 
 def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
-    """The layers that FSDP makes units of, by path, in the order in which they are declared.
-
-    Raises:
-        UserError: no layer repeats.
-    """
+    """The layers that FSDP makes units of, by path, in the order in which they are declared."""
     names = {layer.name for layer in wrap_classes(model)}
     inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
     paths = {path for path, _ in inner}

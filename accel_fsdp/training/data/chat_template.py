@@ -61,9 +61,6 @@ def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Writes a trial conversation in bounded time: a template is a program, and may loop for years.
 
     What it raises is left to the rows, which may be what it expects.
-
-    Raises:
-        UserError: it takes longer than `TRIAL_SECONDS`.
     """
     asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
@@ -80,11 +77,7 @@ def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> None:
-    """Gives the tokenizer the chat template of a Jinja file, or of another model; without a source it keeps its own.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Gives the tokenizer the chat template of a Jinja file, or of another model; without a source it keeps its own."""
     if source is None:
         return
     if Path(source).is_file():

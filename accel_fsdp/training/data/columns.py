@@ -117,9 +117,6 @@ def reader(
     """Chooses how rows with these columns are read; what the user named goes before what is found.
 
     `chats`: the tokenizer has a chat template, so an instruction becomes a user's turn and an output the assistant's.
-
-    Raises:
-        UserError: no known set of columns, or a name that isn't there.
     """
     named = dict(named or {})
     _check_named(named, columns)

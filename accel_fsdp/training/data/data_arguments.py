@@ -70,11 +70,7 @@ class DataArguments:
     )
 
     def named_columns(self) -> dict[str, str]:
-        """`--columns` as a mapping.
-
-        Raises:
-            UsageError: an entry isn't PART=COLUMN.
-        """
+        """`--columns` as a mapping."""
         pairs = [entry.partition("=") for entry in self.columns]
         for (part, equals, column), entry in zip(pairs, self.columns, strict=True):
             if not (part and equals and column):

@@ -58,7 +58,6 @@ class Encoder:
         return [one if isinstance(one, BadRow) else next(encoded) for one in read]
 
     def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:
-        """All of one kind."""
         if examples and isinstance(examples[0], Chat):
             return self._chats([one for one in examples if isinstance(one, Chat)])
         if examples and isinstance(examples[0], Pair):
@@ -191,9 +190,6 @@ def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_temp
 
     A token that reaches in from before the span is taken for it when only white space lies outside, and left out when
     only white space lies inside.
-
-    Raises:
-        BadRow: a token holds letters of both.
     """
     start, end = span
     first = _token_at(encoding, range(start, end))

@@ -39,11 +39,7 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that can only be a file or folder and isn't there; names on the hub pass.
-
-    Raises:
-        UserError: with the nearest sibling's name, if one is near.
-    """
+    """Refuses a name that can only be a file or folder and isn't there; names on the hub pass."""
     path = Path(name)
     local = path.suffix in FILE_ENDINGS and not path.is_absolute()
     check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
@@ -78,11 +74,7 @@ def reading(name: str) -> Iterator[None]:
 
 @contextmanager
 def filling_cache(name: str) -> Iterator[None]:
-    """Blames the disk where it is to blame: rows are written to a cache before they are used.
-
-    Raises:
-        UserError: it is full. Other errors stay as they are.
-    """
+    """Blames the disk where it is to blame: rows are written to a cache before they are used."""
     from datasets import config
     from datasets.exceptions import DatasetsError
 
@@ -125,11 +117,7 @@ def _builder(path: Path) -> str:
 
 
 def split(data: "DatasetDict | IterableDatasetDict", name: str) -> "Dataset | IterableDataset":
-    """Returns one split that has rows; a stream is known to have some only when it is read.
-
-    Raises:
-        UserError: no such split, or it is empty.
-    """
+    """Returns one split that has rows; a stream is known to have some only when it is read."""
     from datasets import Dataset
 
     if name not in data:

@@ -94,11 +94,7 @@ class History:
 
 
 def of_run(checkpoint: str | None, model: Any, data: Any, training: Any, rows: Any) -> History:
-    """What this run trains with beside what its checkpoint was trained with; the first rank says the changes.
-
-    Raises:
-        UserError: they aren't allowed.
-    """
+    """What this run trains with beside what its checkpoint was trained with; the first rank says the changes."""
     hashed = training.local_process_index == 0 and not data.streaming  # one rank of a node is enough to read them all
     history = follow(
         Path(checkpoint) if checkpoint else None,

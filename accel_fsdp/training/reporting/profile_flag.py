@@ -10,11 +10,7 @@ PROFILED = "--profile_steps 3:5 profiles the steps 3, 4 and 5, as the log counts
 
 
 def steps_asked(text: str) -> range:
-    """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is one.
-
-    Raises:
-        UsageError: these are no steps, or too many.
-    """
+    """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is one."""
     if not (found := re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text.strip())):
         raise UsageError(f"--profile_steps {text}", why="it has to be FIRST:LAST, from 1 on", fix=PROFILED)
     first, last = int(found[1]), int(found[2] or found[1])
@@ -30,11 +26,7 @@ def steps_asked(text: str) -> range:
 
 
 def check_reached(steps: range, last: int) -> None:
-    """Whether a run of so many steps trains these.
-
-    Raises:
-        UsageError: some of them never come.
-    """
+    """Whether a run of so many steps trains these."""
     if steps[-1] > last:
         raise UsageError(
             f"--profile_steps {steps.start}:{steps[-1]}",

@@ -41,11 +41,7 @@ class RunRecord:
         }
 
     def begin(self, plan: Mapping[str, Any]) -> None:
-        """Writes the file for the first time: the run has the folder to itself now. `plan` is how the plan sees it.
-
-        Raises:
-            UserError: it can't be written.
-        """
+        """Writes the file for the first time: the run has the folder to itself now. `plan` is how the plan sees it."""
         self.content["plan"] = dict(plan)
         if self._writes and (before := read(self.folder)):
             self.content["earlier"] = [*before.pop("earlier", []), before]

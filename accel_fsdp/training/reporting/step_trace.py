@@ -51,7 +51,6 @@ class Mark:
 
     @property
     def title(self) -> str:
-        """As a trace shows it."""
         return f"{self.phase} {self.name or self.unit}".strip()
 
 
@@ -112,7 +111,6 @@ class StepTrace:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
         return sum(one.seconds for one in self.stretches)
 
 
