@@ -1,5 +1,6 @@
 """Pickles of strangers as plain data, in time and memory in proportion to their length; nothing is executed."""
 
+import pickle
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from accel_fsdp.checkpoints.tensor_storage import damaged
 
 ERRORS = (
     *(EOFError, ValueError, TypeError, LookupError, AttributeError, struct.error, OverflowError, RecursionError),
-    MemoryError,
+    *(MemoryError, pickle.UnpicklingError),
 )
 """How reading fails on damaged bytes, here and in what readers make of the result."""
 DEEPEST = 100
@@ -35,7 +36,7 @@ def unpickle(
     memory in proportion to the pickle's length.
     """
     try:
-        found = Machine(content, admitted, path, load, spare_room).run()
+        found = Machine(content, admitted, path, load, spare_room).load()
         _, leaves, letters = _unfolded([found], {}, 0)
         most = SPARE_LEAVES + LEAVES_PER_BYTE * len(content)
         if leaves > most or letters > most * ROOM_PER_BYTE:
