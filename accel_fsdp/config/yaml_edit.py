@@ -1,18 +1,19 @@
-"""Edits of a ruamel.yaml document that lose no comment but the one on the line of a removed key.
+"""Edits of a YAML's text: no other line changes, and no comment is lost but the one on the line of a removed key."""
 
-ruamel.yaml hangs the comment lines before a key on the key before it, so taking a key out would take out what is said
-about its neighbour. Here such lines move to the key that now stands before them.
-"""
-
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import CommentMark
-from ruamel.yaml.tokens import CommentToken
+import yaml
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
+from accel_fsdp.config import yaml_file
 from accel_fsdp.config.schema import short_name
+
+COLON = re.compile(r"\s*:")
+ALIAS = re.compile(r"\s*:\s*(\*[^\s,}\]]+)")
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,34 @@ class Edit:
 
 
 def apply(document: Any, edits: Iterable[Edit]) -> None:
-    """Applies edits to a ruamel.yaml document in place and in order; comments stay."""
+    """Applies edits in order to what `yaml_file.load` returned, to its values and to its text.
+
+    Where the text of an odd layout doesn't come to say what the values are, it is written anew.
+    """
+    text = document.source
     for edit in edits:
-        _apply(document, edit)
+        try:
+            text = _applied(document, text, edit)
+        except yaml.YAMLError:  # the edit before has broken the text
+            text = yaml_file.text_of(document)
+    document.source = text if document.is_json or yaml_file.reads_as(text, document) else yaml_file.text_of(document)
+
+
+def _applied(document: Any, text: str, edit: Edit) -> str:
+    place = (document.get(edit.section) or {}) if edit.section else document
+    key = edit.key if edit.key in place else short_name(edit.section, edit.key)
+    is_there = key in place
+    if edit.new_key and is_there:
+        text = _renamed(document, text, edit.section, key, edit.new_key)
+        key = edit.new_key
+    if edit.value is not None:
+        key = key if key in place else edit.new_key or edit.key
+        return _put(document, text, edit.section, key, as_scalar(edit.value))
+    return _dropped(document, text, edit.section, key) if is_there and not edit.new_key else text
 
 
 def as_scalar(value: Any) -> Any:
     """Text in quotes where PyYAML would read it as something else, such as no, on or 1e8; other values as they are."""
-    import yaml
-    from ruamel.yaml.scalarstring import SingleQuotedScalarString
-
     try:
         same = not isinstance(value, str) or yaml.safe_load(value) == value
     except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
@@ -46,156 +65,153 @@ def as_scalar(value: Any) -> Any:
     return value if same else SingleQuotedScalarString(value)
 
 
-def _apply(document: Any, edit: Edit) -> None:
-    place = (document.get(edit.section) or {}) if edit.section else document
-    key = edit.key if edit.key in place else short_name(edit.section, edit.key)
-    if edit.new_key and key in place:
-        rename(place, key, edit.new_key)
-        key = edit.new_key
-    if edit.value is not None:
-        put(document, edit.section, key if key in place else edit.new_key or edit.key, as_scalar(edit.value))
-    elif not edit.new_key and key in place:
-        drop(document, edit.section, key)
+# Each of these changes the document's values first, and returns the text with the same change.
 
 
-def drop(document: Any, section: str, key: str) -> None:
-    """Takes `key` out of a section, or out of the top level if `section` is empty; an emptied section goes too.
+def _renamed(document: Any, text: str, section: str, key: str, new_key: str) -> str:
+    place = document[section] if section else document
+    place.insert(list(place).index(key), new_key, place.pop(key))
+    name, _ = _entry(_mapping(text, section), key)
+    return text[: name.start_mark.index] + _flow(new_key) + text[name.end_mark.index :]
 
-    A missing key is no error.
-    """
-    place: Any = (document.get(section) or {}) if section else document
-    if key not in place:
-        return
+
+def _dropped(document: Any, text: str, section: str, key: str) -> str:
+    """An emptied section goes too."""
+    place = document[section] if section else document
     if section and len(place) == 1:
-        drop(document, "", section)
-        return
-    lines = _lines_of(place, key)
-    if isinstance(place[key], CommentedMap):
-        lines = "".join(line.lstrip(" ") for line in lines.splitlines(keepends=True))
-    before = list(place)[: list(place).index(key)]
-    place.pop(key)
-    place.ca.items.pop(key, None)
-    if before:
-        _add_lines(*_last_leaf(place, before[-1]), lines)
-    else:
-        _add_first_lines(document, section, lines)
+        return _dropped(document, text, "", section)
+    del place[key]
+    node = _mapping(text, section)
+    name, value = _entry(node, key)
+    if node.flow_style:
+        return _without_flow(text, node, node.value.index((name, value)))
+    start, end = text.rfind("\n", 0, name.start_mark.index) + 1, _line_end(text, _end(text, name, value))
+    if not isinstance(value, yaml.CollectionNode):
+        return text[:start] + text[end:]
+    if _is_block(value) and isinstance(value, yaml.MappingNode):  # what is said behind its last key goes along
+        end = max(end, text.rfind("\n", 0, value.end_mark.index) + 1)
+    inside = _comments(text[_line_end(text, name.end_mark.index) : end])
+    if isinstance(value, yaml.MappingNode):
+        inside = [line.lstrip(" ") for line in inside]
+    return text[:start] + "".join(inside) + text[end:]
 
 
-def rename(place: Any, key: str, new_key: str) -> None:
-    position, token, comments = list(place).index(key), _token(place, key), place.ca.items.pop(key, None)
-    place.insert(position, new_key, place.pop(key))
-    if comments:
-        place.ca.items[new_key] = comments
-    if token and token.start_mark.column:
-        token.start_mark.column += len(new_key) - len(key)
-
-
-def put(document: Any, section: str, key: str, value: Any) -> None:
-    """Sets `key`; a new one comes last in its section, and a new section last in the document."""
+def _put(document: Any, text: str, section: str, key: str, value: Any) -> str:
+    """A new key comes last in its section, and a new section last in the document."""
     if section and not document.get(section):
-        _append(document, section, CommentedMap({key: value}), nested=False)
-    elif key in (place := document[section] if section else document):
-        token = _token(place, key)
-        if token and token.start_mark.column:  # the comment on the line stays as far from the value as it was
-            token.start_mark.column += len(str(value)) - len(str(place[key]))
-        place[key] = value
-    else:
-        _append(place, key, value, nested=bool(section))
-
-
-def _append(place: Any, key: str, value: Any, nested: bool) -> None:
-    """Adds a key behind the last one; what is said there about the next section stays behind the new key."""
-    following = ""
-    if key not in place and place:
-        following = _take_following(*_last_leaf(place, list(place)[-1]), nested)
+        is_there = section in document
+        document[section] = CommentedMap({key: value})
+        change = _replaced if is_there else _added
+        return change(text, _mapping(text, ""), section, document[section])
+    place = document[section] if section else document
     place[key] = value
-    _add_lines(*_last_leaf(place, key), following)
+    node = _mapping(text, section)
+    change = _added if _entry(node, key) is None else _replaced
+    return change(text, node, key, place[key])  # which ruamel.yaml quotes as what was there
 
 
-def _last_leaf(place: Any, key: Any) -> tuple[Any, Any]:
-    """Where the comment lines behind `key` hang: on the last line of its value."""
-    value = place[key]
-    while isinstance(value, CommentedMap | CommentedSeq) and value and not value.fa.flow_style():
-        place = value
-        key = list(value)[-1] if isinstance(value, CommentedMap) else len(value) - 1
-        value = place[key]
-    return place, key
+def _replaced(text: str, node: Any, key: str, value: Any) -> str:
+    name, old = _entry(node, key)
+    start: int = old.start_mark.index
+    end = _end(text, name, old)
+    if start < name.end_mark.index:  # an alias: the node is that of its anchor
+        start = ALIAS.match(text, name.end_mark.index).start(1)  # type: ignore[union-attr]
+    if node.flow_style:
+        return text[:start] + " " * (start == end) + _flow(value) + text[end:]
+    if not _is_block(old) and not isinstance(value, dict):
+        end -= text[start:end].endswith("\n")
+        return text[:start] + " " * (start == end) + _block("", value, text).strip() + text[end:]
+    colon = COLON.match(text, name.end_mark.index).end()  # type: ignore[union-attr]
+    line_end, end = _line_end(text, colon), _line_end(text, end)
+    rest = text[colon:line_end] if _is_block(old) else text[_end(text, name, old) : line_end]
+    made = _block("", value, text).removesuffix("\n")
+    inside = "".join(_comments(text[line_end:end]))
+    if isinstance(value, dict):
+        return text[:colon] + rest + made.lstrip("\n") + "\n" + inside + text[end:]
+    return f"{text[:colon]} {made.strip()}{rest}{inside}{text[end:]}"
 
 
-def _slot(place: Any) -> int:
-    return 2 if isinstance(place, CommentedMap) else 0
+def _added(text: str, node: Any, key: str, value: Any) -> str:
+    if node.flow_style:
+        return _with_flow(text, node, key, value)
+    at = _line_end(text, _end(text, *node.value[-1]))
+    column = node.start_mark.column
+    if column:  # behind what is said of its section, before what is said of the next
+        following = re.match(r"(?:[ \t]*(?:#.*)?\n)*", text[at:])[0].splitlines(keepends=True)  # type: ignore[index]
+        count = next((i for i, line in enumerate(following) if line.startswith("#")), len(following))
+        while count and not following[count - 1].strip():
+            count -= 1
+        at += len("".join(following[:count]))
+    lines = _block(key, value, text).splitlines(keepends=True)
+    gap = "" if text[:at].endswith("\n") else "\n"
+    return text[:at] + gap + "".join(" " * column + line for line in lines) + text[at:]
 
 
-def _token(place: Any, key: Any) -> Any:
-    found = place.ca.items.get(key)
-    return found[_slot(place)] if found else None
+def _without_flow(text: str, node: Any, at: int) -> str:
+    """Without one entry of a flow mapping: up to the next one; the last one from the end of the one before."""
+    name, value = node.value[at]
+    start, end = name.start_mark.index, _end(text, name, value)
+    if at + 1 < len(node.value):
+        end = node.value[at + 1][0].start_mark.index
+    elif at:
+        start = _end(text, *node.value[at - 1])
+    return text[:start] + text[end:]
 
 
-def _lines_after(place: Any, key: Any) -> str:
-    token = _token(place, key)
-    return token.value.partition("\n")[2] if token else ""
+def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
+    """With one entry more, on a line of its own where the last one has one."""
+    entry = f"{_flow(key)}: {_flow(value)}"
+    if not node.value:
+        at = node.start_mark.index + 1
+        return text[:at] + entry + text[at:]
+    start = node.value[-1][0].start_mark.index
+    indent = text[text.rfind("\n", 0, start) + 1 : start]
+    gap, at = " " if indent.strip() else f"\n{indent}", _end(text, *node.value[-1])
+    return f"{text[:at]},{gap}{entry}{text[at:]}"
 
 
-def _lines_of(place: Any, key: Any) -> str:
-    """All whole comment lines that would go with `key`: in and behind its value, and before it where it holds them."""
-    value, held = place[key], place.ca.items.get(key) or [None, None]
-    before = held[1] if isinstance(place, CommentedMap) and held[1] else []  # so it is behind a flow collection
-    lines = "".join(token.value for token in before) + _lines_after(place, key)
-    if isinstance(value, CommentedMap):
-        first = (value.ca.comment or [None, None])[1] or []
-        inside = [_lines_of(value, name) for name in value if name in value.ca.items or _is_node(value[name])]
-        return lines + "".join([token.value for token in first] + inside)
-    if isinstance(value, CommentedSeq):
-        return lines + "".join(_lines_of(value, index) for index in range(len(value)))
-    return lines
+def _mapping(text: str, section: str) -> Any:
+    top = yaml.compose(text)
+    return _entry(top, section)[1] if section else top
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, CommentedMap | CommentedSeq)
+def _entry(node: Any, key: str) -> Any:
+    return next(((name, value) for name, value in node.value if name.value == key), None)
 
 
-def _new_token(text: str) -> Any:
-    return CommentToken(text, CommentMark(0), None)
+def _is_block(node: Any) -> bool:
+    return isinstance(node, yaml.CollectionNode) and not node.flow_style
 
 
-def _add_lines(place: Any, key: Any, lines: str) -> None:
-    if not lines:
-        return
-    token = _token(place, key)
-    if token:
-        token.value = token.value + ("" if token.value.endswith("\n") else "\n") + lines
-    else:
-        place.ca.items[key] = [None] * 4
-        place.ca.items[key][_slot(place)] = _new_token("\n" + lines)
+def _end(text: str, name: Any, value: Any) -> int:
+    """Where an entry ends: PyYAML counts the comments behind a block to it."""
+    while _is_block(value):
+        name, value = value.value[-1] if isinstance(value, yaml.MappingNode) else (value, value.value[-1])
+    if value.start_mark.index < name.start_mark.index:
+        return ALIAS.match(text, name.end_mark.index).end()  # type: ignore[union-attr]
+    end: int = value.end_mark.index
+    return end
 
 
-def _add_first_lines(document: Any, section: str, lines: str) -> None:
-    token = _token(document, section) if section else None
-    if not lines:
-        return
-    if token:
-        token.value = token.value + lines
-    elif section:  # the same list hangs on the section and on the key that holds it
-        held = document.ca.items.setdefault(section, [None] * 4)
-        held[3] = held[3] or []
-        held[3].append(_new_token(lines))
-        document[section].ca.comment = [None, held[3]]
-    else:
-        first = (document.ca.comment or [None, None])[1] or []
-        document.ca.comment = [None, [*first, _new_token(lines)]]
+def _line_end(text: str, at: int) -> int:
+    return text.find("\n", at - 1) + 1 or len(text)
 
 
-def _take_following(place: Any, key: Any, nested: bool) -> str:
-    """Takes off the lines behind a key that belong to what follows its section: from the first dedented one on."""
-    token = _token(place, key)
-    if not token:
-        return ""
-    head, _, tail = token.value.partition("\n")
-    lines = tail.splitlines(keepends=True)
-    start = next((i for i, line in enumerate(lines) if line.startswith("#")), len(lines)) if nested else 0
-    while start and not lines[start - 1].strip():
-        start -= 1
-    token.value = head + "\n" + "".join(lines[:start])
-    if not token.value.strip("\n"):
-        del place.ca.items[key]
-    return "".join(lines[start:])
+def _comments(text: str) -> list[str]:
+    return [line for line in text.splitlines(keepends=True) if not line.strip() or line.lstrip().startswith("#")]
+
+
+def _block(key: str, value: Any, text: str) -> str:
+    """`key: value` on lines of its own; without a key what stands behind the colon."""
+    made = yaml_file.text_of({key or "key": value}, yaml_file.indent_of(text))
+    return made if key else made.removeprefix("key:")
+
+
+def _flow(value: Any) -> str:
+    """A key or a value inside of braces."""
+    plain = {str(key): _plain(inner) for key, inner in value.items()} if isinstance(value, dict) else _plain(value)
+    return yaml.safe_dump([plain], default_flow_style=True, width=float("inf"), sort_keys=False).strip()[1:-1]
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value

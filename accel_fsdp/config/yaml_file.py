@@ -1,6 +1,5 @@
 """YAML files as people write them: read with their comments and unknown keys, and written back line by line."""
 
-import difflib
 import io
 import json
 import os
@@ -26,20 +25,10 @@ def dump(document: Any) -> str:
     """The YAML text of a mapping, or of what `load` returned: lines that were not edited come back byte for byte."""
     source: str | None = getattr(document, "source", None)
     if source is None:
-        return _ruamel_text(document, indent=2)
+        return text_of(document)
     if document.is_json:
         return json.dumps(document, indent=_json_indent(source)) + "\n" * source.endswith("\n")
-    indent = _indent(source)
-    from accel_fsdp.config import yaml_splice
-
-    original = _round_trip().load(source)
-    pristine, edited = (_ruamel_text(one, indent) for one in (original, document))
-    if pristine == edited:
-        return source
-    merged = _merge(source, pristine, edited)
-    if not (merged and _reads_as(merged, edited)):
-        merged = yaml_splice.splice(source, original, document)
-    return merged if _reads_as(merged, edited) else edited
+    return source
 
 
 def _json_indent(text: str) -> int | None:
@@ -47,36 +36,22 @@ def _json_indent(text: str) -> int | None:
     return len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
 
 
-def _reads_as(text: str, wanted: str) -> bool:
-    """Whether two texts hold the same; odd layouts, such as one-line mappings over several lines, don't merge."""
+def reads_as(text: str, document: Any) -> bool:
+    """Whether a text holds what a document does, as YAML 1.2 has it."""
     from ruamel.yaml.error import YAMLError
 
     try:
-        return bool(_round_trip().load(text) == _round_trip().load(wanted))
+        return bool(_round_trip().load(text) == _round_trip().load(text_of(document)))
     except (YAMLError, ValueError):
         return False
 
 
-def _merge(source: str, pristine: str, edited: str) -> str:
-    """ruamel.yaml normalises spacing; where it keeps the number of lines, only the lines that were edited change.
-
-    Empty where it doesn't, as with a flow mapping over several lines.
-    """
-    theirs, before, after = (text.splitlines(keepends=True) for text in (source, pristine, edited))
-    if len(theirs) != len(before):
-        return ""
-    lines: list[str] = []
-    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
-        lines += theirs[start:end] if kind == "equal" else after[new_start:new_end]
-    return "".join(lines)
-
-
-def _indent(text: str) -> int:
+def indent_of(text: str) -> int:
     nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
     return nested[0] if nested else 2
 
 
-def _ruamel_text(document: Any, indent: int) -> str:
+def text_of(document: Any, indent: int = 2) -> str:
     stream = io.StringIO()
     round_trip = _round_trip()
     round_trip.indent(mapping=indent)
@@ -173,9 +148,6 @@ def load(path: Path, doubled: bool = False) -> Any:
     """Reads an Accelerate YAML with ruamel.yaml: a mapping whose comments, order and spelling survive a later dump.
 
     With `doubled` a key may stand there twice; such a document isn't to be dumped.
-
-    Raises:
-        UsageError: no such file, not YAML (with the line), or not a mapping.
     """
     from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError, YAMLError

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp.config import dump, yaml_edit
+from accel_fsdp.config import Edit, apply, dump
 from accel_fsdp.config.yaml_file import _round_trip
 
 TEXT = """\
@@ -44,14 +44,19 @@ LINES = sorted(line.strip() for line in TEXT.splitlines() if line.strip().starts
 KEYS = [("", key) for key in "astij"] + [("s", key) for key in "bcd"] + [("t", key) for key in "eg"]
 
 
+def read() -> Any:
+    document = _round_trip().load(TEXT)
+    document.source, document.is_json = TEXT, False
+    return document
+
+
 def edited(doomed: list[tuple[str, str]], new: list[tuple[str, str]]) -> tuple[str, dict[str, Any]]:
-    document, wanted = _round_trip().load(TEXT), yaml.safe_load(TEXT)
+    document, wanted = read(), yaml.safe_load(TEXT)
     for section, key in new:
-        yaml_edit.put(document, section, key, 7)
         (wanted.setdefault(section, {}) if section else wanted)[key] = 7
     for section, key in doomed:
-        yaml_edit.drop(document, section, key)
         (wanted.get(section, {}) if section else wanted).pop(key, None)
+    apply(document, [*(Edit(*place, 7) for place in new), *(Edit(*place) for place in doomed)])
     return dump(document), {key: value for key, value in wanted.items() if value != {}}
 
 
@@ -69,8 +74,8 @@ def test_no_comment_line_is_lost(doomed: list[tuple[str, str]], new: list[tuple[
 
 @pytest.mark.parametrize(("section", "key"), KEYS)
 def test_a_renamed_key_keeps_place_and_comments(section: str, key: str) -> None:
-    document = _round_trip().load(TEXT)
-    yaml_edit.rename(document[section] if section else document, key, "z" * len(key))
+    document = read()
+    apply(document, [Edit(section, key, new_key="z" * len(key))])
     changed = [
         (old, new) for old, new in zip(TEXT.splitlines(), dump(document).splitlines(), strict=True) if old != new
     ]
