@@ -59,11 +59,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A place beside `path` for a library to write to, with the same name; it becomes `path` when the block is done.
-
-    Raises:
-        UserError: the folder can't be written to, or the disk is full. `path` is then as it was before.
-    """
+    """A place beside `path` for a library to write to, with the same name; it becomes `path` when the block is done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
@@ -210,21 +206,27 @@ def _folder(path: Path) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Holds a lock beside `target`; the system drops it when the process ends, however it ends."""
+def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
+    """Locks a file for this process; the system drops the lock when the process ends, however it ends."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        check_writable(target.parent)  # where no file can be made, the lock is nobody's
-        raise UserError(
-            f"another process is writing {target}",
-            why="both would write the same folder",
-            fix="wait until it has ended",
-        ) from error
+        check_writable(path.parent)  # where no file can be made, the lock is nobody's
+        raise UserError(busy, why=why, fix=fix) from error
+    return lock
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    lock = _lock(
+        target.with_name(f".{target.name}.lock"),
+        f"another process is writing {target}",
+        why="both would write the same folder",
+        fix="wait until it has ended",
+    )
     try:
         yield
     finally:
@@ -241,24 +243,14 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def only_run(folder: Path) -> "FileLock":
-    """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another.
-
-    The system drops the lock when the process ends, however it ends.
-    """
-    from filelock import FileLock, Timeout
-
+    """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".run.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        check_writable(folder)
-        raise UserError(
-            f"another run is writing to {folder}",
-            why="the checkpoints of two runs would be mixed up",
-            fix="wait until it has ended, or choose another --output_dir",
-        ) from error
-    return lock
+    return _lock(
+        folder / ".run.lock",
+        f"another run is writing to {folder}",
+        why="the checkpoints of two runs would be mixed up",
+        fix="wait until it has ended, or choose another --output_dir",
+    )
 
 
 def sync_folder(folder: Path) -> None:

@@ -134,24 +134,20 @@ def _check(command: str, flag: Flag, value: str) -> None:
             why="None would count as no flag at all",
             fix=f"leave out {flag.name}",
         )
-    if int in flag.types and not _is_whole(value):
-        raise UsageError(
-            f"{flag.name} takes {_expected(flag)}, not {value}",
-            why="nothing was done",
-            fix=f"{flag.name} with a whole number; {command} --help shows the flags",
-        )
-    if float in flag.types and not _is_number(value):
-        raise UsageError(
-            f"{flag.name} takes {_expected(flag)}, not {value}",
-            why="nothing was done",
-            fix=f"{flag.name} with a number such as 2.5; {command} --help shows the flags",
-        )
-    if flag.choices and value not in flag.choices:
-        raise UsageError(
-            f"{flag.name} takes {_expected(flag)}, not {value}.{did_you_mean(value, flag.choices)}",
-            why="nothing was done",
-            fix=f"{flag.name} with one of them; {command} --help shows the flags",
-        )
+    wrong = f"not {value}"
+    if int in flag.types and not _parses(int, value):
+        example = "a whole number"
+    elif float in flag.types and not _parses(float, value):
+        example = "a number such as 2.5"
+    elif flag.choices and value not in flag.choices:
+        wrong, example = f"not {value}.{did_you_mean(value, flag.choices)}", "one of them"
+    else:
+        return
+    raise UsageError(
+        f"{flag.name} takes {_expected(flag)}, {wrong}",
+        why="nothing was done",
+        fix=f"{flag.name} with {example}; {command} --help shows the flags",
+    )
 
 
 def _expected(flag: Flag) -> str:
@@ -161,17 +157,9 @@ def _expected(flag: Flag) -> str:
     return next((words for kind, words in kinds.items() if kind in flag.types), "a name")
 
 
-def _is_number(text: str) -> bool:
+def _parses(kind: type[int] | type[float], text: str) -> bool:
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        int(text)
+        kind(text)
     except ValueError:
         return False
     return True
