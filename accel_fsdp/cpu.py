@@ -44,9 +44,6 @@ def enable() -> bool:
 
     Call before the first `TrainingArguments`, `Accelerator` or `PartialState`, and `finish(0)` at the end: torch may
     abort a rank that leaves gloo's threads to the interpreter. Idempotent.
-
-    Raises:
-        UserError: accelerate or torch have changed inside, so that this can't be done.
     """
     global _patched
     if not is_needed():
@@ -78,11 +75,7 @@ def begin_rank() -> None:
 
 @cache
 def mend_fsdp1() -> None:
-    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Later calls do nothing.
-
-    Raises:
-        UserError: torch has changed inside, so that this can't be done.
-    """
+    """Makes torch's own FSDP1 work on CPU tensors, for programs that don't use Accelerate. Later calls do nothing."""
     for mend in (default_to_cpu, shard_within_machines, sync_cpu_tensors, keep_full_state, copy_full_optimizer_state):
         mend()
 

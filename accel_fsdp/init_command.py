@@ -31,12 +31,7 @@ def configs() -> dict[str, Path]:
 
 
 def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
-    """Copies the files to `target` and says what to type next; returns 0. All of them are new, or none is written.
-
-    Raises:
-        UsageError: there is no such YAML.
-        UserError: a file is there already, or can't be written.
-    """
+    """Copies the files to `target` and says what to type next; returns 0. All of them are new, or none is written."""
     contents = _contents(config, native)
     _refuse_file(target)
     there = [str(target / name) for name in contents if atomic_files.is_taken(target / name)]

@@ -64,11 +64,7 @@ class Patch:
         return not self.until or Version(metadata.version(self.library)) < Version(self.until)
 
     def __call__(self) -> None:
-        """Changes the library, if it has the fault.
-
-        Raises:
-            UserError: the library has changed inside, so that this can't be done.
-        """
+        """Changes the library, if it has the fault."""
         if self.is_needed:
             check(*self.relies_on, why=self.why)
             self.apply()
@@ -80,11 +76,7 @@ def patch(*relies_on: Internal, why: str, until: str = "") -> Callable[[Callable
 
 
 def check(*internals: Internal, why: str) -> None:
-    """Holds the installed libraries against what is expected of them.
-
-    Raises:
-        UserError: one of them lacks something; `why` says what rests on it.
-    """
+    """Holds the installed libraries against what is expected of them."""
     for one in internals:
         if found := flaw(one):
             raise lacks(one.library, found, why)

@@ -1,9 +1,9 @@
 """The one way to open a file of a folder that somebody else made: a checkpoint, a model, an export.
 
-    config = foreign.read_json(folder / "config.json")  # None where there is no such file
-    text = foreign.read_text(folder / "templates" / "tool.jinja", within=folder)
-    with foreign.opened(path) as file: ...
-    foreign.copy(folder / "README.md", out / "README.md")
+    config = untrusted_files.read_json(folder / "config.json")  # None where there is no such file
+    text = untrusted_files.read_text(folder / "templates" / "tool.jinja", within=folder)
+    with untrusted_files.opened(path) as file: ...
+    untrusted_files.copy(folder / "README.md", out / "README.md")
 
 A file may be a link to another place of its folder, but not out of it: what a stranger's folder points to is none of
 his. huggingface_hub's cache alone is laid out so, and the folder itself may be a link, since its user named it. Only
@@ -150,11 +150,7 @@ def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | 
 
 
 def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = None) -> str | None:
-    """A file of UTF-8 text; None where there is none.
-
-    Raises:
-        UserError: it can't be read, is larger than `largest` bytes, or no text.
-    """
+    """A file of UTF-8 text; None where there is none."""
     content = read_bytes(path, largest, within)
     try:
         return None if content is None else content.decode()
@@ -174,9 +170,6 @@ def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES, strict: 
     """The mapping in some JSON, in bounded memory. Whole numbers are of reasonable length.
 
     NaN is a number, and the last of two equal keys counts, unless it is `strict`.
-
-    Raises:
-        UserError: there is none, or it is nested deeper, longer or stranger than any honest one.
     """
     if sum(map(content.count, b",:[{")) > most_values:
         raise broken(path, f"is damaged: JSON of more than {most_values:,} values")

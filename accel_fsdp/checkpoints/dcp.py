@@ -105,11 +105,7 @@ class Entry:
 
 
 def read(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
-    """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read.
-
-    Raises:
-        UserError: as `entries`; or the chunks of a tensor don't fill it.
-    """
+    """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read."""
     return {entry.path: entry.stored(name) for name, entry in entries(folder, reader).items()}
 
 
@@ -117,9 +113,6 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
     """The tensors that a folder lists, by their flat names, each with its chunks; none is read.
 
     Pickled values, such as learning rates, are passed over.
-
-    Raises:
-        UserError: a file is missing, damaged, outside of the folder, or names code.
     """
     with _listing(folder) as metadata:
         return _entries(folder, reader, metadata)

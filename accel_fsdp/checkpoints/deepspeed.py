@@ -76,9 +76,6 @@ def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> dict[
     """All parameters in float32, frozen ones and buffers as they are, by path; no tensor is read.
 
     With `optimizer_too` also its state, the paths of which begin as in the nested state dict of other checkpoints.
-
-    Raises:
-        UserError: a rank's file is missing or damaged, or the checkpoint is of tensor or pipeline parallel ranks.
     """
     optimizer = sorted(folder.glob(file_names.ZERO_OPTIMIZERS), key=lambda path: _numbers(path.name))
     model = sorted(folder.glob(file_names.ZERO_MODELS), key=lambda path: _numbers(path.name))

@@ -22,11 +22,7 @@ class OptimizerNames:
 
 
 def read(checkpoint: Path) -> OptimizerNames:
-    """Reads the list of a sharded optimizer, or the pickle of a full one.
-
-    Raises:
-        UserError: a file is missing or damaged, or names what isn't admitted, such as tensors of other libraries.
-    """
+    """Reads the list of a sharded optimizer, or the pickle of a full one."""
     sharded, full = checkpoint / file_names.SHARDED_OPTIMIZER, checkpoint / file_names.FULL_OPTIMIZER
     reader = FileReader()
     try:

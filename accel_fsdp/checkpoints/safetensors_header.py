@@ -32,11 +32,7 @@ class Tensor:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name. Together they fill it, without holes and overlaps.
-
-    Raises:
-        UserError: it is missing, can't be read, is cut short or damaged.
-    """
+    """The tensors of a safetensors file by name. Together they fill it, without holes and overlaps."""
     return read_parts(path)[0]
 
 

@@ -73,9 +73,6 @@ def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """The safetensors files that `from_pretrained` opens in a model's folder, and what their index lists, if any.
 
     That is what the config names as `transformers_weights`; else the one file; else the files of the index.
-
-    Raises:
-        UserError: the index or the config can't be read, or names no such files.
     """
     named = read_json(folder / file_names.CONFIG, folder).get("transformers_weights")
     if named is None:
@@ -103,7 +100,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """A JSON mapping; empty if there is no such file. `within` as in `foreign.open_file`."""
+    """A JSON mapping; empty if there is no such file. `within` as in `untrusted_files.open_file`."""
     return untrusted_files.read_json(path, within) or {}
 
 

@@ -229,11 +229,7 @@ class Archive:
         return self.reader.bytes_of(self.path, self.start + at, count)
 
     def record(self, name: str) -> FileRecord:
-        """Where a record's bytes lie, behind its local header.
-
-        Raises:
-            UserError: there is none of this name, or it can't be where the list says.
-        """
+        """Where a record's bytes lie, behind its local header."""
         if name not in self.slots:
             raise damaged(self.path, f"is damaged: {name} is missing")
         slot = self.slots[name]

@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from concurrent.futures import Executor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +82,7 @@ def _out_of(options: ExportCommand) -> Path:
 
 
 def exported(options: ExportCommand) -> ExportReport:
-    """Writes OUT, complete and verified, or not at all.
-
-    Raises:
-        UserError: the checkpoint can't be exported as asked, or the disk is full.
-    """
+    """Writes OUT, complete and verified, or not at all."""
     out = _out_of(options).resolve()
     try:
         return _find_and_export(options, out)
@@ -105,12 +101,8 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     console.say(str(found), style="cyan")
     _check_place(out, found, options.force)
     discover.check_bytes(found, options.with_optimizer)
-    reader = FileReader()
-    try:
-        with transformers_probe.aside() as pool:
-            return _Export(options, out, found, reader, pool).run()
-    finally:
-        reader.close()
+    with closing(FileReader()) as reader, transformers_probe.aside() as pool:
+        return _Export(options, out, found, reader, pool).run()
 
 
 def _one_of_two(found: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:

@@ -5,6 +5,7 @@ models in memory, and runs in the second process.
 """
 
 import copy
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,8 @@ def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
         ours = exported.eval()(tokens).logits.float()
-        reader = FileReader()
-        try:
+        with closing(FileReader()) as reader:
             original = _Original(found, papers, reader, folder).model(kind, config, exported.dtype)
-        finally:
-            reader.close()
         theirs = _cast(original, exported.dtype).eval()(tokens).logits.float()
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 

@@ -45,11 +45,7 @@ class Planner:
     merge: bool = False
 
     def outputs(self, description: Description | None) -> list[Output]:
-        """The tensors to write. Without a description names and ties are taken as the config lets expect.
-
-        Raises:
-            UserError: the checkpoint doesn't hold the model that the config describes.
-        """
+        """The tensors to write. Without a description names and ties are taken as the config lets expect."""
         _check_matrices(self.weights.adapter)
         if self.weights.adapter and not self.merge:
             return self._named(self.weights.adapter, {})
@@ -121,9 +117,6 @@ class ExportPlan:
 
         `by_name`: where only the model's own code knows its tensors, or transformers isn't installed and the model is
         of a type of `FILED_AS_NAMED`, what the config lets expect is enough; `unknown` then says why.
-
-        Raises:
-            UserError: the checkpoint doesn't hold the model that the config describes.
         """
         self.planner, self._asked, self._by_name = planner, asked, by_name
         self.unknown = ""

@@ -64,11 +64,7 @@ class Converted:
 
 
 def converted(tensors: Mapping[str, Source], description: Description, folder: Path) -> dict[str, Source]:
-    """All tensors in the layout of files; those that stay as they are are not touched.
-
-    Raises:
-        UserError: a layer alone doesn't make what the whole model does.
-    """
+    """All tensors in the layout of files; those that stay as they are are not touched."""
     import torch
 
     model, shared = transformers_probe.build(folder), Shared()

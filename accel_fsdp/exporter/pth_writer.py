@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from accel_fsdp.checkpoints import GAP_BYTES, Archive, FileReader, View, torch_zip
@@ -28,12 +29,9 @@ def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
 
 
 def views(path: Path) -> dict[str, View]:
-    reader = FileReader()
-    try:
+    with closing(FileReader()) as reader:
         found: dict[str, View] = torch_zip.load(reader, path)
         return found
-    finally:
-        reader.close()
 
 
 def _start(view: View) -> int:

@@ -229,11 +229,7 @@ def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
 
 
 def loads(folder: Path) -> None:
-    """Loads an export as users will, without its numbers: every name and shape has to fit.
-
-    Raises:
-        UserError: from_pretrained refuses it, or would leave a weight random.
-    """
+    """Loads an export as users will, without its numbers: every name and shape has to fit."""
     try:
         config = read_config(str(folder))
         kind = model_class(config)

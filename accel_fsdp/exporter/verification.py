@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -108,11 +109,7 @@ class ExportReport:
 
 
 def read_report(folder: Path) -> ExportReport | None:
-    """The report in an exported folder; None where there is none.
-
-    Raises:
-        UserError: it is damaged, so that nothing can be compared with it.
-    """
+    """The report in an exported folder; None where there is none."""
     content = untrusted_files.read_json(folder / file_names.REPORT)
     if content is None:
         return None
@@ -256,11 +253,8 @@ def _tensors(path: Path) -> dict[str, _There]:
         if found is None:
             raise damaged(path, "is damaged or cut short")
         return {name: _There(one.dtype, one.shape, one.start) for name, one in found.items()}
-    reader = FileReader()
-    try:
+    with closing(FileReader()) as reader:
         content = torch_zip.load(reader, path)
-    finally:
-        reader.close()
     pieces = {name: view.piece((0,) * len(view.shape)) for name, view in content.items()}
     return {
         name: _There(view.dtype, view.shape, pieces[name].record.start + pieces[name].skip)
@@ -358,11 +352,8 @@ def _found(folder: Path) -> ExportReport:
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )
-    reader = FileReader()
-    try:
+    with closing(FileReader()) as reader:
         opened = open_checkpoint.read(seen, reader)
-    finally:
-        reader.close()
     held = {**opened.tensors, **opened.adapter}
     tensors = {name: Written(one.dtype, one.shape, one.pieces[0].record.path.name, 0, "") for name, one in held.items()}
     return ExportReport(

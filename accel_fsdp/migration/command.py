@@ -39,11 +39,7 @@ def migrate(options: MigrateCommand) -> int:
 
 
 def drawn_up(path: Path, target: MigrationTarget, layer_class: str = "") -> tuple[Migration, str, str]:
-    """The migration of a file, its text, and that of the new one. Nothing is written.
-
-    Raises:
-        UsageError: the file can't be read, or its engine can't be migrated.
-    """
+    """The migration of a file, its text, and that of the new one. Nothing is written."""
     job, document = read_config(path)
     before = document.source
     migration = plan(job, target, layer_class)

@@ -19,9 +19,6 @@ def plan(job: JobConfig, target: MigrationTarget, layer_class: str = "") -> Migr
     """Draws up the migration of a file to one of `TARGETS`.
 
     `layer_class` is the class to wrap where the new file needs one, as `fsdp_transformer_layer_cls_to_wrap` takes it.
-
-    Raises:
-        UsageError: the file's engine has no counterpart, or Accelerate can't read its settings.
     """
     _check(job)
     section = SECTIONS.get(job.engine, "")

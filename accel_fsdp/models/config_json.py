@@ -57,11 +57,7 @@ DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """What the config of a folder says.
-
-    Raises:
-        UserError: there is none, it can't be read, or no model can be like that.
-    """
+    """What the config of a folder says."""
     found = untrusted_files.read_json(folder / file_names.CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
     if found is None:
         raise UserError(

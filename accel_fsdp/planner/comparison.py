@@ -197,11 +197,7 @@ class Comparison:
 
 
 def show_comparison(flags: PlanCommand) -> int:
-    """Prints the comparison; returns 0 where something fits on a machine, 1 where nothing fits on any.
-
-    Raises:
-        UserError: the model or a GPU is not known, the numbers can't be, or the page can't be written.
-    """
+    """Prints the comparison; returns 0 where something fits on a machine, 1 where nothing fits on any."""
     if flags.html and not flags.force:
         atomic_files.refuse_existing(flags.html, "it may be the page of another plan", "--html")
     told = compare(flags)
@@ -216,11 +212,7 @@ def show_comparison(flags: PlanCommand) -> int:
 
 
 def compare(flags: PlanCommand) -> Comparison:
-    """The best way on each machine.
-
-    Raises:
-        UserError: the model or a GPU is not known, or the numbers can't be on any machine.
-    """
+    """The best way on each machine."""
     described = machines.parse_list(flags.compare or "", "--compare")
     kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
     _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})

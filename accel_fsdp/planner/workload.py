@@ -40,11 +40,7 @@ def count_of(text: str, flag: str = "--tokens") -> int:
 
 
 def work_of(command: PlanCommand) -> cost.Work:
-    """How much is to be trained, as far as the flags say it.
-
-    Raises:
-        UsageError: they contradict each other, or have values that they can't have.
-    """
+    """How much is to be trained, as far as the flags say it."""
     if command.tokens is not None and command.dataset_rows is not None:
         raise UsageError(
             "--tokens beside --dataset-rows", why="both say how much is trained", fix="leave out one of them"
@@ -117,11 +113,7 @@ def price_for(prices: Prices | float | None, gpu: Gpu) -> float | None:
 
 
 def read_prices(path: Path) -> dict[tuple[str, float | None], float]:
-    """The prices of a TOML by name and size of the GPU; the size is None where the file names none.
-
-    Raises:
-        UsageError: it can't be read, has a GPU that isn't known, one twice, or what is no price.
-    """
+    """The prices of a TOML by name and size of the GPU; the size is None where the file names none."""
     if sys.version_info >= (3, 11):  # here, as few plans have prices
         import tomllib
     else:

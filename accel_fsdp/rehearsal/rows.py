@@ -68,9 +68,6 @@ def cut(
     They are the first rows of `dataset` where that is a file or folder on this machine, or with `from_hub` a name on
     the hub; repeated if it has fewer. Otherwise they are made up: conversations, or without `chats` plain texts, for a
     tokenizer that has no chat template.
-
-    Raises:
-        UserError: there is no such file, it can't be read, or the data set lacks a split.
     """
     if dataset is not None:
         load.check_name(dataset)

@@ -1,6 +1,7 @@
 """What a script's saves left: a folder that is empty, partial or unloadable is named, with the line that wrote it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -51,10 +52,7 @@ def _elements(found: discover.CheckpointLocation) -> tuple[int, bool]:
     if found.kind in discover.EXPORTED:
         held = sum(prod(one.shape) for one in open_checkpoint.of_place(found.weights).values())
         return held, found.kind == "adapter"
-    reader = FileReader()
-    try:
+    with closing(FileReader()) as reader:
         content = open_checkpoint.read(found, reader)
-    finally:
-        reader.close()
     held = sum(prod(one.shape) for part in (content.tensors, content.adapter) for one in part.values())
     return held, bool(content.adapter)

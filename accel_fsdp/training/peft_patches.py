@@ -21,11 +21,7 @@ EMPTY = "checkpoints and exports would lack the adapter's tensors"
 
 @cache
 def enable() -> None:
-    """Makes PEFT find adapter tensors in wrapped models. Idempotent.
-
-    Raises:
-        UserError: peft or torch have changed inside, so that this can't be done.
-    """
+    """Makes PEFT find adapter tensors in wrapped models. Idempotent."""
     save_wrapped_adapters()
     load_through_fsdp1()
     keep_frozen_units()

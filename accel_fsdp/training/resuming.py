@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and whether it can as it is set up; said before anything is loaded."""
 
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -184,11 +185,8 @@ def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "defa
     path = checkpoint / file_names.FULL_MODEL
     if not path.is_file():
         return
-    reader = FileReader()
-    try:
+    with closing(FileReader()) as reader:
         stored = {_without_adapter(name, adapter) for name in torch_zip.load(reader, path)}
-    finally:
-        reader.close()
     wanted = {_without_adapter(name, adapter) for name in names}
     if stored != wanted:
         other = min(stored ^ wanted)

@@ -39,11 +39,7 @@ class Interview:
     asked: list[str] = field(default_factory=list)
 
     def settled(self, until: str | None = None) -> Context:
-        """All answers, or those before the question `until`; what is not given gets its default.
-
-        Raises:
-            UserError: a flag's value is refused or has no effect, the model can't be read, or a default can't be found.
-        """
+        """All answers, or those before the question `until`; what is not given gets its default."""
         context = Context(given={})
         for question in QUESTIONS:
             if question.field == "gpus" and "gpus" not in self.given:
@@ -114,11 +110,7 @@ class Interview:
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
-    """Settles every question: by flag, by what a preset or file gave, else by its default.
-
-    Raises:
-        UserError: a flag's value is refused, a default can't be found, or `defaults` is false and one is needed.
-    """
+    """Settles every question: by flag, by what a preset or file gave, else by its default."""
     talk = Interview(flags, {**given, **flags})
     if not defaults and (unanswered := talk.unanswered()):
         raise UsageError(

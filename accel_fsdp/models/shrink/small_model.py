@@ -62,9 +62,6 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
 
     It has at least `layers` layers in each stack, and as many more as show each kind of layer. An existing `target` is
     replaced. The same `seed` gives the same weights.
-
-    Raises:
-        UserError: the model can't be read without its own code, is no language model, or can't be made small enough.
     """
     config = models.read_config(model)
     real = _on_meta(model, config)
@@ -89,11 +86,7 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
 
 
 def _on_meta(name: str, config: Any) -> "nn.Module":
-    """The model without weights, of the class that its config names, else of the one that trains it.
-
-    Raises:
-        UserError: it is no language model, or no model can have its config.
-    """
+    """The model without weights, of the class that its config names, else of the one that trains it."""
     kind = models.model_class(config)
     return models.build(name, config) if kind.__name__ == models.CAUSAL else models.on_meta(name, kind, config)
 

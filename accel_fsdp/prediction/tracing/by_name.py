@@ -33,11 +33,7 @@ class Recorded(Mapping[str, Tapes]):
 
 
 def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
-    """The shape and tapes: bundled, else from the cache, else recorded from the model's config.
-
-    Raises:
-        UserError: there is no such model, or no language model can be built from its config.
-    """
+    """The shape and tapes: bundled, else from the cache, else recorded from the model's config."""
     folder = Path(name)
     if not folder.exists() and (found := trace_store.find(name)):
         known = found[0].name

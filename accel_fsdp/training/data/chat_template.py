@@ -41,11 +41,7 @@ class Marks:
 
 
 def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Stops where conversations meet a tokenizer that can't write them.
-
-    Raises:
-        UserError: there is no chat template, or it doesn't come to an end.
-    """
+    """Stops where conversations meet a tokenizer that can't write them."""
     if tokenizer.chat_template is not None:
         _check_ends(tokenizer)
     else:

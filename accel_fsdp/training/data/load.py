@@ -24,9 +24,6 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
     """Loads all splits of a hub data set, a local folder (files named after their split) or one local file.
 
     With `streaming` rows are read when they are used.
-
-    Raises:
-        UserError: it doesn't exist or its files can't be parsed; the broken row is named.
     """
     path = Path(name)
     check_name(name)
