@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from allocator_reference import KIB, MIB, Reference
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 allocator = pytest.importorskip("accel_fsdp.prediction.memory.allocator")
@@ -98,7 +98,7 @@ def compare(chosen: Any, capacity: int | None, steps: Iterable[Step]) -> None:
         assert observed(fast) == observed(slow), f"after step {number}, {action}"
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(chosen=SETTINGS, capacity=CAPACITIES, steps=st.lists(STEPS, min_size=10, max_size=120))
 def test_any_short_program_is_simulated_as_the_reference_does(
     chosen: Any, capacity: int | None, steps: list[Step]

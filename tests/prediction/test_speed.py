@@ -170,7 +170,7 @@ shapes = st.sampled_from(
 cards = st.sampled_from([H100, find("RTX 4090"), find("T4"), find("MI300X")])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes, recipes, sharded, cards)
 def test_more_work_never_takes_less_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> None:
     def seconds(of: Recipe = recipe, ranks: Layout = layout, software: Software = EAGER) -> float:

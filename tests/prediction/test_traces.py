@@ -411,6 +411,21 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     assert made[0].peak.live[ACTIVATIONS] == pytest.approx(made[1].peak.live[ACTIVATIONS], rel=0.001)
 
 
+def test_a_model_for_images_without_a_base_model_is_recorded() -> None:
+    """Llama 4's language part has a head of its own: a chunked loss needs what is below it."""
+    from transformers import Llama4Config
+
+    text = {"hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 128, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    widths = {"projector_input_dim": 48, "projector_output_dim": 48, "vision_output_dim": 48, "image_size": 28}
+    config = Llama4Config(text_config={**text, **heads, "vocab_size": 512}, vision_config={**sight, **widths})
+    shape, tapes = fit.record_model("sees", config, ("fp32-full-sdpa",))
+    assert [block.name for block in shape.blocks] == ["Llama4VisionEncoderLayer", *["Llama4TextDecoderLayer"] * 2]
+    whole, chunked = tapes["fp32-full-sdpa"].head.of(1), tapes["fp32-full-sdpa"].chunked_head.of(1)
+    assert peak(chunked.forward, At(1, 4096))[0] < peak(whole.forward, At(1, 4096))[0] / 2
+
+
 SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 64,

@@ -89,7 +89,9 @@ def test_the_catalogue_has_the_published_sizes() -> None:
     published = {"meta-llama/Llama-3.1-8B": 8_030_261_248, "Qwen/Qwen2.5-7B": 7_615_616_512}
     published |= {"mistralai/Mixtral-8x7B-v0.1": 46_702_792_704, "openai-community/gpt2": 124_439_808}
     published |= {"Qwen3-235B-A22B": 235_093_634_560, "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200}
-    published |= {"google/gemma-3-4b-it": 4_300_079_472}
+    published |= {"google/gemma-3-4b-it": 4_300_079_472, "Qwen2.5-VL-3B-Instruct": 3_754_622_976}
+    published |= {"Qwen2.5-VL-7B-Instruct": 8_292_166_656, "Qwen2.5-VL-72B-Instruct": 73_410_777_344}
+    published |= {"deepseek-ai/DeepSeek-V3": 671_026_404_352}  # without the layer that predicts one token more
     for name, parameters in published.items():
         facts = catalogue.find(name.lower())
         assert facts is not None

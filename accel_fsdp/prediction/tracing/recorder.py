@@ -90,6 +90,8 @@ class Recorder:
             parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
             del layers
             self._lists = model.get_submodule(parent)._modules
+            based = model.base_model is not model  # Llama 4's class for images and text has parts, but no base model
+            self._headless = model.base_model if based else model.get_submodule(parent)
             self._lists[self._list] = nn.ModuleList()
             _changed(model, variant)
             with self._mode:
@@ -246,7 +248,7 @@ class Recorder:
         """
         from transformers import DynamicCache
 
-        model = self.model.base_model if inner else self.model
+        model = self._headless if inner else self.model
         return model(input_ids=ids, past_key_values=DynamicCache(), use_cache=False, **options)
 
     def _ids(self, at: At) -> Tensor:
