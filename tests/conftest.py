@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import warm
@@ -33,6 +34,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand processes compiles this package anew
 sys.dont_write_bytecode = False
+
+# On a busy machine examples take long; a test's folder serves all of its examples.
+UNCHECKED = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=UNCHECKED)
+hypothesis.settings.load_profile("any machine")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import yaml
 from conftest import ROOT, SFT, accel_fsdp, run
-from hypothesis import given, settings
+from hypothesis import given
 from jsonschema import Draft202012Validator
 from test_config import answers
 
@@ -102,7 +102,6 @@ SCHEMA = Draft202012Validator(reference_docs.schema())
 
 
 @given(wanted=answers())
-@settings(deadline=None)
 def test_the_schema_accepts_what_the_wizard_writes(wanted: Answers) -> None:
     assert list(SCHEMA.iter_errors(yaml.safe_load(to_yaml.to_text(wanted)))) == []
 

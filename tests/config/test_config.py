@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import yaml
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -83,7 +83,7 @@ def seen_by_accelerate(made_file: Path) -> tuple[Any, dict[str, str]]:
     return args, launcher.environment(args)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(wanted=answers())
 def test_accelerate_reads_what_was_answered(wanted: Answers, made_file: Path) -> None:
     made_file.write_text(to_yaml.to_text(wanted))
@@ -173,7 +173,7 @@ def test_comments_and_unknown_keys_survive_loading(made_file: Path) -> None:
     assert list(yaml_file.load(made_file)) == ["distributed_type", "mine"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(wanted=answers(), other=answers())
 def test_a_file_is_re_edited_in_place(wanted: Answers, other: Answers, made_file: Path) -> None:
     """Its answers are read back, the new ones are in it afterwards, and what is not ours stays."""

@@ -60,7 +60,7 @@ def edited(doomed: list[tuple[str, str]], new: list[tuple[str, str]]) -> tuple[s
     return dump(document), {key: value for key, value in wanted.items() if value != {}}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     doomed=st.lists(st.sampled_from(KEYS), unique=True, max_size=9),
     new=st.lists(st.sampled_from([("", "x"), ("s", "y"), ("t", "z"), ("n", "x"), ("n", "y")]), unique=True),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from checking import DDP, DS, LLAMA, MESH, SHARD, SIZE, TOP, V1, V2, WRAP
 from conftest import accel_fsdp, run
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_config import answers
 
@@ -182,7 +182,7 @@ def test_rule_on_older_libraries(code: str) -> None:
     assert code not in codes(text, args)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(wanted=answers())
 def test_what_the_wizard_writes_is_clean(wanted: Answers, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
@@ -220,7 +220,7 @@ VALUES = st.recursive(
 DOCUMENTS = st.one_of(st.dictionaries(KEYS, VALUES, max_size=8).map(yaml.safe_dump), st.text(max_size=60))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(text=DOCUMENTS)
 @example(text='deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - "\\e"\n')
 @example(text="deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - '{'\n")

@@ -320,7 +320,7 @@ NAMES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(args=st.dictionaries(NAMES, st.one_of(VALUES, st.dictionaries(st.text(max_size=4), VALUES), st.lists(VALUES))))
 def test_odd_arguments_break_no_rule(args: dict[str, Any]) -> None:
     """Whatever stands in the arguments, on whatever engine, rules answer and don't raise."""

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from checking import DDP, V2
 from conftest import SFT
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_check import GOLDEN
 
@@ -146,7 +146,7 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 BAD = [yaml.safe_load(bad) for bad, _ in GOLDEN.values()]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(parts=st.lists(st.sampled_from(BAD), min_size=1, max_size=3), indent=st.sampled_from([2, 4]), data=st.data())
 def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: st.DataObject, tmp_path: Path) -> None:
     """No error that wasn't there, and every key that no finding names keeps its value, as PyYAML reads it.

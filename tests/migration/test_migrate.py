@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from meaning import fsdp_files, meaning, other_files
 from test_check import DOCUMENTS
@@ -20,7 +20,7 @@ from accel_fsdp.linter.rules import Subject
 from accel_fsdp.migration import Migration, plan
 from accel_fsdp.wizard import Answers, to_yaml
 
-ANY_FILE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY_FILE = settings(max_examples=100)
 
 
 def migrated(path: Path, target: str, layer_class: str = "") -> tuple[Migration, Path]:
@@ -142,7 +142,7 @@ def test_each_key_has_one_row(text: str, target: str, tmp_path: Path) -> None:
         assert inside | set(content.get("deepspeed_config", {})) <= told
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(text=DOCUMENTS, target=st.sampled_from(sorted(TARGETS)), kind=st.sampled_from(["", "FSDP", "DEEPSPEED"]))
 def test_odd_documents_are_migrated_or_refused(text: str, target: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_fsdp import cli
@@ -168,9 +168,7 @@ ODD = st.one_of(
 )
 
 
-@settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=120, derandomize=True)
 @given(data=st.data())
 def test_whatever_a_config_says_ends_in_a_model_or_one_message(data: Any, tmp_path: Path) -> None:
     content = KINDS[data.draw(st.sampled_from(TYPES))]

@@ -90,7 +90,7 @@ def test_exactly_the_assistants_text_and_its_end_token_are_trained(template: str
 
 
 @given(texts=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @pytest.mark.parametrize("template", sorted(END))
 def test_any_text_is_masked_exactly(template: str, texts: list[str], tokenizer: Made) -> None:
     made = tokenizer(template)

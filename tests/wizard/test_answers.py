@@ -430,7 +430,7 @@ TEXTS: dict[str, dict[str, str]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(field=st.sampled_from(sorted(TEXTS)), text=NONSENSE)
 def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str) -> None:
     """The judges are PyYAML, and the shell that would read the command in the header."""

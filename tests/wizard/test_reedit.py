@@ -10,7 +10,7 @@ import screens
 import yaml
 from checking import DDP, V1, V2
 from conftest import ROOT, accel_fsdp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_fsdp import linter, wizard
@@ -226,7 +226,7 @@ def test_the_review_shows_what_is_written(engine: str, value: Any, tmp_path: Pat
     assert rows.keys() - asked.keys() <= {"model", "method", "gpus", "engine"}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(engine=st.sampled_from(["fsdp1", "fsdp2", "deepspeed", "ddp"]), value=st.sampled_from(UNUSABLE), data=st.data())
 def test_what_is_written_is_what_was_settled(engine: str, value: Any, data: st.DataObject, tmp_path: Path) -> None:
     """The linter finds no bad value in it, and editing it once more changes nothing."""
