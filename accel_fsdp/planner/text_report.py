@@ -377,6 +377,8 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
         )
     if shape.model_type == "gpt_oss":
         notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")
+    if shape.model_type == "deepseek_v3" and shape.name.startswith("deepseek-ai/"):
+        notes.append("Its weights are published in FP8, which Trainer doesn't train: convert them to bf16 first.")
     if quant_method:
         refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
         notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")

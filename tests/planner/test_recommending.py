@@ -183,6 +183,12 @@ def test_a_model_with_eager_attention_alone_is_the_same_whatever_is_asked(attent
         assert "MXFP4" in text
 
 
+def test_weights_that_are_published_in_fp8_are_named() -> None:
+    text = shown("--model", "DeepSeek-R1", "--gpus", "8xH100", "--method", "lora")
+    assert "published in FP8" in text
+    assert "671,026.4 M parameters" in text
+
+
 def test_attention_without_a_kernel_computes_all_keys() -> None:
     """gpt-oss has no sdpa: it computes the half of the products that a kernel which knows the mask leaves out."""
     found = trace_store.find("gpt-oss-20b")
