@@ -5,7 +5,7 @@ for a model or an engine without a plan. Pure.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
@@ -214,10 +214,10 @@ def _rows(stretches: Sequence[Shown]) -> Iterator[UnitRow]:
         ending = [one for one in those if one.micro_batch == last]
         yield UnitRow(
             *(phase, unit, len(those), len(ending)),
-            _sum(one.seconds for one in those),
-            _most(one.peak_bytes for one in those),
-            _most(_minus(one.peak_bytes, one.before_bytes) for one in those),
-            _sum(_minus(one.after_bytes, one.before_bytes) for one in ending),
+            _over(sum, (one.seconds for one in those)),
+            _over(max, (one.peak_bytes for one in those)),
+            _over(max, (_minus(one.peak_bytes, one.before_bytes) for one in those)),
+            _over(sum, (_minus(one.after_bytes, one.before_bytes) for one in ending)),
         )
 
 
@@ -226,16 +226,11 @@ def _minus(one: Quantity, other: Quantity) -> Quantity:
     return Quantity(one.measured - other.measured, known)
 
 
-def _sum(pairs: Iterable[Quantity]) -> Quantity:
-    listed = list(pairs)
-    known = [one.predicted for one in listed if one.predicted is not None]
-    return Quantity(sum(one.measured for one in listed), sum(known) if len(known) == len(listed) else None)
-
-
-def _most(pairs: Iterable[Quantity]) -> Quantity:
-    listed = list(pairs)
-    known = [one.predicted for one in listed if one.predicted is not None]
-    return Quantity(max(one.measured for one in listed), max(known) if len(known) == len(listed) else None)
+def _over(fold: Callable[[Iterable[float]], float], quantities: Iterable[Quantity]) -> Quantity:
+    """All of them summed, or the highest; predicted only where each one is."""
+    listed = list(quantities)
+    known = [quantity.predicted for quantity in listed if quantity.predicted is not None]
+    return Quantity(fold(quantity.measured for quantity in listed), fold(known) if len(known) == len(listed) else None)
 
 
 # Traffic
@@ -323,43 +318,35 @@ def _differences(
 
 
 def _of_memory(rows: Sequence[UnitRow], between: Quantity, highest: Quantity) -> Iterator[StepDifference]:
-    def differs(unit: str, pair: Quantity, text: str) -> Iterator[StepDifference]:
-        if pair.predicted is not None:
-            said = f"{text} {any_size(pair.measured)}, {_than(pair, any_size)}"
-            share = abs(pair.difference) / highest.measured
-            yield StepDifference("memory", unit, said, pair.measured, pair.predicted, share)
-
-    yield from differs(BETWEEN, between, "between steps there are")
+    yield from _difference("memory", BETWEEN, "between steps there are {}", between, highest.measured)
     for row in rows:
         if row.phase == "forward":  # what it leaves goes in backward, and would be told twice
-            yield from differs(row.unit, row.left_bytes, f"{replace(row, count=row.ending).name} leaves")
-        one = replace(row, count=1).name
-        yield from differs(row.unit, row.rise_bytes, f"{one} rises above what it finds by")
+            leaves = f"{replace(row, count=row.ending).name} leaves {{}}"
+            yield from _difference("memory", row.unit, leaves, row.left_bytes, highest.measured)
+        rises = f"{replace(row, count=1).name} rises above what it finds by {{}}"
+        yield from _difference("memory", row.unit, rises, row.rise_bytes, highest.measured)
 
 
 def _of_time(rows: Sequence[UnitRow], seconds: Quantity) -> Iterator[StepDifference]:
     for row in rows:
-        pair = row.seconds
-        if pair.predicted is not None:
-            said = f"{row.name} takes {any_time(pair.measured)}, {_than(pair, any_time)}"
-            yield StepDifference(
-                "time", row.unit, said, pair.measured, pair.predicted, abs(pair.difference) / seconds.measured
-            )
+        yield from _difference("time", row.unit, f"{row.name} takes {{}}", row.seconds, seconds.measured)
 
 
 def _of_traffic(sent: Sequence[Sent]) -> Iterator[StepDifference]:
-    whole = sum(max(one.total.measured, one.total.predicted or 0) for one in sent)
-    for one in sent:
-        for pair, what in ((one.gathers, "to gather weights"), (one.reduces, "to reduce gradients")):
-            if pair.predicted is not None and whole:
-                said = f"{one.unit} sends {any_size(pair.measured)} {what}, {_than(pair, any_size)}"
-                share = abs(pair.difference) / whole
-                yield StepDifference("traffic", one.unit, said, pair.measured, pair.predicted, share)
+    whole = sum(max(unit.total.measured, unit.total.predicted or 0) for unit in sent)
+    for unit in sent:
+        for quantity, purpose in ((unit.gathers, "to gather weights"), (unit.reduces, "to reduce gradients")):
+            yield from _difference("traffic", unit.unit, f"{unit.unit} sends {{}} {purpose}", quantity, whole)
 
 
-def _than(pair: Quantity, write: Any) -> str:
-    more = "more" if pair.difference > 0 else "less"
-    return f"{write(abs(pair.difference))} {more} than predicted"
+def _difference(what: What, unit: str, text: str, quantity: Quantity, whole: float) -> Iterator[StepDifference]:
+    """Nothing where nothing is predicted. `text` has a place for the measured number, `whole` is that of the step."""
+    if quantity.predicted is not None and whole:
+        write = any_time if what == "time" else any_size
+        more = "more" if quantity.difference > 0 else "less"
+        said = f"{text.format(write(quantity.measured))}, {write(abs(quantity.difference))} {more} than predicted"
+        share = abs(quantity.difference) / whole
+        yield StepDifference(what, unit, said, quantity.measured, quantity.predicted, share)
 
 
 # What is to be said of the numbers
