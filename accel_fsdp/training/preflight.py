@@ -64,11 +64,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def check_weight_decay(args: TrainingArguments) -> None:
-    """Stops FSDP1's flattened parameters from losing their names, by which Trainer spares norms and biases the decay.
-
-    Raises:
-        UserError: `fsdp_use_orig_params: false` with weight decay.
-    """
+    """Stops where FSDP1 flattens parameters: they lose the names by which Trainer spares norms and biases the decay."""
     launch = LaunchEnvironment.now()
     if launch.uses_fsdp1 and launch.flattens and args.weight_decay > 0:
         raise UserError(
@@ -79,11 +75,7 @@ def check_weight_decay(args: TrainingArguments) -> None:
 
 
 def check_dora(model: nn.Module) -> None:
-    """Stops before PEFT 0.21 would: it reads the shape of an adapter's weight where FSDP1 has put a flat shard.
-
-    Raises:
-        UserError: DoRA under FSDP1.
-    """
+    """Stops before PEFT 0.21 would: it reads the shape of an adapter's weight where FSDP1 has put a flat shard."""
     adapters = getattr(model, "peft_config", {}).values()
     if LaunchEnvironment.now().uses_fsdp1 and any(one.use_dora for one in adapters):
         raise UserError(
@@ -94,11 +86,7 @@ def check_dora(model: nn.Module) -> None:
 
 
 def check_gathering(args: TrainingArguments) -> None:
-    """Stops where what was trained could not be put together at the end, or not where it would be looked for.
-
-    Raises:
-        UserError: ZeRO-3 that may not gather its weights, or shards that each node would keep for itself.
-    """
+    """Stops where what was trained could not be put together at the end, or not where it would be looked for."""
     plugin = getattr(args, "deepspeed_plugin", None)
     section = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
     if section.get("stage") == 3 and not section.get("stage3_gather_16bit_weights_on_model_save"):

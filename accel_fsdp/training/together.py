@@ -150,12 +150,11 @@ def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
     """What this rank was told: arguments, what Accelerate made of the YAML, script, versions, environment."""
     told = {**asdict(model), **asdict(data), **training.to_dict()}
     kept = {name: value for name, value in told.items() if not agreement.is_own(name)}
-    arguments = {name: _last_part(value) if name in PATHS else value for name, value in kept.items()}
+    arguments = {
+        name: lineage.last_part(value) if name in PATHS and isinstance(value, str) else value
+        for name, value in kept.items()
+    }
     return {**agreement.of_job(os.environ, Path(sys.argv[0])), "arguments": agreement.flat(arguments)}
-
-
-def _last_part(value: Any) -> Any:
-    return lineage.last_part(value) if isinstance(value, str) else value
 
 
 def of_data(settings: agreement.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:

@@ -53,7 +53,11 @@ class Collator:
         rows = labelled or [{**rows[0], "labels": np.full_like(rows[0]["input_ids"], IGNORED)}]
         parts = {name: [np.asarray(row[name]) for row in rows] for name in ("input_ids", "labels")}
         if labelled and not any((labels[1:] != IGNORED).any() for labels in parts["labels"]):
-            raise _nothing_trained()
+            raise UserError(
+                "a batch has no token to train on",
+                why="no token that the model predicts has a label, so the batch's loss is 0/0",
+                fix="give rows with labels, or a larger --max_length",
+            )
         if self.packed:
             parts["position_ids"] = [np.asarray(row["position_ids"]) for row in rows]
             self.check_length(max(int(places.max()) + 1 for places in parts["position_ids"]))
@@ -199,11 +203,3 @@ def _computed_in(model: "nn.Module") -> torch.dtype:
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     stored = next(part.dtype for part in model.parameters() if part.is_floating_point())
     return mixed.get(LaunchEnvironment.now().mixed_precision, stored)
-
-
-def _nothing_trained() -> UserError:
-    return UserError(
-        "a batch has no token to train on",
-        why="no token that the model predicts has a label, so the batch's loss is 0/0",
-        fix="give rows with labels, or a larger --max_length",
-    )

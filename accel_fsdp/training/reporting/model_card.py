@@ -49,7 +49,7 @@ def _on_hub(name: str) -> bool:
 
 def _name(name: str) -> str:
     """A hub id as it is, of a path the last part: where it lay is nobody's business."""
-    return name if _on_hub(name) else Path(name).name
+    return name if _on_hub(name) else lineage.last_part(name)
 
 
 def _body(

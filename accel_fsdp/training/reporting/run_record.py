@@ -33,7 +33,7 @@ class RunRecord:
         self.content: dict[str, Any] = {
             "status": "running",
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": versions(),
+            "versions": {"python": platform.python_version(), **agreement.versions()},
             "machine": {"host": platform.node(), "ranks": launch.world_size, **_device()},
             "config": launch.settings,
             "arguments": dict(arguments),
@@ -82,11 +82,6 @@ def read(folder: Path) -> dict[str, Any]:
 def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:
     """All arguments by group; Trainer hides the values of tokens itself."""
     return {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}
-
-
-def versions() -> dict[str, str]:
-    """Of Python, this package and the libraries that a run depends on."""
-    return {"python": platform.python_version(), **agreement.versions()}
 
 
 def _device() -> dict[str, Any]:

@@ -52,13 +52,15 @@ def _memory(found: StepComparison) -> str:
         (size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if top >= size or size == KIB
     )
     curves = [_curve(found, name, style, size) for name, style in zip(NAMES, ("c1", "c2"), strict=True)]
+    known = found.highest.predicted is not None
+    caption = "Both as the allocator counts it, on the first rank." if known else "Measured on the first rank."
     words = Words("Allocated memory over the step", _summary(found))
     drawn = [one for one in curves if one.points]
     return section(
         words.title,
         "From left to right the units in their order, not seconds: for each what it finds, its highest point, and "
         "what it leaves.",
-        figure([svg.losses(words, drawn, width, ("unit after unit", unit)) for width in WIDTHS], _caption(found)),
+        figure([svg.losses(words, drawn, width, ("unit after unit", unit)) for width in WIDTHS], caption),
     )
 
 
@@ -68,11 +70,6 @@ def _curve(found: StepComparison, name: str, style: str, size: int) -> Curve:
         levels = [getattr(pair, name) for pair in (one.before_bytes, one.peak_bytes, one.after_bytes)]
         points += [(3 * place + number, level / size) for number, level in enumerate(levels) if level is not None]
     return Curve(name, style, points)
-
-
-def _caption(found: StepComparison) -> str:
-    known = found.highest.predicted is not None
-    return "Both as the allocator counts it, on the first rank." if known else "Measured on the first rank."
 
 
 def _rows(found: StepComparison) -> str:
@@ -100,20 +97,16 @@ def _time(found: StepComparison) -> str:
     said = "; ".join(
         f"{name}: {any_time(one.measured)}, predicted {any_time(one.predicted or 0)}" for name, one in known
     )
+    rest = sum(row.seconds.measured for row in found.rows if row.seconds.predicted is None)
     words = Words("Time by unit", said)
     bars = [("P", name, one.measured, one.predicted or 0.0) for name, one in known]
     return section(
         words.title,
-        _summary_of_time(found),
+        f"What nothing is predicted for, such as the norm of the gradients, took {any_time(rest)}.",
         figure(
             [svg.pairs(words, bars, NAMES, width, any_time) for width in WIDTHS], "Of all layers of a class together."
         ),
     )
-
-
-def _summary_of_time(found: StepComparison) -> str:
-    rest = sum(row.seconds.measured for row in found.rows if row.seconds.predicted is None)
-    return f"What nothing is predicted for, such as the norm of the gradients, took {any_time(rest)}."
 
 
 def _traffic(found: StepComparison) -> str:

@@ -25,10 +25,12 @@ CPU, CUDA = 0, 1
 """Its numbers of devices."""
 WIDTHS = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 """Bytes of an element by the names that it gives dtypes; all others have one."""
-GATHERS = ("c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_")
-SCATTERS = ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_", "c10d::reduce_scatter_tensor_coalesced_")
-REDUCES = ("c10d::allreduce_", "c10d::allreduce_coalesced_")
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"), "all-gather"),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"), "reduce-scatter"),
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), "all-reduce"),
+}
 UNITS_TRACK = 0
 """The thread number under which a viewer shows the units: no thread has it."""
 
@@ -227,8 +229,8 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterable[Collective]:
         if one.get("cat") != "cpu_op" or not one["name"].startswith("c10d::"):
             continue
         dims, kinds = one["args"].get("Input Dims", []), one["args"].get("Input type", [])
-        place = 1 if one["name"] in GATHERS else 0
-        kind = _kind(one["name"])
+        kind = KINDS.get(one["name"].removeprefix("c10d::"))
+        place = 1 if kind == "all-gather" else 0
         if kind is None or len(dims) <= place:
             continue
         sizes = [_numel(each) for each in _each(dims[place])]
@@ -245,14 +247,6 @@ def _modules(call: Mapping[str, Any], named: Sequence[Mapping[str, Any]]) -> tup
             found = FOR_MODULE.match(one["name"])
             return tuple((found[1] or "").split(", ")) if found else ()
     return ()
-
-
-def _kind(name: str) -> Kind | None:
-    if name in GATHERS:
-        return "all-gather"
-    if name in SCATTERS:
-        return "reduce-scatter"
-    return "all-reduce" if name in REDUCES else None
 
 
 def _ranks(kind: Kind, dims: Sequence[Any]) -> int:
