@@ -13,8 +13,8 @@ SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of me
 HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank stands; training: --hang_timeout"
 SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"
 
-HARMLESS = re.compile(r"wandb|\(errno: 97 ")
-"""Lines of a tracker's network, and torch's complaint where IPv6 is off."""
+HARMLESS = re.compile(r"^(?!.*\bwandb\.errors\.).*wandb|\(errno: 97 ")
+"""Lines of a tracker's network, which goes on without it, and torch's complaint where IPv6 is off."""
 CHATTER = re.compile(
     r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|(?<!=)\bINFO\b|Warning\b"
     r"|HEAD https?:|Retrying in \d|load from local cache"
@@ -25,6 +25,17 @@ MOST_CHARACTERS = 2_000_000
 ROOT_CAUSE = re.compile(r"\bRoot Cause( \(first observed failure\))?:\s*$")
 OTHER_FAILURES = re.compile(r"\bFailures:\s*$")
 END_OF_REPORT = re.compile(r"={9}|\*{9}")
+HUB_HOST = r"(huggingface\.co|hf\.co|hf-mirror\.com)"
+NOT_THE_HUB = (
+    rf"\A(?!(?s:.)*({HUB_HOST}|huggingface_hub/))(?s:.)*(wandb|boto|\bs3|amazonaws|googleapis|gcsfs|azure|mlflow)"
+)
+"""A text that names another service alone."""
+PYTHONS_ERROR = re.compile(
+    r"^(\[\w+\]:)?\s*(Key|Index|Value|Type|Name|Attribute|Assertion|ZeroDivision|UnboundLocal|FileNotFound|Permission"
+    r"|NotImplemented|Import|ModuleNotFound|UnicodeDecode|json\.decoder\.JSONDecode)(Error|Warning)?\b[^\n]*$",
+    re.MULTILINE,
+)
+"""The last line of a traceback that ended a rank by itself; the others wait for that one, or lose it."""
 FIRST_FAILURE = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 """torchrun's line on the rank that failed first."""
 
@@ -33,7 +44,8 @@ FIRST_FAILURE = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 class KnownError:
     """`messages`: regular expressions, one of which matches what a user sees, in any case.
 
-    `sources`: reports of it, as repository#issue.
+    `sources`: reports of it, as repository#issue. `unless`: a text that matches is another error. `follows`: it also
+    follows from an error of the script on another rank, which is then the cause.
     """
 
     name: str
@@ -41,6 +53,8 @@ class KnownError:
     cause: str
     fix: str
     sources: tuple[str, ...] = ()
+    unless: str = ""
+    follows: bool = False
 
     @property
     def often(self) -> str:
@@ -497,6 +511,7 @@ KNOWN = (
         "or links between GPUs or machines hang",
         f"{HANGING}; NCCL_P2P_DISABLE=1 shows whether it is the links",
         ("huggingface/accelerate#3250", "konstmish/prodigy#35"),
+        follows=True,
     ),
     KnownError(
         "rendezvous",
@@ -518,6 +533,7 @@ KNOWN = (
         (r"wait timeout after \d+ms, keys", r"\d+/\d+ clients joined"),
         "another rank never came to the start: it ended before, waits elsewhere, or was given another world size",
         "look for the first error in the logs of all machines; accel-fsdp doctor on each says who is missing",
+        follows=True,
     ),
     KnownError(
         "gone",
@@ -528,6 +544,7 @@ KNOWN = (
         ),
         "another rank has ended, or the network to it broke; its own error is in the log of its machine",
         "look for the first error of all logs; exit code -9 is often a machine that ran out of memory (dmesg)",
+        follows=True,
     ),
     KnownError(
         "nccl-system",
@@ -537,9 +554,17 @@ KNOWN = (
         "NCCL_DEBUG=WARN names it; accel-fsdp doctor tests the first three; env | grep NCCL",
     ),
     KnownError(
+        "certificate",
+        (r"CERTIFICATE_VERIFY_FAILED", r"certificate verify failed", r"SSLCertVerificationError"),
+        "this machine doesn't trust the certificate that it is shown: the network's proxy puts its own in place, "
+        "the certificates here are old or missing, or the clock is wrong",
+        "REQUESTS_CA_BUNDLE and SSL_CERT_FILE: a file with the proxy's certificate; pip install -U certifi; date",
+        ("Snowflake-Labs/llm-bootcamp-build-2023#18",),
+    ),
+    KnownError(
         "hub",
         (
-            r"(huggingface\.co|hf\.co|HTTPS?ConnectionPool|HTTPS?Connection\b)[^\n]*"
+            rf"({HUB_HOST}|HTTPS?Connection(Pool)?\b(?!\(host='?(?!{HUB_HOST})))[^\n]*"
             r"(Max retries|timed out|resol(?!ve/)|unreachable|refused|couldn't connect|establish a new connection)",
             r"couldn't connect to '?https://huggingface\.co",
             r"Connection error, and we cannot find the requested files",
@@ -552,6 +577,19 @@ KNOWN = (
         "this machine doesn't reach the Hub, as compute nodes often don't reach the internet",
         "download where there is a network, and export HF_HUB_OFFLINE=1; HTTPS_PROXY or HF_ENDPOINT if there is one",
         ("PKU-YuanGroup/Chat-UniVi#12", "yuh-zha/AlignScore#17"),
+        unless=NOT_THE_HUB,
+    ),
+    KnownError(
+        "service",
+        (
+            rf"HTTPS?ConnectionPool\(host='?(?!{HUB_HOST}|localhost|127\.)[^\n]*(Max retries|timed out|refused)",
+            r"botocore\.exceptions\.(ConnectTimeout|ReadTimeout|EndpointConnection|ConnectionClosed)Error",
+            r"wandb\.errors\.[\w.]*CommError[^\n]*timed out",
+        ),
+        "a service beside the Hub, such as an object store or a tracker, doesn't answer this machine in time",
+        "curl -I its address on this machine, and HTTPS_PROXY if there is a proxy; longer time-outs for large uploads; "
+        "WANDB_MODE=offline",
+        ("boto/boto3#1090", "wandb/wandb#7671"),
     ),
     KnownError(
         "slow-network",
@@ -586,10 +624,14 @@ KNOWN = (
 
 def find(message: str) -> KnownError | None:
     """The first row of the table that knows the message's most telling part; None if none does."""
-    return next((row for text in _texts(message) for row in KNOWN if _matches(row, text)), None)
+    failed = PYTHONS_ERROR.search(message[-MOST_CHARACTERS:])
+    rows = [row for row in KNOWN if not (failed and row.follows)]
+    return next((row for text in _texts(message) for row in rows if _matches(row, text)), None)
 
 
 def _matches(row: KnownError, text: str) -> bool:
+    if row.unless and re.search(row.unless, text, re.IGNORECASE):
+        return False
     return any(re.search(message, text, re.IGNORECASE | re.MULTILINE) for message in row.messages)
 
 
