@@ -29,7 +29,8 @@ OTHER_SECONDS = 30.0
 """How long machine 0 tries to reach itself at an address that none of its interfaces has."""
 HEARD_SECONDS = 2.0
 """How long machine 0 keeps the store open, for the others to read what it says."""
-REFUSED = "refused"
+REFUSED, NONE = "refused", list[str]()
+"""The name of what ends the roll call, and its value once machine 0 lets ranks start."""
 FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which tells each its own"
 
 
@@ -193,6 +194,9 @@ def _part(board: Board, own: Machine) -> None:
     if quiet:
         gone = Machine(**board.get(_key(quiet[0])))
         _refuse(board, f"{gone} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
+    if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one is its sender's alone
+        time.sleep(HEARD_SECONDS)
+        raise _refusal(*refusal)
 
 
 def _roll(present: Mapping[int, Machine], machines: int) -> str:
@@ -215,7 +219,7 @@ def _difference(present: Mapping[int, Machine]) -> str:
 
 def _refuse(board: Board, what: str, fix: str = FIX_RANKS) -> NoReturn:
     """Ends this machine's part, and that of all that still wait."""
-    refusal = board.agree(REFUSED, [what, fix])
+    refusal = board.agree(REFUSED, [what, fix]) or [what, fix]
     time.sleep(HEARD_SECONDS)
     raise _refusal(*refusal)
 

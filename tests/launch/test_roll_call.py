@@ -10,6 +10,9 @@ import pytest
 from conftest import Finished, made_yaml, run
 from hosts import Host
 
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch import Address, roll_call
+
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 PORT, SECONDS = "29431", 90
 WAIT, LONG = "12", "60"
@@ -120,6 +123,21 @@ def test_machines_that_were_told_other_numbers(machines: list[Host], launch: Lau
     first, second = all_refused([launch(machines[0], 0, 2, wait=LONG), launch(machines[1], 1, 3, wait=LONG)])
     for one in (first, second):
         assert "error: num_machines is 2 on machine 0 (n1), and 3 on machine 1 (n2)" in one.output
+
+
+def test_a_refusal_in_the_last_second_is_read() -> None:
+    """One that comes while machine 0 waits for the last answers ends all; a later one ends its sender."""
+    first, late = (roll_call.Machine(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))
+    board = Address("127.0.0.1", 0, hosts=True).open(10)
+    board.put("complete/1", True)
+    board.put(roll_call.REFUSED, ["two machines are one", "another rank"])
+    with pytest.raises(UserError, match="two machines are one"):
+        roll_call._part(board, first)
+    board.remove(roll_call.REFUSED)
+    roll_call._part(board, first)
+    with pytest.raises(UserError, match="machine 1 came late"):
+        roll_call._refuse(board, f"{late} came late".replace(" (n1)", ""))
+    assert board.get(roll_call.REFUSED) == []
 
 
 def test_a_time_that_cannot_be() -> None:
