@@ -25,6 +25,7 @@ from .tensor_names import TOKENS as TOKENS
 from .tensor_names import check_patterns as check_patterns
 from .tensor_names import chooses as chooses
 from .tensor_names import clean_name as clean_name
+from .tensor_names import names as names
 from .tensor_names import pattern_of as pattern_of
 from .tensor_names import plain as plain
 from .tensor_names import saves as saves

@@ -138,6 +138,17 @@ def chooses(settings: Mapping[str, Any], module: str) -> bool:
     return module in _listed(wanted) or (_ends_in(module, wanted) and _is_in_layers(settings, module))
 
 
+def names(settings: Mapping[str, Any], module: str) -> bool:
+    """Whether `target_modules` itself names a module that has a weight, so that PEFT must have made it a pair.
+
+    False where only the model's code tells: for all linear layers, and without `target_modules`.
+    """
+    wanted = settings.get("target_modules")
+    told = _listed(wanted) and (not isinstance(wanted, str) or wanted.lower() != ALL_LINEAR)
+    apart = settings.get("ensure_weight_tying") and not LAYER.search(f"{module}.")
+    return bool(told) and not apart and not settings.get("target_parameters") and chooses(settings, module)
+
+
 def _ends_in(module: str, names: Any) -> bool:
     return any(f".{module}".endswith(f".{name}") for name in _listed(names))
 

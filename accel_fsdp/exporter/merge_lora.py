@@ -21,6 +21,7 @@ from accel_fsdp.checkpoints import (
     check_patterns,
     chooses,
     file_names,
+    names,
     part_of,
     pattern_of,
     plain,
@@ -28,6 +29,7 @@ from accel_fsdp.checkpoints import (
 )
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, check_range, torch_dtype, whole
+from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ KNOWN = frozenset(
     }
 )
 """The settings of LoRA that are heeded here or don't matter to a merge. Any other one that is on makes another one."""
+WEIGHT, SHOWN = ".weight", 4
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
 
@@ -265,7 +268,7 @@ def check_saved(
     model: Iterable[str],
     ties: Iterable[tuple[str, ...]],
 ) -> None:
-    """Holds `modules_to_save` against what was saved; `model` are the names of the model's tensors.
+    """Compares what the settings say was trained with what was saved; `model` are the names of the model's tensors.
 
     Names that no module of the model has are passed over: PEFT adds some to the settings by the kind of task. One of
     tied weights stands for all that `ensure_weight_tying` keeps so.
@@ -273,13 +276,23 @@ def check_saved(
     Raises:
         UserError: the weights of a module that was trained aren't there, or a pattern of the settings can't be used.
     """
-    check_patterns(settings, _modules(adapter))
+    model = list(model)
+    weights = dict.fromkeys(name.removesuffix(WEIGHT) for name in model if name.endswith(WEIGHT))
+    pairs = _modules(adapter)
+    check_patterns(settings, [*pairs, *weights])
+    chosen = [name for name in weights if names(settings, name)]
+    if lacking := sorted(set(chosen) - set(pairs)):
+        shown = ", ".join(lacking[:SHOWN]) + (f" and {len(lacking) - SHOWN} more" if lacking[SHOWN:] else "")
+        raise _contradicted(
+            f"lacks the LoRA matrices of {len(lacking)} of {counted(len(chosen), 'module')}, "
+            f"which target_modules in adapter_config.json chooses: {shown}"
+        )
     held, groups = {plain(name) for name in adapter}, list(ties)
     for group in groups:
         held |= set(group) if settings.get("ensure_weight_tying") and held & set(group) else set()
-    names = dict.fromkeys([*model, *(name for group in groups for name in group)])
-    if lacking := next((name for name in names if name not in held and saves(settings, name)), None):
-        raise _contradicted(f"lacks {lacking}, which modules_to_save in adapter_config.json says was trained")
+    tensors = dict.fromkeys([*model, *(name for group in groups for name in group)])
+    if unsaved := next((name for name in tensors if name not in held and saves(settings, name)), None):
+        raise _contradicted(f"lacks {unsaved}, which modules_to_save in adapter_config.json says was trained")
 
 
 def tied_once(

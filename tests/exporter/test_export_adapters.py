@@ -151,6 +151,8 @@ CONTRADICTED: dict[str, dict[str, Any]] = {
     "fewer layers": {"layers_to_transform": [0], "layers_pattern": "layers"},
     "saved instead": {"modules_to_save": ["mlp"]},
     "one more saved": {"modules_to_save": ["lm_head", "norm"]},
+    "more modules": {"target_modules": ["q_proj", "up_proj", "down_proj"]},
+    "a wider pattern": {"target_modules": r".*\.(q|k|up)_proj"},
 }
 
 
@@ -162,6 +164,20 @@ def test_settings_that_the_file_contradicts_are_refused(what: str, tiny_model: P
     path.write_text(json.dumps({**json.loads(path.read_text()), **CONTRADICTED[what]}))
     with pytest.raises(UserError, match=r"the adapter's file (holds LoRA matrices of|lacks) .*, (and|which) "):
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+@pytest.mark.parametrize("left", [0, 2, 3])
+def test_pairs_that_are_missing_are_counted(left: int, tiny_model: Path, tmp_path: Path) -> None:
+    """PEFT loads such a file in silence, and the modules stay as the base has them."""
+    trained(tiny_model).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    content = load_file(path)
+    pairs = sorted({name.partition(".lora_")[0] for name in content})
+    save_file({name: one for name, one in content.items() if name.partition(".lora_")[0] in pairs[:left]}, path)
+    said = rf"lacks the LoRA matrices of {4 - left} of 4 modules, which .*{pairs[-1].removeprefix('base_model.model.')}"
+    with pytest.raises(UserError, match=said if left else "lacks|adapter"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("tied", [False, True])
