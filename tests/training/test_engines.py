@@ -182,7 +182,7 @@ def test_shipped_yaml_trains_as_plain_pytorch_does(
     uneven = {"uneven": ["--dataset_name", str(nine)]}
     low = {"lora16": ["--config_file", str(FOLDER / f"{name}.yaml"), *LORA, "--dtype", "bfloat16"]}
     low = low if name == "zero3" else {}
-    # Before the 16-bit job: a process that has run one under ZeRO-3 rounds otherwise afterwards
+    # Before the 16-bit job: `under` of the probe leaves the bf16 of its YAML in the environment of the jobs after it
     env = probed(tmp_path, {"lora": LORA, **uneven, **smooth, **held_out, **low})
     finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
     assert finished.code == 0, finished.output
