@@ -239,6 +239,18 @@ def _not_finite(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[F
             return
 
 
+def _no_tracker(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
+    """Accelerate leaves out what isn't installed, and the run is recorded nowhere."""
+    for event in _of("no-tracker", events)[:1]:
+        names = event.content["names"]
+        yield Failure(
+            f"log_with names {', '.join(names)}, which isn't installed: nothing is recorded there",
+            SCRIPT,
+            f"pip install {' '.join(names)}; or leave it out of log_with",
+            event.content["line"],
+        )
+
+
 def _all_ended(events: Sequence[Event]) -> bool:
     """Whether the script came to its end on each rank."""
     return bool(events) and {one.rank for one in _of("trained", events)} == {one.rank for one in _of("began", events)}
@@ -256,6 +268,7 @@ LOOKS: tuple[Callable[[Sequence[Event], dict[int, Holding]], Iterator[Failure]],
     _untied,
     _clipped_by_torch,
     _forgotten_rng,
+    _no_tracker,
     _no_step,
     _steps_apart,
     _saved_shards,

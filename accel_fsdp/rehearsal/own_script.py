@@ -47,11 +47,13 @@ class OwnRehearsal:
             raise mistake
         if outcome.hang or outcome.code:
             raise self._failed(outcome)
+        unwatched = [one.content for one in outcome.events if one.kind == "unwatched" and one.rank == 0]
         if not outcome.holdings:
-            raise of_no_training(outcome)
+            raise of_unwatched(unwatched[0]["why"]) if unwatched else of_no_training(outcome)
         for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
-        return Proof(verdict.summary(outcome.holdings), last_lines(outcome.printed))
+        off = "".join(f"; not watched: {one['what']} ({one['why']})" for one in unwatched)
+        return Proof(verdict.summary(outcome.holdings) + off, last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:
         failure = of_outcome(outcome)
@@ -73,6 +75,11 @@ class OwnRehearsal:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
             judge(self.scaled, classes, outcome)
+
+
+def of_unwatched(why: str) -> Failure:
+    """A rehearsal that saw nothing, because a library has changed inside."""
+    return Failure(f"what the ranks hold can't be seen: {why}", SCRIPT, "the versions that README names as tested")
 
 
 def last_lines(printed: str) -> str:

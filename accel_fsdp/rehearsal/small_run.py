@@ -39,7 +39,7 @@ WHOLE = columns.ALIASES["messages"]
 """The columns that are trained as a whole without those."""
 OF_GPUS = ("attn_implementation", "use_liger_kernel", "torch_compile", "torch_compile_backend", "tf32")
 """What only GPUs have; a rehearsal runs without."""
-OF_THE_PLACE = ("resume_from_checkpoint", "report_to", "accelerate_config", "hub_token")
+OF_THE_PLACE = ("resume_from_checkpoint", "accelerate_config", "hub_token")
 """What asks for things that are where the real job runs."""
 PLACES = ("model_name_or_path", "dataset_name", "output_dir")
 OF_PRECISION = ("bf16", "fp16", "dtype", "export_dtype", "bf16_full_eval", "neftune_noise_alpha", "lora_dropout")

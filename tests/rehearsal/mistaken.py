@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 NAME, MODEL, FOLDER = sys.argv[1:4]
-accelerator = Accelerator()
+accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 if NAME == "other seeds":

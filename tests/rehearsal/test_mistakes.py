@@ -138,6 +138,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "an attribute of a wrapped model": ("attribute of a wrapped model", {}, "the script", "model.config.use_cache"),
     "a misspelt method": ("method of no model", FSDP2, "the script", "model.prepare_for_traning()"),
     "a loss that is NaN": ("loss is NaN", FSDP1, "the script", "accelerator.backward(loss"),
+    "a tracker that isn't installed": ("tracker", FSDP2, "the script", "log_with="),
     "a batch sent to cuda": ("cuda", FSDP1, "the script", 'batch.to("cuda"'),
 }  # fmt: skip
 DOCS = (ROOT / "docs/rehearse.md").read_text()

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks.observing import Observation
+from accel_fsdp.library_internals import Internal
 
 CALLS = (
     ("accelerate.accelerator", "Accelerator", "save_state"),
@@ -17,6 +19,16 @@ CALLS = (
 )
 """A module, its class and its method, whose arguments name a folder."""
 FOLDERS = ("output_dir", "save_directory")
+
+
+RELIES_ON = tuple(Internal(f"{module}:{kind}.{method}", "self *") for module, kind, method in CALLS)
+
+
+def _has_been_imported(module: str, kind: str) -> bool:
+    """Whether the script has imported it as a whole; a class that is gone from it is another matter."""
+    there = sys.modules.get(module)
+    spec = getattr(there, "__spec__", None)
+    return there is not None and (hasattr(there, kind) or not getattr(spec, "_initializing", False))
 
 
 class Saves:
@@ -30,8 +42,10 @@ class Saves:
         """Puts the watch around the methods of modules that the script has imported by now; imports none itself."""
         for call in CALLS:
             module, kind, method = call
-            if call not in self.watched and hasattr(sys.modules.get(module), kind):
-                self.watched.add(call)
+            if call in self.watched or not _has_been_imported(module, kind):
+                continue
+            self.watched.add(call)
+            if Observation(f"saves by {kind}.{method}", (Internal(f"{module}:{kind}.{method}", "self *"),)).is_possible:
                 owner = getattr(sys.modules[module], kind)
                 setattr(owner, method, self._watched(getattr(owner, method)))
 

@@ -5,6 +5,7 @@ It changes nothing. What is replaced here calls what it replaces with the same a
 
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import signal
@@ -16,8 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
-from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks import events, holding, script
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
+from accel_fsdp.launch.ranks.observing import Observation
 from accel_fsdp.launch.ranks.saves import Saves
 from accel_fsdp.launch.ranks.weights import Weights, shards_in
 from accel_fsdp.library_internals import Internal
@@ -27,11 +29,31 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-RELIES_ON = (
-    Internal("accelerate:Accelerator.prepare", "self args device_placement"),
-    Internal("torch.utils.checkpoint:checkpoint"),
-    Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
+LOSSES = Observation("losses and backward passes", (Internal("torch:Tensor.backward", "self gradient *"),))
+TORCH_SAVES = Observation("what torch.save writes", (Internal("torch:save", "obj f *"),))
+CLIPPING = Observation("clipping by torch's function", (Internal("torch.nn.utils:clip_grad_norm_", "parameters *"),))
+CHECKPOINTING = Observation(
+    "random numbers under activation checkpointing",
+    (
+        Internal("torch.utils.checkpoint:checkpoint", "function *"),
+        Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
+    ),
 )
+PREPARING = Observation(
+    "what Accelerate prepares", (Internal("accelerate:Accelerator.prepare", "self args device_placement"),)
+)
+TRACKERS = Observation("trackers", (Internal("accelerate:Accelerator.__init__", "self * log_with"),))
+STEPS = Observation(
+    "rows, units and steps",
+    (
+        Internal("torch.nn.modules.module:register_module_forward_pre_hook", "hook"),
+        Internal("torch.nn.modules.module:register_module_forward_hook", "hook * always_call"),
+        Internal("torch.optim.optimizer:register_optimizer_step_pre_hook", "hook"),
+    ),
+)
+HOLDING = Observation("what each rank holds", holding.RELIES_ON)
+OBSERVED = (LOSSES, TORCH_SAVES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS)
+RELIES_ON = tuple(internal for one in OBSERVED for internal in one.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete a rank waits, to be killed there."""
 
@@ -40,12 +62,19 @@ def begin() -> Callable[[], None]:
     """Puts the watch in place, before the script imports anything; returns what to call when the script has ended."""
     import torch
 
-    steps = _Steps(os.environ.get(HOLD_AFTER))
-    _after(torch.Tensor, "backward", steps.ran_backward)
-    _after(torch, "save", steps.torch_saved)
-    _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
-    _watch_checkpointing()
-    _watch_prepare()
+    steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
+    if LOSSES.is_possible:
+        _after(torch.Tensor, "backward", steps.ran_backward)
+    if TORCH_SAVES.is_possible:
+        _after(torch, "save", steps.torch_saved)
+    if CLIPPING.is_possible:
+        _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
+    if CHECKPOINTING.is_possible:
+        _watch_checkpointing()
+    if TRACKERS.is_possible:
+        _watch_trackers()
+    if PREPARING.is_possible:
+        _watch_prepare(steps.measures)
     steps.install()
     return steps.tell_end
 
@@ -114,7 +143,23 @@ def _watch_checkpointing() -> None:
     wrappers.torch_utils_checkpoint = checkpoint  # type: ignore[attr-defined]
 
 
-def _watch_prepare() -> None:
+def _watch_trackers() -> None:
+    """Accelerate drops a tracker that isn't installed, and logs nothing at the level that people see."""
+    from accelerate import Accelerator
+
+    parameters = inspect.signature(Accelerator.__init__)
+
+    def made(*args: Any, **kwargs: Any) -> None:
+        asked = parameters.bind(*args, **kwargs).arguments.get("log_with")
+        names = [str(getattr(one, "value", one)) for one in (asked if isinstance(asked, list | tuple) else [asked])]
+        kept = [str(getattr(one, "value", one)) for one in args[0].log_with]
+        if asked is not None and (lacking := [name for name in names if name not in (*kept, "all")]):
+            events.tell("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
+
+    _after(Accelerator, "__init__", made)
+
+
+def _watch_prepare(measures: bool) -> None:
     """Measures each model that Accelerate prepares, and looks before which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
@@ -129,7 +174,7 @@ def _watch_prepare() -> None:
         if any(isinstance(one, torch.utils.data.DataLoader) for one in made):
             events.tell("prepared-rows")
         models = [one for one in made if isinstance(one, torch.nn.Module)]
-        for model, shared in zip(models, before, strict=False):
+        for model, shared in zip(models, before, strict=False) if measures else ():
             _tell_holding("prepared", model, shared=shared)
         return result
 
@@ -159,7 +204,8 @@ def _only_makes_states() -> bool:
 class _Steps:
     """What the first step of an optimizer trains: the outermost modules that ran forward before it, and their rows."""
 
-    def __init__(self, hold_after: str | None) -> None:
+    def __init__(self, hold_after: str | None, measures: bool) -> None:
+        self.measures = measures
         self.hold_after = Path(hold_after) if hold_after else None
         self.is_first = True
         self.depth = 0
@@ -173,10 +219,13 @@ class _Steps:
 
     def install(self) -> None:
         self.weights.install()
+        self.of_modules: list[Any] = []
+        if not STEPS.is_possible:
+            return
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self.of_modules: list[Any] = [
+        self.of_modules = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
@@ -239,7 +288,8 @@ class _Steps:
             name = type(unwrapped(model)).__name__
             line = self.weights.made_at.get(id(optimizer), "")
             events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own), line=line)
-            _tell_holding("stepped", model)
+            if self.measures:
+                _tell_holding("stepped", model)
             names = {id(module): user_name(path) for path, module in model.named_modules()}
             events.tell("units", names=[names[unit] for unit in self.units if unit in names])
         events.tell("rows", hashes=self.rows, line=self.rows_line)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import library_internals
 from accel_fsdp.launch.ranks import events, script
 from accel_fsdp.launch.ranks.holding import FLAT, user_name
+from accel_fsdp.launch.ranks.observing import Observation
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 
 HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
 SHARDED = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-RELIES_ON = (
-    Internal(f"{HANDLE}.shard", "self"),
-    Internal(f"{HANDLE}.uses_sharded_strategy"),
-    Internal(f"{FLAT}._numels_with_padding"),
-    Internal(f"{FLAT}._is_padding_mask"),
-    Internal(f"{SHARDED}._init_sharded_param", "self param *"),
-    Internal("torch.optim:Optimizer.__init__", "self params defaults"),
+OPTIMIZERS = Observation(
+    "optimizers that are made", (Internal("torch.optim:Optimizer.__init__", "self params defaults"),)
 )
+FSDP1 = Observation(
+    "weights before FSDP1 shards them",
+    (
+        Internal(f"{HANDLE}.shard", "self"),
+        Internal(f"{HANDLE}.uses_sharded_strategy"),
+        Internal(f"{FLAT}._numels_with_padding"),
+        Internal(f"{FLAT}._is_padding_mask"),
+    ),
+)
+FSDP2 = Observation("weights before FSDP2 shards them", (Internal(f"{SHARDED}._init_sharded_param", "self param *"),))
+RELIES_ON = tuple(internal for one in (OPTIMIZERS, FSDP1, FSDP2) for internal in one.relies_on)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,14 @@ class Weights:
 
     def install(self) -> None:
         """Looks at each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
+        if OPTIMIZERS.is_possible:
+            self._watch_optimizers()
+        if FSDP1.is_possible:
+            self._watch_fsdp1()
+        if FSDP2.is_possible:
+            self._watch_fsdp2()
+
+    def _watch_optimizers(self) -> None:
         from torch.optim import Optimizer
 
         original = Optimizer.__init__
@@ -65,9 +79,6 @@ class Weights:
             self.made_at[id(args[0])] = script.line_of_stack(sys._getframe())
 
         Optimizer.__init__ = made  # type: ignore[method-assign]
-        if not any(map(library_internals.flaw, RELIES_ON)):
-            self._watch_fsdp1()
-            self._watch_fsdp2()
 
     def _watch_fsdp1(self) -> None:
         from torch.distributed.fsdp._flat_param import FlatParamHandle

@@ -1,0 +1,29 @@
+"""What is observed inside of a rank, and what it takes of the libraries: where they have changed, one line says so."""
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from accel_fsdp import console
+from accel_fsdp.launch.ranks import events
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal, flaw
+
+
+@dataclass(frozen=True)
+class Observation:
+    """`what` is observed, by what `relies_on` names."""
+
+    what: str
+    relies_on: tuple[Internal, ...]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the libraries have all of it; else one line says what isn't watched. Asked once, before patching."""
+        for internal in self.relies_on:
+            if lacking := flaw(internal):
+                why = f"{internal.library} {metadata.version(internal.library)} {lacking}"
+                events.tell("unwatched", what=self.what, why=why)
+                if LaunchEnvironment.now().rank == 0:
+                    console.say(f"accel-fsdp: not watched: {self.what}; {why}")
+                return False
+        return True
