@@ -1,6 +1,7 @@
 """The command line: parse, call, render, exit code. What a command needs is imported when it is asked for."""
 
 import dataclasses
+import math
 import os
 import shlex
 import signal
@@ -199,6 +200,12 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
             why="machines need time to connect",
             fix="accel-fsdp launch --timeout SECONDS FILE SCRIPT",
         )
+    if options.hang_timeout is not None and not 0 <= options.hang_timeout < math.inf:
+        raise UsageError(
+            f"--hang-timeout {options.hang_timeout}",
+            why="it says for how many seconds ranks may do nothing while others wait for them; 0 is for ever",
+            fix="accel-fsdp launch --hang-timeout SECONDS FILE SCRIPT",
+        )
     job, document = read_config(options.file)
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))
@@ -211,9 +218,9 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     if options.cpu and not options.dry_run:
         from accel_fsdp import rehearsal
 
-        return rehearsal.measured(read[0], lambda: launcher.launch(args, options.timeout))
+        return rehearsal.measured(read[0], lambda: launcher.launch(args, options.timeout, options.hang_timeout))
     if not options.dry_run:
-        return launcher.launch(args, options.timeout)
+        return launcher.launch(args, options.timeout, options.hang_timeout)
     if here.engine:
         console.put(f"# {here.engine}: {here}")
     for name, value in sorted(launcher.environment(args).items()) if parses else ():

@@ -1,9 +1,13 @@
 from . import agreement as agreement
+from . import beats as beats
 from . import launcher as launcher
 from . import place as place
 from . import rendezvous as rendezvous
+from . import watched as watched
 from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags
+from .hang_watch import Watch as Watch
+from .hangs import Patience as Patience
 from .store import FAILED as FAILED
 from .store import Address as Address
 from .store import Board as Board

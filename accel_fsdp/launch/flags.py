@@ -54,4 +54,13 @@ class LaunchCommand(PlaceFlags):
     timeout: Annotated[
         int, tyro.conf.arg(metavar="SECONDS", help="How long several machines wait for each other before ranks start.")
     ] = 600
+    hang_timeout: Annotated[
+        Optional[float],
+        tyro.conf.arg(
+            metavar="SECONDS",
+            help="End a job, and say where its ranks are, when all of them have done nothing for so long and some wait "
+            "in a collective; 0: never.",
+            help_behavior_hint="(default: 0.9 of what its process group gives a collective)",
+        ),
+    ] = None
     no_check: Annotated[bool, tyro.conf.arg(help="Launch although the linter finds errors; they are shown.")] = False

@@ -33,6 +33,11 @@ TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 ON_CPU = str(Path(ranks.__file__).with_name("__main__.py"))
 """What stands before a script that is to shard on CPU processes: a program that prepares them and then runs it."""
 
+WATCHED = str(Path(__file__).with_name("__main__.py"))
+"""What stands before a script that is watched: a program that runs it, as Python would."""
+BY_COLLECTIVES = "auto"
+"""In place of seconds: as long as collectives may take. Accelerate fails on an empty first argument of a script."""
+
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
 
@@ -162,6 +167,12 @@ def distributed(args: Any) -> bool:
     return bool(args.use_fsdp or args.use_deepspeed or args.use_megatron_lm or args.multi_gpu)
 
 
+def _has_torchruns_ranks(args: Any) -> bool:
+    """Whether torchrun starts several ranks, here or on all machines."""
+    by_deepspeed = args.use_deepspeed and args.num_machines > 1 and args.deepspeed_multinode_launcher != "standard"
+    return distributed(args) and args.num_processes > 1 and not by_deepspeed
+
+
 def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) -> None:
     """Goes on if a rank that Ray starts will shard.
 
@@ -237,10 +248,11 @@ def command(words: list[str]) -> list[str]:
     return ["accelerate", "launch", *words]
 
 
-def launch(args: Any, wait_seconds: float = 600.0) -> int:
+def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = None) -> int:
     """Runs the job and returns its exit code. The ranks say what went wrong; the launcher's traceback is dropped.
 
-    Several machines wait so long for each other before any rank starts.
+    Several machines wait so long for each other before any rank starts. A job that hangs ends after `hang_seconds`,
+    by default before torch would end it; 0: never.
 
     Raises:
         UserError: the launcher stops at a value before any rank starts, or the machines don't meet.
@@ -257,6 +269,10 @@ def launch(args: Any, wait_seconds: float = 600.0) -> int:
     parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = SIGNALS
+    if hang_seconds != 0 and _has_torchruns_ranks(args):
+        seconds = BY_COLLECTIVES if hang_seconds is None else str(hang_seconds)
+        words = [seconds, parsed.training_script, *parsed.training_script_args]
+        parsed.training_script, parsed.training_script_args = WATCHED, words
     if meeting:
         parsed.local_addr = rendezvous.own_address(meeting) or None  # else what its name is resolved to elsewhere
     if meeting and parsed.rdzv_backend == C10D:

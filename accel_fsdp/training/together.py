@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from accel_fsdp import console, errors
 from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError
-from accel_fsdp.launch import FAILED, Address, Board, agreement
+from accel_fsdp.launch import FAILED, Address, Board, agreement, beats
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.training import beats
 from accel_fsdp.training.reporting import lineage
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from accel_fsdp.checkpoints import clean_name, file_names
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
+from accel_fsdp.launch import beats
 from accel_fsdp.launch.ranks import holding as holdings
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting, inspect_model
 from accel_fsdp.training import (
-    beats,
     disk_room,
     gather,
     load_model,

@@ -9,9 +9,9 @@ from conftest import ROOT, accelerate_launch, made_yaml
 from reference import job_words
 
 from accel_fsdp.checkpoints import completeness
-from accel_fsdp.training import hangs
-from accel_fsdp.training.beats import COMPUTES, GONE, Beat
-from accel_fsdp.training.hangs import Patience, Seen, Told
+from accel_fsdp.launch import hangs
+from accel_fsdp.launch.beats import COMPUTES, GONE, Beat
+from accel_fsdp.launch.hangs import Patience, Seen, Told
 
 HANGING = ROOT / "tests" / "hanging.py"
 SECONDS, STEPS, SAVED, FAULT_AFTER = 8, 8, 2, 3

@@ -52,13 +52,13 @@ def begin() -> None:
 
 
 def _watch(main: int) -> None:
-    place, since, busy, told = "", time.monotonic(), _computed_seconds(), False
+    place, since, busy, told = "", time.monotonic(), computed_seconds(), False
     while True:
         time.sleep(EVERY_SECONDS)
         stand = stand_of(main)
         if stand is None:
             return
-        now, computed, here = time.monotonic(), _computed_seconds(), stand.stack
+        now, computed, here = time.monotonic(), computed_seconds(), stand.stack
         if here != place or computed - busy > BUSY * (now - since):
             if told:
                 events.tell("moved")
@@ -88,7 +88,7 @@ def is_debugged(place: Place) -> bool:
     return any(os.path.basename(code.co_filename) in DEBUGGERS for code, _ in place)
 
 
-def _computed_seconds() -> float:
+def computed_seconds() -> float:
     """What this process and its children have computed: one that tokenizes in others doesn't stand still."""
     times = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
     return time.process_time() + float(sum(one.user + one.system for one in times))

@@ -24,8 +24,7 @@ RELIES_ON = (
     Internal("torch.distributed.distributed_c10d:_get_default_store", ""),
     Internal("torch.distributed:Store.clone"),
 )
-PREFIX = "accel_fsdp/hang"
-GONE, STOPPED, COMPUTES = "gone", "stopped", "computes"
+GONE, STOPPED, COMPUTES, DEBUGGED = "gone", "stopped", "computes", "debugged"
 """What a rank sees of the process of another one on its host."""
 
 
@@ -33,8 +32,9 @@ GONE, STOPPED, COMPUTES = "gone", "stopped", "computes"
 class Beat:
     """A sign of life. `idle` and `still` are seconds: since the last finished step, and at the same instruction.
 
-    `doing` is empty in a step. `address`: where other machines reach this one. `mates` tells what this rank sees of
-    silent ones on its host.
+    `doing` is empty in a step. `step` is None where steps aren't known: then `quiet` counts the seconds without
+    computing or reading, and `allowed` is how long the `collective` that it waits in may take. `address`: where other
+    machines reach this one. `mates` tells what this rank sees of silent ones on its host.
     """
 
     rank: int
@@ -44,13 +44,20 @@ class Beat:
     has_store: bool = False
     address: str = ""
     number: int = 0
-    step: int = 0
+    step: int | None = 0
     doing: str = ""
     idle: float = 0.0
     still: float = 0.0
+    quiet: float = 0.0
+    allowed: float = 0.0
     collective: str = ""
     caller: str = ""
     mates: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def standing(self) -> float:
+        """Seconds without anything done, where steps aren't known. On a GPU a rank that waits may seem to compute."""
+        return self.still if self.collective else min(self.still, self.quiet)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.host} (process {self.pid})"
@@ -80,9 +87,9 @@ class Board:
     last for many minutes.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, prefix: str) -> None:
         self.rank, self.ranks = rank, ranks
-        self._store = store_of_job(f"{PREFIX}/{LaunchEnvironment.now().restarts}")
+        self._store = store_of_job(f"{prefix}/{LaunchEnvironment.now().restarts}")
 
     def put(self, beat: Beat, stack: str) -> None:
         """Shows this rank's sign of life, and where it stands."""
@@ -128,7 +135,7 @@ class Mates:
         self._computed: dict[int, float] = {}
 
     def look(self, pid: int) -> str:
-        """GONE, STOPPED or COMPUTES (since the last look); empty for a process that waits."""
+        """GONE, STOPPED, DEBUGGED or COMPUTES (since the last look); empty for a process that waits."""
         try:
             process = psutil.Process(pid)
             status, times = process.status(), process.cpu_times()
@@ -136,7 +143,9 @@ class Mates:
             return GONE
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return GONE
-        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        if status == psutil.STATUS_TRACING_STOP:
+            return DEBUGGED
+        if status == psutil.STATUS_STOPPED:
             return STOPPED
         before, self._computed[pid] = self._computed.get(pid), times.user + times.system
         return COMPUTES if before is not None and self._computed[pid] > before else ""

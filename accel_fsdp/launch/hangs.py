@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_fsdp.training.beats import COMPUTES, GONE, STOPPED, Beat
+from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, GONE, STOPPED, Beat
 from accel_fsdp.units import counted
 
 SILENCE_SECONDS = 40.0
@@ -25,6 +25,7 @@ LONGER = 3
 AFTER = "what comes after training"
 """What ranks do from its end on; one of them may end while others go on."""
 SHOWN_FRAMES = 12
+SHOWN_RANKS = 4
 EACH_FRAME = "  File "
 
 
@@ -37,6 +38,7 @@ class Patience:
 
     given: float | None = None
     collectives: float = 0.0
+    longest_silence: float = SILENCE_SECONDS
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=SLOWEST_STEPS))
 
     def seconds(self, doing: str) -> float:
@@ -48,7 +50,7 @@ class Patience:
 
     @property
     def silence(self) -> float:
-        return min(SILENCE_SECONDS, self.given or SILENCE_SECONDS)
+        return min(self.longest_silence, self.given or self.longest_silence)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,31 @@ def verdict(seen: Mapping[int, Seen], patience: Patience, answers: Answers = lam
     return f"no rank has finished a step for {idle:.0f} s{during}{silent}"
 
 
+def verdict_without_steps(seen: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
+    """The same for a script of which nothing is known: all ranks do nothing, and some wait in a collective.
+
+    How long they may is what the collective itself allows, where nothing is given: no job ends that would have gone on.
+    """
+    gone = silent_ranks(seen, patience.silence)
+    living = {rank: one.beat for rank, one in seen.items() if rank not in gone}
+    waiting = [beat for beat in living.values() if beat.collective]
+    if not waiting:
+        return ""
+    if gone and all(beat.standing >= patience.silence / 2 for beat in living.values() if beat.doing != AFTER):
+        return said_of_silent(gone, seen, answers)
+    allowed = patience.given or min(beat.allowed for beat in waiting)
+    ended = [rank for rank, beat in living.items() if beat.doing == AFTER]
+    seconds = min(one.silent if rank in ended else one.beat.standing for rank, one in seen.items())
+    if seconds < allowed:
+        return ""
+    odd = [beat for rank, beat in living.items() if not beat.collective and rank not in ended]
+    said = [f"{beat} has done nothing for {beat.standing:.0f} s" for beat in odd]
+    said += [f"{living[rank]} has ended its script" for rank in ended]
+    named = ", ".join(said[:SHOWN_RANKS]) + (f" and {len(said) - SHOWN_RANKS} more" if said[SHOWN_RANKS:] else "")
+    waits = f"{counted(len(waiting), 'rank')} of {len(seen)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
+    return f"{named}; {waits}" if said else f"all ranks have waited in collectives for {seconds:.0f} s"
+
+
 def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:
     """Those without a sign for so long, and without a neighbour that sees them compute.
 
@@ -88,7 +115,7 @@ def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:
     longest = max((one.silent for one in seen.values()), default=0.0)
     watched = {rank: one for rank, one in seen.items() if one.beat.doing != AFTER}
     silent = [rank for rank, one in watched.items() if longest >= seconds and one.silent >= seconds * VANISHED_TOGETHER]
-    return [rank for rank in silent if _seen_by_mates(rank, seen, seconds) != COMPUTES]
+    return [rank for rank in silent if _seen_by_mates(rank, seen, seconds) not in (COMPUTES, DEBUGGED)]
 
 
 def _seen_by_mates(rank: int, seen: Mapping[int, Seen], seconds: float) -> str:
@@ -164,7 +191,9 @@ class Told:
         """What it does there, as far as this was seen."""
         if self.failed:
             return "failed"
-        return "waits" if self.ago is None else "was last seen"
+        if self.ago is not None:
+            return "was last seen"
+        return "is" if self.beat.step is None and not self.beat.collective else "waits"
 
     def __str__(self) -> str:
         beat = self.beat
@@ -172,10 +201,12 @@ class Told:
         doing = f", {beat.doing}" if beat.doing else ""
         at = f" at {beat.caller}" if beat.caller else ""
         ago = f", {self.ago:.0f} s ago" if self.ago is not None else ""
+        if beat.step is None:
+            return (" after the end of its script" if beat.doing == AFTER else f"{waits}{at}")[1:] + ago
         return f"after step {beat.step}{doing}{waits}{at}{ago}"
 
 
-SEVERAL = {"waits": "wait", "was last seen": "were last seen"}
+SEVERAL = {"waits": "wait", "was last seen": "were last seen", "is": "are"}
 
 
 def differences(told: Mapping[int, Told]) -> str:
@@ -199,7 +230,7 @@ def stacks(told: Mapping[int, Told]) -> str:
     for ranks in _groups(told):
         for stack in dict.fromkeys(told[rank].stack for rank in ranks):
             same = [rank for rank in ranks if told[rank].stack == stack]
-            verb = {"waits": "", "failed": "failed "}.get(told[same[0]].verb, "last seen ")
+            verb = {"waits": "", "is": "", "failed": "failed "}.get(told[same[0]].verb, "last seen ")
             found.append(f"--- {_named(same, told)}, {verb}{told[same[0]]}{told[same[0]].record}\n{_end_of(stack)}")
     return "\n".join(found)
 
@@ -209,7 +240,7 @@ def _groups(told: Mapping[int, Told]) -> list[list[int]]:
     places: dict[Any, list[int]] = {}
     for rank, one in sorted(told.items()):
         places.setdefault(one.where, []).append(rank)
-    odd = ("failed", "was last seen", "waits")
+    odd = ("failed", "was last seen", "is", "waits")
     return sorted(places.values(), key=lambda ranks: (odd.index(told[ranks[0]].verb), len(ranks), -ranks[0]))
 
 

@@ -1,0 +1,15 @@
+"""`python .../launch/__main__.py SECONDS SCRIPT` runs a script as one rank, as Python would, watched for hangs.
+
+Torch's launcher starts it by its path: with `-m` Python would look for this package in the current folder first.
+"""
+
+import os
+import sys
+
+if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    del sys.path[0]
+    sys.path.append(os.path.abspath(os.path.join(__file__, *[os.pardir] * 3)))
+
+from accel_fsdp.launch import watched
+
+watched.run()

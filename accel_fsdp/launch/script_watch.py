@@ -1,0 +1,150 @@
+"""The watch against hangs for a script of which nothing is known: do its ranks do anything, and do some wait?
+
+A rank does something as long as its main thread moves, or its processes compute, read or write. It waits for the others
+in a collective, as its stack says or, for what C++ and GPUs wait in, torch's record of collectives.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+
+import psutil
+from torch.distributed import distributed_c10d
+
+from accel_fsdp import console
+from accel_fsdp.launch import hangs
+from accel_fsdp.launch.beats import Beat
+from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watch, in_time, machine_answers, newest_record
+from accel_fsdp.launch.hangs import Patience
+from accel_fsdp.launch.ranks import hang
+from accel_fsdp.library_internals import Internal, flaw
+
+RELIES_ON = (
+    Internal("torch.distributed.distributed_c10d:_get_default_store", ""),
+    Internal("torch.distributed.distributed_c10d:_get_default_group", ""),
+)
+SILENCE_SECONDS = 300.0
+"""C code of a script that nobody knows may hold Python's lock for long."""
+PART_OF_TIMEOUT = 0.9
+"""Of the time that the script's own process group gives a collective, after which torch ends it, and names no rank."""
+TORCHS_SECONDS = 1800.0
+"""What torch gives gloo."""
+MEASURE_SECONDS = 10.0
+"""Between two measurements of a rank that stands still. They look at all processes of the machine."""
+BUSY, BYTES_PER_SECOND = 0.05, 16_384
+"""The part of a core, and the bytes read and written, above which a rank does something."""
+
+
+class ScriptWatch(Watch):
+    """Ends nothing that would go on: without `seconds`, ranks may wait nearly as long as their collectives allow."""
+
+    advice = "accel-fsdp launch --hang-timeout SECONDS ends a job sooner or later, 0 never"
+    prefix = "accel_fsdp/script"
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(Patience(seconds, longest_silence=SILENCE_SECONDS))
+        self._doing = ""
+        self._quiet_since = self._measured_at = time.monotonic()
+        self._measured: tuple[float, float] | None = None
+        self._own_bytes = 0.0
+        self._timeouts: dict[str, float] = {}
+
+    def try_to_begin(self, main: int) -> None:
+        """Begins to watch the script's thread; says so where that can't be done."""
+        problem = next(filter(None, map(flaw, RELIES_ON)), "")
+        if not problem:
+            try:
+                self._timeouts = _timeouts()
+                self.begin(main)
+            except (RuntimeError, OSError, ValueError) as error:
+                problem = str(error).partition("\n")[0]
+        if problem and self.rank == 0:
+            console.say(f"accel-fsdp: the watch against hangs is off: {problem}")
+
+    def failed(self, error: BaseException) -> None:
+        """Says for the other ranks why this one ends: its end may last, and they may be on other machines."""
+        in_time(lambda: self.tell(error))
+
+    def leave(self) -> None:
+        """Ends the watch with the script; the other ranks hear of it, and none waits for that."""
+        if self.board is not None and not self._over.is_set():
+            in_time(self.trained)
+        self.end()
+        for thread in self._threads:  # one that is in C++ code while Python ends may abort the process
+            thread.join(DISK_SECONDS)
+
+    def verdict(self) -> str:
+        """Why the job has to end, as far as this rank sees; empty where it goes on."""
+        return hangs.verdict_without_steps(self.seen, self.patience, machine_answers)
+
+    def _own(self) -> tuple[Beat, str]:
+        beat, stack = super()._own()
+        name = _pending_collective(beat.still) if beat.still >= self.patience.silence / 2 else ""
+        backend, _, collective = name.partition(":")
+        longest = max(self._timeouts.values(), default=TORCHS_SECONDS)
+        return (
+            dataclasses.replace(
+                beat,
+                collective=beat.collective or collective,
+                quiet=time.monotonic() - self._quiet_since,
+                allowed=PART_OF_TIMEOUT * self._timeouts.get(backend, longest),
+            ),
+            stack,
+        )
+
+    def _needs_others(self) -> bool:
+        return bool(self._own()[0].collective)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._quiet_since = time.monotonic()
+
+    def _looked(self, now: float) -> None:
+        """Measures what this rank does besides, while its main thread stands still."""
+        every = min(MEASURE_SECONDS, self.patience.silence / 8)
+        if now - self._place_since < every:
+            self._measured, self._quiet_since = None, now
+        elif self._measured is None or now - self._measured_at >= every:
+            self._measured_at, work = now, self._work()
+            passed = now - self._quiet_since
+            before = self._measured
+            if before is None or work[0] - before[0] > BUSY * passed or work[1] - before[1] > BYTES_PER_SECOND * passed:
+                self._quiet_since, self._measured = now, work
+
+    def _work(self) -> tuple[float, float]:
+        """The seconds that this rank has computed and the bytes that it has moved, without those of measuring."""
+        begin = _moved_bytes()
+        computed = hang.computed_seconds() - time.thread_time()
+        moved = begin - self._own_bytes
+        self._own_bytes += _moved_bytes() - begin
+        return computed, moved
+
+
+def _timeouts() -> dict[str, float]:
+    """The seconds that each backend of the script's process group gives a collective."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(AttributeError, RuntimeError):
+        group = distributed_c10d._get_default_group()
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            found[backend.name()] = backend.options._timeout.total_seconds()
+    return found
+
+
+def _pending_collective(still: float) -> str:
+    """`gloo:all_reduce`: the last one that torch has recorded, if it isn't over, and began when this rank stopped."""
+    with contextlib.suppress(Exception):
+        _, last = newest_record("_json", json.loads)
+        age = time.time() - last["time_created_ns"] / 1e9
+        if not last["retired"] and age >= still / 2:
+            return str(last["profiling_name"])
+    return ""
+
+
+def _moved_bytes() -> float:
+    """What this process has read and written, where the system counts that."""
+    with contextlib.suppress(AttributeError, psutil.Error):
+        counted = psutil.Process().io_counters()
+        return float(getattr(counted, "read_chars", 0) + getattr(counted, "write_chars", 0))
+    return 0.0
