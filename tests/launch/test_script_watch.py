@@ -59,7 +59,7 @@ Trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Sleeps()]
 SLOW = """
 dist.init_process_group("gloo")
 if dist.get_rank() == 0:
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**7 * 4)  # one call into C, for longer than the watch allows
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**7)  # one call into C, for longer than the watch allows
 dist.barrier()
 if dist.get_rank():
     began, text = time.time(), open("/dev/zero", "rb")
