@@ -3,7 +3,7 @@
 Such names belong to their library and may change in any version. A patch of something that is gone would do nothing,
 or half of what it is for. So each module that reaches inside declares what it expects (`RELIES_ON`, `@patch`) and
 checks it before it relies on it; a library that has changed then stops the command with what is missing and which
-versions have it. (What old versions do to a step's memory is another matter: `prediction/memory/library_versions.py`.)
+versions have it.
 """
 
 import inspect

@@ -140,19 +140,11 @@ def config_of(one: Case) -> dict[str, Any]:
 
 
 def shape_and_tapes(one: Case) -> tuple[ModelShape, Tapes]:
-    """From the bundle, else recorded anew, which takes all of this project's libraries."""
-    variant = variant_of(one.recipe, one.layout.engine)
+    """From the bundle."""
     found = trace_store.find(one.model)
     assert found is not None
     shape, tapes = found
-    if variant not in tapes:
-        from transformers import AutoConfig
-
-        from accel_fsdp.prediction.tracing import tapes_of
-
-        config = dict(catalogue.entries()[one.model]["config"])
-        shape, tapes[variant] = tapes_of(one.model, AutoConfig.for_model(config.pop("model_type"), **config), variant)
-    return cut(shape, one.layers), tapes[variant]
+    return cut(shape, one.layers), tapes[variant_of(one.recipe, one.layout.engine)]
 
 
 def cut(shape: ModelShape, layers: int) -> ModelShape:

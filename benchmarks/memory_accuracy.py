@@ -17,6 +17,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 import lightning_demo
+import older_libraries
+from older_libraries import Published, tapes_of, variant_of
 from results import keep
 
 from accel_fsdp.config import Engine
@@ -24,9 +26,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity, trace_store
-from accel_fsdp.prediction.memory import ModelShape, Tapes, losses, quirks_of, reservation, step, variant_of
-from accel_fsdp.prediction.memory.allocator import AllocatorSettings
-from accel_fsdp.prediction.memory.library_versions import Quirks
+from accel_fsdp.prediction.memory import ModelShape, Tapes, losses, reservation, step
 from accel_fsdp.units import GIB
 
 DATA = Path(__file__).parent / "data" / "memory.json"
@@ -41,10 +41,9 @@ class Run:
 
     shape: ModelShape
     tapes: Tapes
-    recipe: Recipe
+    recipe: Published
     layout: Layout
-    quirks: Quirks
-    settings: AllocatorSettings
+    expandable: bool
     card_bytes: int
     gpu: Gpu | None
 
@@ -56,7 +55,7 @@ class Run:
     @property
     def prediction(self) -> step.Prediction:
         """One step, as PyTorch's allocator gives it out."""
-        return step.predict(self.shape, self.tapes, self.recipe, self.layout, capacity.WORKSPACE_BYTES, self.quirks)
+        return step.predict(self.shape, self.tapes, self.recipe, self.layout, capacity.WORKSPACE_BYTES)
 
     def device(self) -> capacity.Device:
         """What the planner says of the card."""
@@ -69,9 +68,8 @@ class Run:
 
     def replay(self, expandable: bool, room_bytes: int | None) -> reservation.Reservation:
         """Simulates the allocator on a card of any size; a run that had expandable segments keeps them."""
-        settings = replace(self.settings, expandable_segments=expandable or self.settings.expandable_segments)
-        given = (self.shape, self.tapes, self.recipe, self.layout, capacity.WORKSPACE_BYTES, self.quirks, settings)
-        return reservation.reserve(*given, room_bytes, exports=False)
+        given = (self.shape, self.tapes, self.recipe, self.layout, capacity.WORKSPACE_BYTES)
+        return reservation.reserve(*given, expandable or self.expandable, room_bytes, exports=False)
 
 
 @dataclass(frozen=True)
@@ -132,20 +130,20 @@ def result(row: dict[str, Any]) -> Result:
 
 def run_of(row: Mapping[str, Any]) -> Run:
     """What a row of the file says."""
-    names = {field.name for field in fields(Recipe)}
-    recipe = Recipe(**{name: value for name, value in row.items() if name in names})
+    names = {field.name for field in fields(Published)}
+    recipe = Published(**{name: value for name, value in row.items() if name in names})
     ranks, node = row["gpus"], row.get("gpus_per_node", row["gpus"])
-    syncs = row.get("sync_each_batch", False)
-    layout = Layout(row["engine"], row.get("strategy", 1), ranks, node, row["offload"], syncs)
-    shape, tapes = model(row["model"], variant_of(recipe, layout.engine))
+    layout = Layout(row["engine"], row.get("strategy", 1), ranks, node, row["offload"])
+    wide = recipe.wide if recipe.method == "qlora" and layout.engine in (Engine.NONE, Engine.DDP) else "none"
+    shape, tapes = model(row["model"], variant_of(recipe, layout.engine), wide)
     shape = replace(shape, buffers_bytes=shape.buffers_bytes + row.get("more_buffers_bytes", 0))
     known = dict(row.get("quirks", {}))
     if "loss" in known:
         known["loss"] = _loss(known["loss"])
-    quirks = replace(quirks_of(row["versions"], shape.model_type, recipe), **known)
-    settings = AllocatorSettings(expandable_segments=row.get("expandable_segments", False))
+    recipe = replace(older_libraries.with_versions(recipe, row["versions"], shape.model_type), **known)
     card = gpus.REPORTED_GIB.get((row["gpu"], row["card_gib"]), row["card_gib"])
-    return Run(shape, tapes, recipe, layout, quirks, settings, round(card * GIB), _gpu(row["gpu"]))
+    expandable = row.get("expandable_segments", False)
+    return Run(shape, tapes, recipe, layout, expandable, round(card * GIB), _gpu(row["gpu"]))
 
 
 def _gpu(name: str) -> Gpu | None:
@@ -158,7 +156,7 @@ def _gpu(name: str) -> Gpu | None:
 
 def _loss(said: str | Mapping[str, str]) -> losses.Loss:
     """One of the known sequences by its name, or one spelt out."""
-    known: losses.Loss = getattr(losses, said) if isinstance(said, str) else losses.Loss(**said)
+    known: losses.Loss = getattr(older_libraries, said) if isinstance(said, str) else losses.Loss(**said)
     return known
 
 
@@ -206,7 +204,7 @@ def _models() -> dict[str, Any]:
 
 
 @cache
-def model(name: str, variant: str) -> tuple[ModelShape, Tapes]:
+def model(name: str, variant: str, wide: str = "none") -> tuple[ModelShape, Tapes]:
     """The shape and tapes of one of the files' models, bundled or recorded."""
     if name == lightning_demo.NAME:
         return lightning_demo.shape_and_tapes()
@@ -214,17 +212,15 @@ def model(name: str, variant: str) -> tuple[ModelShape, Tapes]:
     if isinstance(known, str):
         found = trace_store.find(known)
         assert found is not None
-        if variant in found[1]:
+        if variant in found[1] and wide == "none":
             return found[0], found[1][variant]
         from accel_fsdp.models import catalogue
 
         known = catalogue.entries()[known]["config"]
     from transformers import AutoConfig
 
-    from accel_fsdp.prediction.tracing import tapes_of
-
-    kind = known["model_type"]
-    return tapes_of(name, AutoConfig.for_model(kind, **{k: v for k, v in known.items() if k != "model_type"}), variant)
+    config = AutoConfig.for_model(known["model_type"], **{k: v for k, v in known.items() if k != "model_type"})
+    return tapes_of(name, config, variant, wide)
 
 
 def table(found: list[Result]) -> list[str]:

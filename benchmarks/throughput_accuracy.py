@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import older_libraries
 import results
+from older_libraries import Published
 
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
-from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.prediction import EAGER, Software, Step, speed, step_time
+from accel_fsdp.job import Layout
+from accel_fsdp.prediction import Step, speed, step_time
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter
 
 DATA = Path(__file__).parent / "data" / "throughput.json"
@@ -29,17 +31,16 @@ class Case:
     id: str
     group: str
     shape: ModelShape
-    recipe: Recipe
+    recipe: Published
     layout: Layout
     gpu: gpus.Gpu
     tokens_per_s_per_gpu: float
-    software: Software = EAGER
     note: str = ""
     source: str = ""
 
     def step(self) -> Step:
         """What is predicted for it."""
-        return step_time(self.shape, self.recipe, self.layout, self.gpu, self.software)
+        return step_time(self.shape, self.recipe, self.layout, self.gpu)
 
     @property
     def error(self) -> float:
@@ -54,7 +55,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def _case(row: Mapping[str, Any], content: Mapping[str, Any]) -> Case:
-    recipe = Recipe(**row["recipe"])
+    recipe = Published(**row["recipe"], **row.get("software", {}))
     dimensions = content["models"][row["model"]]
     gpu = gpus.find(row["gpu"], row["memory_gib"])
     if "machine" in row:
@@ -68,7 +69,6 @@ def _case(row: Mapping[str, Any], content: Mapping[str, Any]) -> Case:
         Layout(**row["layout"]),
         gpu,
         row["tokens_per_s_per_gpu"],
-        Software(**row.get("software", {})),
         row.get("note", ""),
         content["sources"][row["source"]].split()[0].partition("#")[0],
     )
@@ -216,7 +216,7 @@ def _share_in_range(rows: list[Case]) -> float:
 
 CALIBRATED: tuple[tuple[Any, str], ...] = (
     (speed, "ATTENTION_EFFICIENCY"),
-    (speed, "OLDER_ATTENTION_EFFICIENCY"),
+    (older_libraries, "OLDER_ATTENTION_EFFICIENCY"),
     (speed, "OLDER_INSTRUCTIONS"),
     (speed, "LAUNCH_SECONDS"),
     (speed, "UNIT_SECONDS"),

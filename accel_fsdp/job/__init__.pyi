@@ -20,4 +20,3 @@ from .recipe import Kernels as Kernels
 from .recipe import LoraTargets as LoraTargets
 from .recipe import OptimizerName as OptimizerName
 from .recipe import Recipe as Recipe
-from .recipe import Wide as Wide

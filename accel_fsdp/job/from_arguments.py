@@ -53,7 +53,6 @@ class Schedule:
     evaluates: Event = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
-    only_model: bool = False
 
 
 def sizes_of(given: Mapping[str, object]) -> dict[str, int]:
@@ -182,7 +181,6 @@ def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
         evaluates=_event(arguments, "eval_strategy", "no"),
         eval_steps=steps or None,
         eval_on_start=is_on(arguments.get("eval_on_start")),
-        only_model=is_on(arguments.get("save_only_model")),
     )
 
 

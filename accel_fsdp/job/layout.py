@@ -14,8 +14,7 @@ class Layout:
     """How the ranks share the model; `ranks` and `ranks_per_node` are 0 where they aren't known.
 
     `strategy` is a number of `STRATEGIES`, of which FSDP2 has 1, 2, 4 and 5, or the stage of ZeRO. `tensor` and
-    `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism. `sync_each_batch`
-    reduces gradients after each micro-batch.
+    `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism.
     """
 
     engine: Engine
@@ -23,7 +22,6 @@ class Layout:
     ranks: int = 0
     ranks_per_node: int = 0
     offload: bool = False
-    sync_each_batch: bool = False
     tensor: int = 1
     context: int = 1
 

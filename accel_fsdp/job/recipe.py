@@ -9,7 +9,6 @@ OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafa
 Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
-Wide = Literal["none", "norms", "rest"]
 Kernels = Literal["none", "liger", "foak"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
 """Linear layers of attention, by the names that models give them."""
@@ -23,15 +22,11 @@ class Recipe:
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
     "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind, "selective" keeps attention's output and every
     second product, as torchtitan does. `chunked_loss` never holds all logits at once.
-    Trainer drops them before backward, another script may have `keeps_logits`, and one that `zeroes_late` clears the
-    last step's gradients only between forward and backward, as Lightning's Trainer does. `reduce` is the dtype in which
-    FSDP reduces gradients, which Accelerate makes that of mixed precision.
 
-    `lora_dtype` "base" is PEFT without `autocast_adapter_dtype`. `wide` is what is float32 beside 4-bit weights on one
-    GPU: norms with TRL, everything with PEFT's `prepare_model_for_kbit_training` alone. `attention` "flash" is
-    flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the "fused ops and kernels"
-    plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0 without any. Rows that are
-    `varied` have many lengths, at most `length`, and batches are padded to their longest row.
+    `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the
+    "fused ops and kernels" plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0
+    without any. Rows that are `varied` have many lengths, at most `length`, and batches are padded to their longest
+    row.
     """
 
     method: Method = "full"
@@ -43,14 +38,9 @@ class Recipe:
     optimizer: OptimizerName = "adamw_torch_fused"
     checkpointing: Checkpointing = "none"
     chunked_loss: bool = False
-    keeps_logits: bool = False
-    zeroes_late: bool = False
-    reduce: Literal["compute", "float32"] = "compute"
     lora_rank: int = 16
     lora_targets: LoraTargets = "all"
     lora_dropout: bool = False
-    lora_dtype: Literal["float32", "base"] = "float32"
-    wide: Wide = "none"
     attention: Attention = "sdpa"
     kernels: Kernels = "none"
     eval_batch: int = 0

@@ -30,6 +30,4 @@ from .speed import RANGE as RANGE
 from .speed import Step as Step
 from .speed import step_time as step_time
 from .trace_store import TraceRecord as TraceRecord
-from .work import EAGER as EAGER
-from .work import Software as Software
 from .work import block_work as block_work

@@ -49,11 +49,6 @@ class Advice:
         return self.chosen.device.verdict
 
     @property
-    def needed_gib(self) -> float:
-        """What one GPU must have: the peak of a step, and what CUDA and NCCL hold."""
-        return self.chosen.device.needed / GIB
-
-    @property
     def words(self) -> str:
         """Such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         recipe = self.chosen.recipe

@@ -9,7 +9,6 @@ from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
-    AllocatorSettings,
     ModelShape,
     Prediction,
     Reservation,
@@ -121,10 +120,8 @@ def replay_of(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, lay
     """What replays one way to train."""
 
     def replayed(expandable: bool, room_bytes: int | None) -> Reservation:
-        settings = AllocatorSettings(expandable_segments=expandable)
-        held = workspace_bytes(gpu)
         chosen = tapes[variant_of(recipe, layout.engine)]
-        return reserve(shape, chosen, recipe, layout, held, settings=settings, capacity_bytes=room_bytes)
+        return reserve(shape, chosen, recipe, layout, workspace_bytes(gpu), expandable, room_bytes)
 
     return replayed
 

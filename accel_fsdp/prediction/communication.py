@@ -22,7 +22,6 @@ from accel_fsdp.prediction.memory import (
     compute_bytes,
     master_bytes,
     outer_parts,
-    reduce_bytes,
 )
 
 
@@ -132,7 +131,7 @@ def gathers_per_step(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
 
     FSDP1 frees kept units only after a synchronised backward (`_should_free_in_backward`): once for all micro-batches.
     """
-    if layout.engine is Engine.FSDP1 and _keeps(layout) and not layout.sync_each_batch:
+    if layout.engine is Engine.FSDP1 and _keeps(layout):
         return 1
     return recipe.accumulation * (1 if unit.kept else 2)
 
@@ -140,7 +139,7 @@ def gathers_per_step(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
 def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
     """How often gradients are reduced; ZeRO-2 and 3 can't wait for the last micro-batch."""
     always = layout.engine is Engine.DEEPSPEED and layout.strategy >= 2
-    return recipe.accumulation if always or layout.sync_each_batch else 1
+    return recipe.accumulation if always else 1
 
 
 def gathered(unit: GatheredUnit, recipe: Recipe) -> Iterable[tuple[int, float]]:
@@ -186,7 +185,7 @@ def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
 
     (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
     """
-    return master_bytes(recipe, layout) if layout.engine in (Engine.DDP, Engine.NONE) else reduce_bytes(recipe)
+    return master_bytes(recipe, layout) if layout.engine in (Engine.DDP, Engine.NONE) else compute_bytes(recipe)
 
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:

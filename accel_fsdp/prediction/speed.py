@@ -18,7 +18,7 @@ from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.communication import Traffic
 from accel_fsdp.prediction.memory import ModelShape, compute_bytes, master_bytes
-from accel_fsdp.prediction.work import EAGER, UNPACKING_FLOPS, Software, Work, block_work, head_work, recomputed
+from accel_fsdp.prediction.work import UNPACKING_FLOPS, Work, block_work, head_work, recomputed
 from accel_fsdp.units import about_gb
 
 Bound = Literal["compute", "intra-node", "inter-node", "pcie"]
@@ -44,10 +44,8 @@ CLIPPING = 3
 # benchmarks/throughput_accuracy.py, whose --held-out says how well rows of a source are met that took no part.
 ATTENTION_EFFICIENCY = 0.68
 """What flash attention 2 reaches of what products reach, causal FLOPs counted once and backward as twice forward."""
-OLDER_ATTENTION_EFFICIENCY = 0.35
-"""The same of its first version."""
 OLDER_INSTRUCTIONS = 0.77
-"""What both reach on Hopper of what they reach elsewhere: they don't use its warp-group instructions (wgmma)."""
+"""What it reaches on Hopper of what it reaches elsewhere: it doesn't use its warp-group instructions (wgmma)."""
 LAUNCH_SECONDS = 9e-6
 """What the host needs for one kernel: where a micro-batch is tiny it is slower than the GPU."""
 UNIT_SECONDS = 1.4e-3
@@ -85,7 +83,8 @@ class Step:
 class Stretch:
     """A stretch of the model: what it computes and sends in one micro-batch, `count` times in the model.
 
-    `alone` counts adapter weights that are gathered alone, in front of products too short to hide them.
+    `alone` counts adapter weights that are gathered alone, in front of products too short to hide them; sending is
+    `hidden` behind computing else.
     """
 
     count: int
@@ -97,18 +96,19 @@ class Stretch:
     reduce: Traffic
     copied: tuple[float, float]
     alone: int
+    hidden: bool = True
 
 
-def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, software: Software = EAGER) -> Step:
+def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
     """Predicts one optimizer step of one rank; all ranks do the same."""
-    pieces = tuple(_pieces(shape, recipe, layout, software))
+    pieces = tuple(_pieces(shape, recipe, layout))
     reducing = communication.reduces_per_step(recipe, layout)
     spent: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
     for times, reduces in ((reducing, True), (recipe.accumulation - reducing, False)):
         for piece in pieces * (times > 0):
-            for bound, seconds in _phases(piece, reduces, recipe, layout, gpu, software):
+            for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                 spent[bound] += seconds * piece.count * times
-    for bound, seconds in _update(shape, recipe, layout, gpu, software):
+    for bound, seconds in _update(shape, recipe, layout, gpu):
         spent[bound] += seconds
     total = sum(spent.values())
     tokens = recipe.rows * recipe.length * recipe.accumulation
@@ -138,31 +138,31 @@ def unit_seconds(
 
     A unit that stands for several layers is counted once.
     """
-    *units, head = (_one(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout, EAGER))
+    *units, head = (_one(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout))
     return tuple(units), head
 
 
 def forward_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
     """Forward and loss of one batch alone, as in an evaluation."""
-    pieces = _pieces(shape, recipe, layout, EAGER)
+    pieces = _pieces(shape, recipe, layout)
     return sum(_one(piece, False, recipe, layout, gpu).forward * piece.count for piece in pieces)
 
 
 def _one(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> UnitSeconds:
-    phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu, EAGER)]
+    phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu)]
     half = len(phases) // 2
     return UnitSeconds(sum(phases[:half]), sum(phases[half:]))
 
 
 def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
     """The optimizer's part of a step."""
-    return sum(seconds for _, seconds in _update(shape, recipe, layout, gpu, EAGER))
+    return sum(seconds for _, seconds in _update(shape, recipe, layout, gpu))
 
 
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
     """What MFU counts of one micro-batch: all products of forward and backward, none of what is computed again."""
     works = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
-    works.append((1, *head_work(shape, recipe, EAGER)))
+    works.append((1, *head_work(shape, recipe)))
     return sum((forward.flops + backward.flops) * count for count, forward, backward in works)
 
 
@@ -173,10 +173,9 @@ def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
     return gpu.half_flops
 
 
-def work_seconds(work: Work, recipe: Recipe, gpu: Gpu, software: Software = EAGER) -> float:
+def work_seconds(work: Work, recipe: Recipe, gpu: Gpu) -> float:
     """Time of `work` on one GPU."""
-    attention = OLDER_ATTENTION_EFFICIENCY if software.older_attention else ATTENTION_EFFICIENCY
-    attention *= OLDER_INSTRUCTIONS if is_hopper(gpu) else 1
+    attention = ATTENTION_EFFICIENCY * (OLDER_INSTRUCTIONS if is_hopper(gpu) else 1)
     flops = (work.matmul_flops + work.attention_flops / attention) / peak_flops(recipe, gpu)
     computing = (flops + work.float32_flops / gpu.fp32_flops) / gpu.efficiency
     computing += work.unpacked * UNPACKING_FLOPS / gpu.fp32_flops
@@ -199,30 +198,27 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
     return bound, seconds[bound] + _latency_seconds(ranks) * (seconds[bound] > 0)
 
 
-def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout, software: Software) -> Iterator[Stretch]:
+def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
     """The units with their work, and the head, which is a unit of its own or part of the root."""
     for unit in communication.units(shape, layout):
-        forward, backward = block_work(unit.block, shape, recipe, software) if unit.block else (Work(), Work())
-        again = recomputed(forward, unit, shape, recipe, software)
+        forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
+        again = recomputed(forward, unit, shape, recipe)
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
         copied = communication.copied(unit, recipe, layout)
         alone = communication.gathered_alone(unit, recipe, layout)
-        yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, copied, alone)
-    yield Stretch(1, *head_work(shape, recipe, software), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
+        yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, copied, alone, not alone)
+    yield Stretch(1, *head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 
-def _phases(
-    piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu, software: Software
-) -> Iterator[tuple[Bound, float]]:
+def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """Forward and backward of a piece, each as long as the longest of computing it, sending for it and launching it.
 
     FSDP1 allows two gathered units at a time (`limit_all_gathers`). Where adapters are units of their own they are the
     two, so a block is gathered only when the one before is done, and sending adds to computing.
     """
     before = min(piece.gathers, 1)
-    outside = software.checkpoints_outside and layout.engine is Engine.FSDP1 and piece.recompute.flops > 0
-    later = piece.gathers - before + outside
+    later = piece.gathers - before
     after = piece.gather.times(later) + (piece.reduce if reduces else Traffic())
     copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] * reduces)
     forward = piece.forward + copies[0].times(before)
@@ -235,10 +231,10 @@ def _phases(
     )
     latency = piece.alone * _latency_seconds(layout.ranks)
     for work, sent, uses in ((forward, piece.gather.times(before), before), (backward, after, later + reduces)):
-        computing = work_seconds(work, recipe, gpu, software) + latency * uses
+        computing = work_seconds(work, recipe, gpu) + latency * uses
         launching = work.kernels * LAUNCH_SECONDS + own * uses
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
-        if piece.alone or outside:
+        if not piece.hidden:
             yield bound, sending
             yield "compute", max(computing, launching - sending)
             continue
@@ -247,16 +243,14 @@ def _phases(
         yield (bound, sending) if sending > longest else ("compute", longest)
 
 
-def _update(
-    shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, software: Software
-) -> Iterator[tuple[Bound, float]]:
+def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, and what it sends afterwards; nothing hides them."""
     elements = communication.all_trained_numel(shape, recipe, layout) / layout.shard_ranks
     moved = elements * (ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
         ranks = min(layout.ranks, layout.ranks_per_node)
         fair = HOST_BYTES_PER_S / ranks
-        yield "pcie", moved / (fair if software.many_threads else min(THREAD_BYTES_PER_S, fair))
+        yield "pcie", moved / min(THREAD_BYTES_PER_S, fair)
     else:
         yield "compute", moved / (gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
     yield sending_seconds(communication.update(shape, recipe, layout), layout.ranks, gpu)

@@ -54,10 +54,6 @@ LORA_BYTES = ((20, 28), (29, 22))
 dropout (4 + 4 + 1), read (4). Out: written (4), scaled (4 + 4), added (2 + 4 + 4), back (4 + 2). Backward out: cast
 (6), scaled (8), read twice (8). In: read (4), written (4), dropout (9), back (6), added (6). (PEFT's
 Linear.forward.)"""
-NARROW_LORA_BYTES = ((7, 12), (15, 8))
-"""The same with adapters in half precision: nothing is cast."""
-FUSED_LORA_BYTES = ((2, 6), (6, 4))
-"""The same in kernels of their own: the input is read once, the output is added to."""
 UNPACKING_FLOPS = 125
 """Instructions that unpack one weight of 4 bits, in FLOPs of the GPU's float32 peak: a search through NF4's sixteen
 values (bitsandbytes' dDequantizeNF4), so memory isn't what bounds it. Calibrated: Mixtral's QLoRA runs
@@ -73,26 +69,6 @@ EXPERT_KERNELS = 8
 """For each expert of a loop: finds its tokens, gathers, weights and adds them."""
 
 
-@dataclass(frozen=True)
-class Software:
-    """What runs instead of the kernels that transformers and PEFT run on their own.
-
-    `compiled`: torch.compile fuses the kernels between products. `fused_lora`: adapters have kernels of their own.
-    `older_attention`: the first version of flash attention. `checkpoints_outside`: transformers before 4.53 recomputed
-    FSDP's units from outside: each is gathered a third time, and nothing is gathered ahead of time.
-    `narrow_norms`: layer norms stay in half precision under autocast (llm-foundry's low_precision_layernorm).
-    `many_threads`: no launcher left each rank one thread of the host.
-    """
-
-    compiled: bool = False
-    fused_lora: bool = False
-    older_attention: bool = False
-    checkpoints_outside: bool = False
-    narrow_norms: bool = False
-    many_threads: bool = False
-
-
-EAGER = Software()
 REMEMBERED = 1024  # batches of one search, for which all layouts compute the same
 
 
@@ -115,7 +91,7 @@ class Work(Amounts):
 
 
 @lru_cache(REMEMBERED)
-def block_work(block: Block, shape: ModelShape, recipe: Recipe, software: Software = EAGER) -> tuple[Work, Work]:
+def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """Forward and backward of one block for one micro-batch.
 
     A product of `n` weights is 2n FLOPs per token forward and 4n backward: gradients of its input and of its weight,
@@ -125,26 +101,24 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe, software: Softwa
     whole = sum((_product(one, shape, recipe) for one in products(block)), Work())
     flops = 4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens
     attention = Work(attention_flops=flops)
-    between, between_back = _between(block, shape, recipe, software)
-    thin, thin_back = _adapters(block, shape, recipe, software)
+    between, between_back = _between(block, shape, recipe)
+    thin, thin_back = _adapters(block, recipe)
     unpacking = _unpacking(block, recipe)
     backward = whole.times(2 if recipe.method == "full" else 1) + attention.times(2) + between_back + thin_back
     return whole + attention + between + thin + unpacking, backward + unpacking
 
 
 @lru_cache(REMEMBERED)
-def head_work(shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
+def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """The product with the vocabulary and the loss; a tied head computes as one of its own."""
     tokens = recipe.rows * recipe.length
     product = _product(Parameter("head", (shape.vocab, shape.hidden), "head"), shape, recipe)
-    each = FUSED_LOSS_BYTES if _is_fused(recipe, software) else LOSS_BYTES
+    each = FUSED_LOSS_BYTES if _is_fused(recipe) else LOSS_BYTES
     loss = Work(moved_bytes=each / 2 * shape.vocab * tokens, kernels=4)
     return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
 
 
-def recomputed(
-    forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe, software: Software = EAGER
-) -> Work:
+def recomputed(forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe) -> Work:
     """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
 
     Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
@@ -192,23 +166,23 @@ Piece = tuple[tuple[float, float], float, float]
 """Bytes per element forward and backward, elements per token, kernels."""
 
 
-def _between(block: Block, shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
+def _between(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """What lies between the products of one block, forward and backward."""
     tokens = recipe.rows * recipe.length
-    pieces = tuple(_pieces(block, shape, recipe, software))
-    kernels = 2 if software.compiled else sum(count for _, _, count in pieces)
+    pieces = tuple(_pieces(block, shape, recipe))
+    kernels = sum(count for _, _, count in pieces)
     scale = tokens * compute_bytes(recipe) / WIDTH
     forward, backward = (sum(each[way] * elements for each, elements, _ in pieces) * scale for way in (0, 1))
     return Work(moved_bytes=forward, kernels=kernels), Work(moved_bytes=backward, kernels=2 * kernels)
 
 
-def _pieces(block: Block, shape: ModelShape, recipe: Recipe, software: Software) -> Iterator[Piece]:
-    fused = _is_fused(recipe, software)
+def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
+    fused = _is_fused(recipe)
     attention = sum(_other(one, shape) for one in products(block) if _is_attention(one))
     queries = shape.heads * shape.head_dim
     keys = max(0, attention - 2 * queries) / 2
-    norms = tuple(_norms(block, shape, queries, keys, recipe, software))
-    wide = 2 if recipe.wide != "none" or (recipe.method == "qlora" and _casts_norms(block, recipe, software)) else 1
+    norms = tuple(_norms(block, shape, queries, keys, recipe))
+    wide = 2 if _has_wide_norms(block, recipe) else 1
     yield from norms
     if attention and not _has_learned_positions(shape):
         each = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, wide)
@@ -218,8 +192,7 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe, software: Software)
     inner = [_other(one, shape) * _routes(one, shape) for one in products(block) if not _is_attention(one)]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
-        packed = software.compiled or recipe.kernels == "liger"
-        each = (FUSED_GATE_BYTES if packed else GATE_BYTES) if gated else ACTIVATION_BYTES
+        each = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
         yield _times(each, wide), sum(inner) / (3 if gated else 2), KERNELS["inner"]
     experts = [one for one in block.parameters if one.kind == "experts"]
     if experts:
@@ -232,17 +205,15 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe, software: Software)
         yield (WIDE_OUT_BYTES, WIDE_OUT_BYTES), attention - queries + sum(inner) * 2 / 3 + shape.hidden, 0
 
 
-def _norms(
-    block: Block, shape: ModelShape, queries: float, keys: float, recipe: Recipe, software: Software
-) -> Iterator[Piece]:
+def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe: Recipe) -> Iterator[Piece]:
     """The norms of a block: those with a bias are torch's own, the others are written in Python."""
-    fused = _is_fused(recipe, software)
+    fused = _is_fused(recipe)
     for one in block.parameters:
         if one.kind != "norm" or one.name.endswith("bias"):
             continue
         whole = one.numel if one.numel != shape.head_dim else keys if "k_" in one.name else queries
         if _has_bias(one, block):
-            casts = _casts_norms(block, recipe, software)
+            casts = _casts_norms(block, recipe)
             yield (_plus(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), whole, 1
         else:
             yield FUSED_NORM_BYTES if fused else RMS_NORM_BYTES, whole, 1 if fused else KERNELS["norm"]
@@ -252,29 +223,30 @@ def _has_bias(norm: Parameter, block: Block) -> bool:
     return any(one.name == norm.name.replace("weight", "bias") != norm.name for one in block.parameters)
 
 
-def _casts_norms(block: Block, recipe: Recipe, software: Software) -> bool:
+def _casts_norms(block: Block, recipe: Recipe) -> bool:
     """Whether autocast lets the block's layer norms return float32."""
-    plain = recipe.precision != "no" and not software.compiled and not software.narrow_norms
-    return plain and any(one.kind == "norm" and _has_bias(one, block) for one in block.parameters)
+    return recipe.precision != "no" and any(one.kind == "norm" and _has_bias(one, block) for one in block.parameters)
 
 
-def _adapters(block: Block, shape: ModelShape, recipe: Recipe, software: Software) -> tuple[Work, Work]:
+def _has_wide_norms(block: Block, recipe: Recipe) -> bool:
+    """Whether 4-bit layers are given float32."""
+    return recipe.method == "qlora" and _casts_norms(block, recipe)
+
+
+def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
     """LoRA's thin products and what PEFT does around them: they cost more time in memory than in computing."""
     forward = backward = Work()
     if recipe.method == "full":
         return forward, backward
     tokens = recipe.rows * recipe.length
-    fused = software.fused_lora
-    narrow = recipe.lora_dtype == "base"
-    each = FUSED_LORA_BYTES if fused else NARROW_LORA_BYTES if narrow else LORA_BYTES
-    alone = recipe.precision == "no" and not narrow and not fused  # without autocast float32 adapters compute in it
+    alone = recipe.precision == "no"  # without autocast float32 adapters compute in it
     for one in block.parameters:
         if not one.is_adapted(recipe.lora_targets):
             continue
         flops = 2 * recipe.lora_rank * sum(one.shape) * tokens
         thin = Work(matmul_flops=flops * (not alone), float32_flops=flops * alone)
-        moved = [Work(moved_bytes=(into * one.shape[1] + out * one.shape[0]) * tokens) for into, out in each]
-        launched = Work(kernels=2 if fused else KERNELS["lora"])
+        moved = [Work(moved_bytes=(into * one.shape[1] + out * one.shape[0]) * tokens) for into, out in LORA_BYTES]
+        launched = Work(kernels=KERNELS["lora"])
         forward += thin + moved[0] + launched
         backward += thin.times(2) + moved[1] + launched.times(2)
     return forward, backward
@@ -330,6 +302,10 @@ def _has_learned_positions(shape: ModelShape) -> bool:
     return len(tables) > 1
 
 
-def _is_fused(recipe: Recipe, software: Software) -> bool:
+def _is_fused(recipe: Recipe) -> bool:
     """Whether norms, rotation and loss are single kernels."""
-    return software.compiled or recipe.kernels != "none"
+    return recipe.kernels != "none"
+
+
+def _fuses_gates(recipe: Recipe) -> bool:
+    return recipe.kernels == "liger"

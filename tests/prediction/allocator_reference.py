@@ -7,18 +7,15 @@ Where each rule stands in c10/cuda/CUDACachingAllocator.cpp, class DeviceCaching
 eb42ad6 of 2024, and a text of 2026 with `large_segment_size_mb` that is older than `throw_on_cudamalloc_oom` (PR
 179473). Where they differ, the later one counts. A test compares the sizes with the headers of the installed torch.
 
-- sizes are multiples of 512 bytes, or of a division of a power of two -> round_size, roundup_power2_next_division
+- sizes are multiples of 512 bytes -> round_size
 - up to 1 MiB is small; small and large never share a segment -> get_pool
 - a segment has 2 MiB, 20 MiB or a multiple of 2 MiB -> get_allocation_size
-- best fit within stream and pool by size, then by address; oversize blocks wait for oversize requests
-  -> get_free_block, BlockComparatorSize
+- best fit within stream and pool by size, then by address -> get_free_block, BlockComparatorSize
 - what is left of a block is split off -> should_split, alloc_found_block
 - free neighbours become one block -> free_block, try_merge_blocks
 - other streams' uses delay a free until their events are complete -> recordStream, free, insert_events, process_events
 - the order of attempts for new memory -> malloc
-- old free segments go first when memory passes a threshold -> garbage_collect_cached_blocks, insert_into_blocks
 - new memory -> alloc_block
-- one oversize segment, or several, go to make room -> release_available_cached_blocks
 - all events are awaited and all free segments go -> release_cached_blocks, synchronize_and_free_events, release_blocks
 - an expandable segment grows at the lowest address with room -> find_expandable_block, try_allocate_expandable_block,
   map_block, ExpandableSegment::map
@@ -29,7 +26,6 @@ What the source leaves to the driver is settled here: each segment's addresses a
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -51,8 +47,6 @@ class Block:
     address: int
     size: int
     state: str
-    cached_at: int = 0
-    """How often its pool had been searched when it became free."""
     other_streams: set[int] = field(default_factory=set)
 
     @property
@@ -78,20 +72,16 @@ class Event:
 class Reference:
     """An allocator for one card.
 
-    `settings` has the attributes of AllocatorSettings. `capacity_bytes` is what the card can give. With `by_fraction`
-    it is what `set_per_process_memory_fraction` allows of a larger card: PyTorch then compares the size of a new
-    segment with it, also where an expandable segment would grow by less. PyTorch collects garbage only if such a
-    fraction is set; here the threshold applies to `capacity_bytes` in both cases.
+    `expandable` is the setting expandable_segments; all others are as PyTorch has them without PYTORCH_ALLOC_CONF.
+    `capacity_bytes` is what the card can give.
     """
 
-    def __init__(self, settings: Any, capacity_bytes: int | None = None, *, by_fraction: bool = False) -> None:
-        self.settings = settings
+    def __init__(self, expandable: bool = False, capacity_bytes: int | None = None) -> None:
+        self.expandable = expandable
         self.capacity = capacity_bytes
-        self.by_fraction = by_fraction
         self.all_segments: list[Segment] = []
         self.events: list[Event] = []
         self.handles: dict[int, Block] = {}
-        self.searches = {True: 0, False: 0}
         self.next_address = 0
         self.next_handle = 1
         self.allocated_peak = self.active_peak = self.reserved_peak = 0
@@ -131,9 +121,6 @@ class Reference:
         small = size <= LARGEST_SMALL
         found = self.best_fit(size, stream, small)
         if found is None:
-            self.collect_garbage()
-            found = self.new_block(size, stream, small)
-        if found is None and self.release_oversize(size, stream, small):
             found = self.new_block(size, stream, small)
         if found is None:
             self.release_everything_free()
@@ -170,10 +157,6 @@ class Reference:
     def rounded(self, size: int) -> int:
         if size < SMALLEST:
             return SMALLEST
-        divisions = self.settings.roundup_power2_divisions
-        if divisions > 1 and size > SMALLEST * divisions:
-            power_below = 1 << (size.bit_length() - 1)
-            return up_to_multiple(size, power_below // divisions)
         return up_to_multiple(size, SMALLEST)
 
     @staticmethod
@@ -182,26 +165,16 @@ class Reference:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < OWN_SEGMENT else up_to_multiple(size, SEGMENT_STEP)
 
-    def is_oversize(self, size: int) -> bool:
-        return self.settings.max_split_size_bytes is not None and size >= self.settings.max_split_size_bytes
-
     # The cache
 
     def best_fit(self, size: int, stream: int, small: bool) -> Block | None:
-        if self.collects_garbage():
-            self.searches[small] += 1
         fitting = [block for block in self.cached(small, stream) if block.size >= size]
         if not fitting:
             return None
         best = fitting.pop(0)
-        if self.settings.expandable_segments:
+        if self.expandable:
             while fitting and self.size_it_could_grow_to(fitting[0]) < self.size_it_could_grow_to(best):
                 best = fitting.pop(0)
-        if self.is_oversize(best.size) and not self.is_oversize(size):
-            return None
-        slack = self.settings.max_non_split_rounding_bytes
-        if self.is_oversize(size) and best.size >= size + (LARGE_SEGMENT if slack is None else slack):
-            return None
         return best
 
     def size_it_could_grow_to(self, block: Block) -> int:
@@ -210,17 +183,12 @@ class Reference:
 
     def split(self, block: Block, size: int, small: bool) -> None:
         left = block.size - size
-        if small or self.settings.expandable_segments:
-            worth_it = left >= SMALLEST
-        else:
-            worth_it = left > LARGEST_SMALL and not self.is_oversize(size)
-        if worth_it:
+        if left >= SMALLEST if small or self.expandable else left > LARGEST_SMALL:
             self.cut(block, size)
 
     def put_into_cache(self, block: Block) -> None:
-        segment = self.segment_of(block)
-        block.state, block.cached_at = FREE, self.searches[segment.small]
-        self.merge_neighbours(segment)
+        block.state = FREE
+        self.merge_neighbours(self.segment_of(block))
 
     def cached(self, small: bool, stream: int | None = None) -> list[Block]:
         """Free blocks by stream, size and address."""
@@ -246,9 +214,7 @@ class Reference:
 
     def new_block(self, size: int, stream: int, small: bool) -> Block | None:
         needed = self.segment_size(size)
-        if self.settings.expandable_segments:
-            if self.by_fraction and not self.fits(needed):
-                return None
+        if self.expandable:
             return self.expand(size, stream, small)
         if not self.fits(needed):
             return None
@@ -267,7 +233,7 @@ class Reference:
             assert unmapped is not None
             assert unmapped.state == UNMAPPED
             mapped = min(up_to_multiple(missing, self.page(small)), unmapped.size)
-            if not self.by_fraction and not self.fits(mapped):
+            if not self.fits(mapped):
                 return None
             self.cut(unmapped, mapped)
             unmapped.state = FREE
@@ -298,7 +264,7 @@ class Reference:
         return room
 
     def addresses_to_reserve(self, small: bool) -> int:
-        if self.capacity is None or self.by_fraction:
+        if self.capacity is None:
             return ENDLESS // self.page(small) * self.page(small)
         return up_to_multiple(self.capacity + self.capacity // 8, self.page(small))
 
@@ -310,45 +276,6 @@ class Reference:
         return SMALL_SEGMENT if small else LARGE_SEGMENT
 
     # Making room
-
-    def collects_garbage(self) -> bool:
-        return self.capacity is not None and self.settings.garbage_collection_threshold > 0
-
-    def collect_garbage(self) -> None:
-        if self.capacity is None or not self.collects_garbage():
-            return
-        excess = self.reserved - int(self.settings.garbage_collection_threshold * self.capacity)
-        while excess > 0:
-            ages = {
-                block: self.searches[False] - block.cached_at
-                for block in self.cached(small=False)
-                if len(self.segment_of(block).blocks) == 1 and not self.segment_of(block).expandable
-            }
-            if not ages:
-                return
-            average = sum(ages.values()) / len(ages)
-            for block, age in ages.items():
-                if age >= average:
-                    excess -= block.size
-                    self.drop(self.segment_of(block))
-
-    def release_oversize(self, size: int, stream: int, small: bool) -> bool:
-        """Whether segments too large to be split went, as large as the request together."""
-        limit = self.settings.max_split_size_bytes
-        if limit is None or self.settings.expandable_segments:
-            return False
-        wanted = max(size, limit)
-        oversize = [block for block in self.cached(small, stream) if block.size >= limit]
-        enough = [block for block in oversize if block.size >= wanted]
-        if enough:
-            self.drop_whole(enough[0])
-            return True
-        released = 0
-        while oversize and released < wanted:
-            largest = oversize.pop()
-            released += largest.size
-            self.drop_whole(largest)
-        return released >= wanted
 
     def release_everything_free(self) -> None:
         self.complete()
@@ -376,19 +303,14 @@ class Reference:
     # Blocks within segments
 
     def new_segment(self, stream: int, small: bool, size: int, state: str) -> Segment:
-        block = Block(self.next_address, size, state, self.searches[small])
+        block = Block(self.next_address, size, state)
         self.next_address += size
-        segment = Segment(stream, small, self.settings.expandable_segments, [block])
+        segment = Segment(stream, small, self.expandable, [block])
         self.all_segments.append(segment)
         return segment
 
     def drop(self, segment: Segment) -> None:
         self.all_segments.remove(segment)
-
-    def drop_whole(self, block: Block) -> None:
-        segment = self.segment_of(block)
-        assert segment.blocks == [block], "an oversize block is never split"
-        self.drop(segment)
 
     def segment_of(self, block: Block) -> Segment:
         return next(segment for segment in self.all_segments if block in segment.blocks)
@@ -403,7 +325,7 @@ class Reference:
         if size == block.size:
             return block
         segment = self.segment_of(block)
-        rest = Block(block.address + size, block.size - size, block.state, self.searches[segment.small])
+        rest = Block(block.address + size, block.size - size, block.state)
         block.size = size
         segment.blocks.insert(segment.blocks.index(block) + 1, rest)
         return rest
@@ -414,7 +336,6 @@ class Reference:
         for block in segment.blocks:
             if joined and joined[-1].state == block.state and block.state in (FREE, UNMAPPED):
                 joined[-1].size += block.size
-                joined[-1].cached_at = self.searches[segment.small]
             else:
                 joined.append(block)
         segment.blocks[:] = joined

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, run
+from older_libraries import Published, tapes_of, with_versions
 
 from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, ModelShape, quirks_of, step, variant_of
+from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, ModelShape, engines, step, variant_of
 
 RANKS = 4  # as in tracked.py
 SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -82,8 +83,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def predicted(setting: dict[str, Any]) -> tuple[step.Prediction, ModelShape]:
     from transformers import AutoConfig
 
-    from accel_fsdp.prediction.tracing import tapes_of
-
     keys = ("rows", "length", "checkpointing", "precision", "dtype")
     recipe = Recipe(
         **{key: setting[key] for key in keys}, attention="eager", accumulation=setting.get("accumulation", 1)
@@ -129,9 +128,12 @@ def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
     ],
 )
 def test_checkpoints_went_around_fsdp1_before_4_53(versions: dict[str, str], outside: bool) -> None:
-    assert quirks_of(versions, "llama", Recipe()).checkpoints_outside == outside
+    assert with_versions(Published(), versions, "llama").checkpoints_outside == outside
 
 
-@pytest.mark.parametrize(("torch", "late"), [("", True), ("2.14.1", True), ("2.15.0", False), ("2.15.0+cu132", False)])
-def test_fsdp2_frees_gathered_outputs_earlier_since_2_15(torch: str, late: bool) -> None:
-    assert quirks_of({"torch": torch} if torch else {}, "llama", Recipe()).frees_output_late == late
+@pytest.mark.parametrize(("torch", "late"), [("2.14.1", True), ("2.15.0", False), ("2.15.0+cu132", False)])
+def test_fsdp2_frees_gathered_outputs_earlier_since_2_15(
+    torch: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines.metadata, "version", lambda name: torch)
+    assert engines.frees_output_late.__wrapped__() == late

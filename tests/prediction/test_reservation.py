@@ -14,7 +14,6 @@ from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import (
-    AllocatorSettings,
     ModelShape,
     Reservation,
     Tapes,
@@ -25,7 +24,6 @@ from accel_fsdp.prediction.memory import (
 )
 from accel_fsdp.units import GIB
 
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
 FULL = Recipe(rows=2, length=2048)
 LORA = Recipe("lora", dtype="bfloat16", rows=2, length=2048)
 ONE, DDP = Layout(Engine.NONE, 1, 1, 1), Layout(Engine.DDP, 1, 8, 8)
@@ -63,13 +61,10 @@ def test_the_steps_allocate_what_is_predicted_of_one(
     assert found.allocated <= found.active <= found.reserved
 
 
-@pytest.mark.parametrize("reduce", ["compute", "float32"])
-@pytest.mark.parametrize("sync_each_batch", [False, True])
 @pytest.mark.parametrize("layout", [FSDP1, FSDP2, replace(FSDP2, ranks=7, ranks_per_node=7)])
-def test_gradient_accumulation(layout: Layout, sync_each_batch: bool, reduce: str) -> None:
+def test_gradient_accumulation(layout: Layout) -> None:
     """On seven GPUs shards are padded, which makes no gradient wider."""
-    layout = replace(layout, sync_each_batch=sync_each_batch)
-    recipe = replace(FULL, accumulation=3, reduce=reduce)  # type: ignore[arg-type]
+    recipe = replace(FULL, accumulation=3)
     expected = predict(*model(recipe, layout), recipe, layout).peak.total
     assert reserved(recipe, layout, exports=False).allocated == pytest.approx(expected, rel=0.02)
 
@@ -84,7 +79,7 @@ def test_only_fsdp1_lets_blocks_wait_for_other_streams() -> None:
 @pytest.mark.parametrize("layout", [ONE, FSDP1, FSDP2])
 def test_expandable_segments_waste_less(layout: Layout) -> None:
     recipe = replace(LORA, checkpointing="full", rows=4)
-    plain, expandable = reserved(recipe, layout), reserved(recipe, layout, settings=EXPANDABLE)
+    plain, expandable = reserved(recipe, layout), reserved(recipe, layout, expandable=True)
     assert plain.allocated == pytest.approx(expandable.allocated, rel=0.01)
     assert expandable.reserved < plain.reserved
 
@@ -96,11 +91,11 @@ def test_rows_of_many_lengths_leave_gaps_that_expandable_segments_do_not(layout:
     equal, plain, expandable = (
         reserved(recipe, layout),
         reserved(varied, layout),
-        reserved(varied, layout, settings=EXPANDABLE),
+        reserved(varied, layout, expandable=True),
     )
     assert plain.allocated == pytest.approx(equal.allocated, rel=0.01)
     assert plain.reserved > 1.2 * equal.reserved
-    assert expandable.reserved == pytest.approx(reserved(recipe, layout, settings=EXPANDABLE).reserved, rel=0.03)
+    assert expandable.reserved == pytest.approx(reserved(recipe, layout, expandable=True).reserved, rel=0.03)
 
 
 def test_growing_lengths_stand_for_random_ones(monkeypatch: pytest.MonkeyPatch) -> None:

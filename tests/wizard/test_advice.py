@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
     found = advice.advise("meta-llama/Llama-3.1-70B", one, Layout(Engine.NONE, 1, 1, 1), method)
     assert found is not None
     assert found.verdict == verdict
-    assert found.words.startswith(f"needs {found.needed_gib:,.1f} of 79.2 GiB")
+    assert found.words.startswith(f"needs {found.chosen.device.needed / GIB:,.1f} of 79.2 GiB")
     assert not found.offload  # one GPU has nobody to shard with
 
 

@@ -1,8 +1,6 @@
 from . import shards as shards
 from . import step as step
-from .allocator import AllocatorSettings as AllocatorSettings
 from .allocator import CachingAllocator as CachingAllocator
-from .library_versions import quirks_of as quirks_of
 from .replay import fused_head as fused_head
 from .reservation import Reservation as Reservation
 from .reservation import reserve as reserve
@@ -13,7 +11,6 @@ from .shape import ParameterKind as ParameterKind
 from .shards import compute_bytes as compute_bytes
 from .shards import master_bytes as master_bytes
 from .shards import outer_parts as outer_parts
-from .shards import reduce_bytes as reduce_bytes
 from .step import Prediction as Prediction
 from .step import idle_units as idle_units
 from .step import predict as predict

@@ -7,7 +7,11 @@ That order is what the allocator's statistics see: a block that another stream s
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 from typing import ClassVar
+
+from packaging.version import Version
 
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
@@ -26,14 +30,26 @@ from accel_fsdp.prediction.memory.timeline import (
 )
 
 
+@cache
+def frees_output_late() -> bool:
+    """Whether FSDP2's forward holds a unit's all-gather output until the next unit is copied out of its own.
+
+    Torch before 2.15 kept it in a variable of `wait_for_unshard`; since then it is freed when the next all-gather is
+    there (`release_all_gather_state_for_comm_reuse`). Without torch it counts as the one that holds more.
+    """
+    try:
+        return Version(metadata.version("torch")) < Version("2.15")
+    except metadata.PackageNotFoundError:
+        return True
+
+
 @dataclass
 class EngineMemory:
     """Everything on every rank, nothing to gather: one GPU, and the base of the others.
 
     `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
     `counts` say how many equal ones each stands for. `head_unit` is the place of the head's unit, 0 for the first.
-    `idle` units are held and never run. `prefetches` says that backward gathers the next unit early, `syncs` that this
-    micro-batch's gradients are reduced. `frees_output_late` as in `Quirks`.
+    `idle` units are held and never run. `syncs` says that this micro-batch's gradients are reduced.
     """
 
     meter: Meter
@@ -43,9 +59,7 @@ class EngineMemory:
     layout: Layout
     idle: Sequence[Unit] = ()
     has_grads: bool = False
-    prefetches: bool = True
     syncs: bool = True
-    frees_output_late: bool = False
 
     def adds(self, unit: int) -> bool:
         """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
@@ -184,7 +198,7 @@ class Fsdp(EngineMemory, ABC):
 
     def _reduced(self, unit: int) -> tuple[int, int]:
         """The input of the unit's reduction, and its output."""
-        width = shards.reduce_bytes(self.recipe)
+        width = shards.compute_bytes(self.recipe)
         whole, shard = (shards.trained_bytes(self.units[unit], self.layout, width, each) for each in (False, True))
         return whole, shard
 
@@ -202,6 +216,7 @@ class Fsdp(EngineMemory, ABC):
 class Fsdp2(Fsdp):
     """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next."""
 
+    frees_output_late: bool = field(default_factory=frees_output_late)
     kept_output: int = 0
     kept_unit: int = 0
     prefetched: int | None = None
@@ -227,8 +242,8 @@ class Fsdp2(Fsdp):
         self._cast_and_gather(unit, self._output(unit), "output")
 
     def adds(self, unit: int) -> bool:
-        """Gradients of the reduce dtype stay with their parameters (`to_accumulated_grad_if_needed`)."""
-        return unit in self.waiting and shards.reduce_bytes(self.recipe) == shards.compute_bytes(self.recipe)
+        """Gradients that wait stay with their parameters (`to_accumulated_grad_if_needed`)."""
+        return unit in self.waiting
 
     def end_forward(self) -> None:
         """The root's post-forward drops the last all-gather's output."""
@@ -261,12 +276,12 @@ class Fsdp2(Fsdp):
         if not born:
             return
         whole, shard = self._reduced(unit)
-        ready, name = self._accumulated(unit, born, whole)
+        ready = self.waiting.pop(unit, 0) or born
         if not self.syncs:
             self.waiting[unit] = ready
             return
         self.meter.add(GRADIENTS, whole, "input")
-        self.meter.add(GRADIENTS, -ready, name)
+        self.meter.add(GRADIENTS, -ready, ("born", unit))
         self.reducing = whole
         self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
         self._keep(unit, shard)
@@ -274,19 +289,6 @@ class Fsdp2(Fsdp):
     def _drop_input(self) -> None:
         self.meter.add(GRADIENTS, -self.reducing, "input")
         self.reducing = 0
-
-    def _accumulated(self, unit: int, born: int, whole: int) -> tuple[int, object]:
-        """The bytes of the unit's whole gradients, and their name; unless autograd adds them, that happens here."""
-        adds, older, waiting = self.adds(unit), self.waiting.pop(unit, 0), ("waiting", unit)
-        if older and not adds:
-            self.meter.add(GRADIENTS, -born, ("born", unit))
-            return older, waiting
-        wider = shards.reduce_bytes(self.recipe) > shards.compute_bytes(self.recipe)
-        if not older and not self.syncs and wider:
-            self.meter.add(GRADIENTS, whole, waiting, of=self.units[unit])
-            self.meter.add(GRADIENTS, -born, ("born", unit))
-            return whole, waiting
-        return older or born, ("born", unit)
 
     def end_backward(self) -> None:
         """The last reduction's input goes."""
@@ -360,7 +362,7 @@ class Fsdp1(Fsdp):
 
     def before_backward(self, unit: int) -> None:
         """Makes sure of the unit, and prefetches the one before it."""
-        for one in (unit, unit - 1) if self.prefetches else (unit,):
+        for one in (unit, unit - 1):
             if 0 <= one < len(self.units) and one not in self.gathered:
                 self._gather(one)
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.library_versions import Quirks
-from accel_fsdp.prediction.memory.shape import Block, ModelShape
+from accel_fsdp.prediction.memory import losses, shards
+from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.traces import At, Replay, Tape, Tapes, replay
 
@@ -30,25 +29,18 @@ class ReplayedModel:
     until_loss: tuple[int, ...]
 
 
-def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks) -> ReplayedModel:
+def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> ReplayedModel:
     """Plays a model's tapes."""
     at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-    blocks = []
-    for index in range(len(shape.blocks)):
-        tape = tape_of_block(shape, tapes, recipe, index)
-        repeated = repeated_bytes(shape, tapes, recipe, index, quirks)
-        blocks.append(_with_saved(replay(tape.of(recipe.rows), at), repeated))
+    blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
     head = tape_of_head(tapes, recipe)
     fused = head is None
     return ReplayedModel(
-        tuple(blocks),
+        tuple(replay(tape, at) for tape in blocks),
         replay(tapes.embedding.of(recipe.rows), at),
         fused_head(shape, recipe) if head is None else replay(head.of(recipe.rows), at),
-        (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe, quirks),
-        tuple(
-            _cast_bytes(unit, recipe, layout) + (_cached_bytes(block, recipe) if quirks.caches_keys else 0)
-            for unit, block in zip(shards.distinct_units(shape, recipe, layout).blocks, shape.blocks, strict=True)
-        ),
+        (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe),
+        tuple(_cast_bytes(unit, recipe, layout) for unit in shards.distinct_units(shape, recipe, layout).blocks),
     )
 
 
@@ -64,29 +56,12 @@ def tape_of_head(tapes: Tapes, recipe: Recipe) -> Tape | None:
     return tapes.chunked_head if recipe.chunked_loss else tapes.head
 
 
-def _more_logits(shape: ModelShape, recipe: Recipe, quirks: Quirks) -> tuple[int, int]:
-    """The logits that the caller keeps are the model's, or float32 where Accelerate or the model has made them so."""
-    logits = shape.vocab * recipe.rows * recipe.length
-    peaks = quirks.loss.peaks if quirks.loss else TAPE_LOGIT_BYTES
-    loss, backward = (peak - tape for peak, tape in zip(peaks, TAPE_LOGIT_BYTES, strict=True))
-    wide = quirks.upcasts_logits or recipe.precision != "no"
-    backward += (state_bytes.MASTER if wide else shards.compute_bytes(recipe)) if recipe.keeps_logits else 0
-    return loss * logits, backward * logits
-
-
-def repeated_bytes(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int, quirks: Quirks) -> int:
-    """Keys and values of all heads instead of those that are; a mask excludes the kernels that share heads."""
-    block = shape.blocks[index]
-    if not quirks.repeats_heads or tape_of_block(shape, tapes, recipe, index) is not tapes.blocks[index]:
-        return 0
-    keys = next((one.shape[0] for one in block.parameters if one.name.endswith("k_proj.weight")), 0)
-    more = shape.heads * shape.head_dim - keys if keys else 0
-    return 2 * more * shards.compute_bytes(recipe) * recipe.rows * recipe.length
-
-
-def _with_saved(played: Replay, more: int) -> Replay:
-    """With more saved by attention, after which a block is at its highest in forward, and before it in backward."""
-    return played._replace(forward_peak=played.forward_peak + more, forward_end=played.forward_end + more)
+def _more_logits(shape: ModelShape, recipe: Recipe) -> tuple[int, int]:
+    logits, loss = shape.vocab * recipe.rows * recipe.length, losses.loss_of(recipe)
+    forward, backward = (
+        (peak - tape for peak, tape in zip(loss.peaks, TAPE_LOGIT_BYTES, strict=True)) if loss else (0, 0)
+    )
+    return forward * logits, backward * logits
 
 
 def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
@@ -101,17 +76,6 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
         return 0
     return state_bytes.LOW * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)
-
-
-def _cached_bytes(block: Block, recipe: Recipe) -> int:
-    """The cache of a block's keys and values, a view of what its projection put out.
-
-    Float32 with 4-bit weights under autocast: layer norm returns that, and `Linear4bit` what it was given.
-    """
-    wide = recipe.method == "qlora" and recipe.precision != "no"
-    width = state_bytes.MASTER if wide else shards.compute_bytes(recipe)
-    columns = next((one.shape[0] for one in block.parameters if one.name.endswith("c_attn.weight")), 0)
-    return columns * width * recipe.rows * recipe.length
 
 
 def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:

@@ -12,10 +12,8 @@ from typing import Literal, NamedTuple
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.allocator import AllocatorSettings, Block, CachingAllocator
-from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_here
-from accel_fsdp.prediction.memory.replay import repeated_bytes
-from accel_fsdp.prediction.memory.scripts import REPEATED, UPSTREAM, ModelScripts, Request
+from accel_fsdp.prediction.memory.allocator import Block, CachingAllocator
+from accel_fsdp.prediction.memory.scripts import UPSTREAM, ModelScripts, Request
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.step import Walk
@@ -177,23 +175,21 @@ def reserve(
     recipe: Recipe,
     layout: Layout,
     workspace_bytes: int = 0,
-    quirks: Quirks | None = None,
-    settings: AllocatorSettings | None = None,
+    expandable: bool = False,
     capacity_bytes: int | None = None,
     exports: bool = True,
 ) -> Reservation:
     """Plays loading, the first steps, an evaluation where the recipe has one, and a full state dict if it `exports`.
 
-    `capacity_bytes` is what the allocator can get; None is without a limit.
+    `expandable`: with expandable segments. `capacity_bytes` is what the allocator can get; None is without a limit.
     """
-    allocator = CachingAllocator(settings, capacity_bytes)
+    allocator = CachingAllocator(expandable, capacity_bytes)
     meter = AllocatingMeter(allocator=allocator, flat=layout.engine is Engine.FSDP1)
     meter.per_parameter = 2 if recipe.optimizer.startswith("adamw") else 1
-    quirks = quirks or quirks_here(shape.model_type, recipe)
 
     def walk_of(recipe: Recipe) -> _AllocatingWalk:
-        walk = _AllocatingWalk.of(meter, shape, tapes, recipe, layout, quirks)
-        walk.prepare(shape, tapes, quirks)
+        walk = _AllocatingWalk.of(meter, shape, tapes, recipe, layout)
+        walk.prepare(shape, tapes)
         return walk
 
     walk = walk_of(recipe)
@@ -219,16 +215,14 @@ class _AllocatingWalk(Walk):
     shorter: "tuple[_AllocatingWalk, ...]" = ()
     thrashes: str = ""
 
-    def prepare(self, shape: ModelShape, tapes: Tapes, quirks: Quirks) -> None:
+    def prepare(self, shape: ModelShape, tapes: Tapes) -> None:
         """Turns the tapes into scripts."""
         recipe = self.recipe
-        self.scripts = ModelScripts.of(shape, tapes, recipe, quirks)
+        self.scripts = ModelScripts.of(shape, tapes, recipe)
         if self.scripts.has_loss:
             self.more_logits = (0, 0)
         if recipe.eval_batch:
-            self.evaluated = ModelScripts.of(shape, tapes, replace(recipe, rows=recipe.eval_batch), quirks)
-        kinds = range(len(shape.blocks))
-        self.repeated = [repeated_bytes(shape, tapes, recipe, kind, quirks) for kind in kinds]
+            self.evaluated = ModelScripts.of(shape, tapes, replace(recipe, rows=recipe.eval_batch))
 
     def run(self, buffers_bytes: int, workspace_bytes: int, exports: bool) -> None:
         """All phases."""
@@ -253,13 +247,12 @@ class _AllocatingWalk(Walk):
     def one_step(self, step: int) -> None:
         """Micro-batches and optimizer."""
         self.engine.has_grads = False
-        self.micro_batches(int(step > 1 and self.recipe.zeroes_late), f" of step {step}")
+        self.micro_batches(f" of step {step}")
         self.meter.enter(f"optimizer of step {step}")
         if step == 1:
             self.engine.make_states()
         self.engine.step()
-        if not self.recipe.zeroes_late:
-            self.meter.drop(GRADIENTS)
+        self.meter.drop(GRADIENTS)
         self.meter.allocator.complete()
 
     def _evaluate(self, scripts: ModelScripts) -> None:
@@ -318,7 +311,7 @@ class _AllocatingWalk(Walk):
         for unit, block in enumerate(self.order, start=1):
             script, played = self.scripts.blocks[block], self.blocks[block]
             self.engine.before_forward(unit)
-            slots = self._repeated(block)
+            slots: dict[int, Block] = {}
             if self.recipe.recomputes:
                 self._play(script.first, slots, unit)
                 self.outputs[unit] = self._only(slots, script.first_output)
@@ -332,25 +325,18 @@ class _AllocatingWalk(Walk):
                 self._drop_output(unit - 1)
             self.engine.after_forward(unit)
 
-    def _repeated(self, block: int) -> dict[int, Block]:
-        """Keys and values of all heads, where older attention saves them."""
-        size = self.repeated[block]
-        return {REPEATED: self.meter.allocator.malloc(size)} if size else {}
-
     def _drop_output(self, unit: int) -> None:
         block, self.outputs[unit] = self.outputs[unit], None
         if block is not None:
             self.meter.allocator.free(block)
 
-    def _loss(self, late: int) -> None:
+    def _loss(self) -> None:
         head: dict[int, Block] = {}
         self.engine.before_forward(self.head_unit)
         self._head_forward(head)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
         self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] for block in self.order), "until loss")
-        if late:
-            self.meter.drop(GRADIENTS)
         self.engine.before_loss_backward()
         if not self.head.keeps_input:
             self._drop_output(len(self.order))
@@ -400,29 +386,25 @@ class _AllocatingWalk(Walk):
 
     def _backward(self) -> None:
         allocator = self.meter.allocator
-        kept: list[Block] = []
         for unit in range(len(self.order), 0, -1):
             index = self.order[unit - 1]
             script, played = self.scripts.blocks[index], self.blocks[index]
             self.engine.before_backward(unit)
             slots = self.slots[unit]
             if self.recipe.recomputes:
-                slots |= self._repeated(index)
                 self._play(script.forward, slots, unit)
                 if self.recipe.checkpointing != "reentrant" and script.output in slots:
                     allocator.free(slots.pop(script.output))
             slots[UPSTREAM] = self.gradient
             self._play(script.backward, slots, unit)
             self.gradient = self._only(slots, script.left)
-            if self.retained:
-                kept += [allocator.malloc(self.retained)] if unit > 2 else []
-            elif self._holds_input(played):
+            if self._holds_input(played):
                 self._drop_output(unit - 1)
             self.engine.after_backward(unit, played.born)
         self.engine.before_backward(0)
         slots = {**self.slots[0], UPSTREAM: self.gradient}
         self._play(self.scripts.embedding.backward, slots, 0)
-        for block in (*slots.values(), *kept):
+        for block in slots.values():
             allocator.free(block)
         for unit in range(len(self.order)):
             self._drop_output(unit)

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from accel_fsdp.job import Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.library_versions import Quirks
-from accel_fsdp.prediction.memory.losses import UPCAST_AND_KEPT, Loss
+from accel_fsdp.prediction.memory import losses, shards
+from accel_fsdp.prediction.memory.losses import Loss
 from accel_fsdp.prediction.memory.replay import tape_of_block, tape_of_head
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Tapes
@@ -38,8 +37,8 @@ class Script(NamedTuple):
     left: int | None
 
 
-UPSTREAM, REPEATED = -1, -2
-"""The slots of the gradient of a block's output, which its caller made, and of repeated keys and values."""
+UPSTREAM = -1
+"""The slot of the gradient of a block's output, which its caller made."""
 
 
 @lru_cache(64)
@@ -87,9 +86,8 @@ def _requests(
             yield Request(slot, event.size.at(at), grad=True)
 
 
-def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
-    """The script of a head with another loss than the tape's. `logits` is their number; `keeps` names one that the
-    caller holds to the end of backward.
+def with_loss(script: Script, loss: Loss, logits: int) -> Script:
+    """The script of a head with another loss than the tape's; `logits` is their number.
 
     The tape's own begins with the upcast copy and ends with the gradient in the logits' dtype: what is before, after
     and smaller stays.
@@ -118,21 +116,20 @@ def with_loss(script: Script, loss: Loss, logits: int, keeps: str) -> Script:
             slot = names[name] if name in names else names.setdefault(name, next(slots))
             if sign == "+":
                 yield Request(slot, widths[name] * logits)
-            elif name != keeps:
+            else:
                 yield Request(slot, 0)
 
     forward = [*script.forward[:first], *requests(loss.forward)]
     forward += [one for one in script.forward[first:] if one.slot not in large]
     backward = list(requests(loss.backward))
     backward += [one for one in script.backward[ends[0] + 1 :] if one.slot not in large or one.slot == names["d"]]
-    if keeps in names:
-        backward.append(Request(names[keeps], 0))
+    backward += requests(loss.after)
     return script._replace(forward=tuple(forward), backward=tuple(backward))
 
 
 class ModelScripts(NamedTuple):
-    """A model's scripts at one batch. `head` is None where fused kernels make the loss; `has_loss`: it is as `Quirks`
-    says."""
+    """A model's scripts at one batch. `head` is None where fused kernels make the loss; `has_loss`: its loss isn't the
+    tape's."""
 
     embedding: Script
     blocks: tuple[Script, ...]
@@ -140,7 +137,7 @@ class ModelScripts(NamedTuple):
     has_loss: bool
 
     @staticmethod
-    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe, quirks: Quirks) -> "ModelScripts":
+    def of(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> "ModelScripts":
         """Those of a recipe."""
         rows = recipe.rows
         at = At(rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
@@ -148,9 +145,8 @@ class ModelScripts(NamedTuple):
         blocks = tuple(script_of(tape_of_block(shape, tapes, recipe, kind).of(rows), at) for kind in kinds)
         tape = tape_of_head(tapes, recipe)
         head = script_of(tape.of(rows), at) if tape else None
-        low = shards.compute_bytes(recipe) == state_bytes.LOW
-        has_loss = bool(head and quirks.loss and not recipe.chunked_loss and low)
-        if head and quirks.loss and has_loss:
-            keeps = "" if not recipe.keeps_logits else "l" if quirks.loss is UPCAST_AND_KEPT else "f"
-            head = with_loss(head, quirks.loss, shape.vocab * rows * recipe.length, keeps)
+        loss = None if recipe.chunked_loss else losses.loss_of(recipe)
+        has_loss = bool(head and loss and shards.compute_bytes(recipe) == state_bytes.LOW)
+        if head and loss and has_loss:
+            head = with_loss(head, loss, shape.vocab * rows * recipe.length)
         return ModelScripts(script_of(tapes.embedding.of(rows), at), blocks, head, has_loss)

@@ -56,15 +56,10 @@ def compute_bytes(recipe: Recipe) -> int:
     return state_bytes.DTYPE_BYTES[recipe.dtype if recipe.precision == "no" else TORCH_DTYPES[recipe.precision]]
 
 
-def reduce_bytes(recipe: Recipe) -> int:
-    """Bytes per element of a gradient that FSDP reduces."""
-    return state_bytes.MASTER if recipe.reduce == "float32" else compute_bytes(recipe)
-
-
 def master_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a trained weight at rest."""
     if recipe.method != "full":
-        return state_bytes.MASTER if recipe.lora_dtype == "float32" else state_bytes.DTYPE_BYTES[recipe.dtype]
+        return state_bytes.MASTER
     mixed, zero = recipe.precision != "no", layout.engine is Engine.DEEPSPEED
     return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], mixed, layout.is_fsdp, zero)
 
@@ -112,8 +107,6 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
     for one in parameters:
         quantized = recipe.method == "qlora" and inside and one.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
-        if _is_widened(one, recipe, layout) and not quantized:
-            stored = state_bytes.MASTER
         embedding = one.kind == "embedding"
         yield Held(one.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
         if not full and inside and one.is_adapted(recipe.lora_targets):
@@ -121,11 +114,6 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
             wide = master_bytes(recipe, layout)
             yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
             yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
-
-
-def _is_widened(one: Parameter, recipe: Recipe, layout: Layout) -> bool:
-    whole = recipe.method == "qlora" and layout.engine in (Engine.NONE, Engine.DDP)
-    return whole and (recipe.wide == "rest" or (recipe.wide == "norms" and one.kind == "norm"))
 
 
 def shard_shape(one: Held, ranks: int) -> tuple[int, ...]:

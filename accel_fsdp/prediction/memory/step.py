@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp1, Fsdp2
-from accel_fsdp.prediction.memory.library_versions import Quirks, quirks_here
 from accel_fsdp.prediction.memory.replay import play
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
@@ -51,19 +49,9 @@ class Prediction:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def predict(
-    shape: ModelShape,
-    tapes: Tapes,
-    recipe: Recipe,
-    layout: Layout,
-    workspace_bytes: int = 0,
-    quirks: Quirks | None = None,
-) -> Prediction:
-    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator.
-
-    Without `quirks`, they are those of the libraries that are installed.
-    """
-    walk = Walk.of(Meter(), shape, tapes, recipe, layout, quirks or quirks_here(shape.model_type, recipe))
+def predict(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Prediction:
+    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
+    walk = Walk.of(Meter(), shape, tapes, recipe, layout)
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
 
@@ -79,8 +67,7 @@ class Timeline:
 def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
     """The step that `predict` walks through, unit by unit."""
     trace = Trace()
-    quirks = quirks_here(shape.model_type, recipe)
-    Walk.of(trace, shape, tapes, recipe, layout, quirks).step(shape.buffers_bytes, workspace_bytes)
+    Walk.of(trace, shape, tapes, recipe, layout).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
     return Timeline(tuple(trace.samples), trace.most)
 
@@ -133,13 +120,10 @@ class Walk:
     head_unit: int
     more_logits: tuple[int, int]
     until_loss: tuple[int, ...]
-    retained: int
     summed: int
 
     @classmethod
-    def of(
-        cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, quirks: Quirks
-    ) -> "Self":
+    def of(cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "Self":
         """Puts it together."""
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
@@ -148,18 +132,13 @@ class Walk:
         walked = [*first, *(units[place + 1] for place in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
         engine = ENGINES[layout.engine](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
-        engine.frees_output_late = quirks.frees_output_late
-        engine.prefetches = not (quirks.checkpoints_outside and recipe.checkpointing == "reentrant")
-        played = play(shape, tapes, recipe, layout, quirks)
-        retains = quirks.keeps_block_gradients and layout.engine is Engine.FSDP1 and layout.shard_ranks > 1
-        retains = retains and recipe.method != "full" and recipe.checkpointing == "reentrant"
+        played = play(shape, tapes, recipe, layout)
         tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return cls(
             *(meter, engine, recipe, [order[place] for place in layers.places], layers.middle),
             *(played.blocks, played.embedding, played.head, engine.head_unit),
             more_logits=played.more_logits,
             until_loss=played.until_loss,
-            retained=played.blocks[-1].output if retains else 0,
             summed=min(tables) if shape.tied else 0,
         )
 
@@ -171,29 +150,27 @@ class Walk:
         self.engine.load()
         self.engine.make_states()
         steady = self.meter.total + self.engine.kept_gradients()
-        late = self.engine.last_gradients() if self.recipe.zeroes_late else 0
-        self.meter.add(GRADIENTS, late)
-        self.micro_batches(late)
+        self.micro_batches()
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
 
-    def micro_batches(self, late: int, more: str = "") -> None:
-        """All of a step, whose phases end in `more`; `late` bytes of gradients are cleared in the first."""
+    def micro_batches(self, more: str = "") -> None:
+        """All of a step, whose phases end in `more`."""
         last = self.recipe.accumulation
         for number in sorted({1, min(2, last), last}):  # those between are like the second
-            self.engine.syncs = self.engine.layout.sync_each_batch or number == last
+            self.engine.syncs = number == last
             name = f" of micro-batch {number}" if last > 1 else ""
-            self.micro_batch(name + more, late if number == 1 else 0)
+            self.micro_batch(name + more)
 
-    def micro_batch(self, name: str, late: int) -> None:
-        """Forward and backward; `late` bytes of gradients are cleared between them."""
+    def micro_batch(self, name: str) -> None:
+        """Forward and backward."""
         tokens = self.recipe.rows * self.recipe.length
         self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
         self.meter.enter(f"forward{name}")
         self._forward()
         self.meter.enter(f"loss{name}")
-        self._loss(late)
+        self._loss()
         self.meter.enter(f"backward{name}")
         self._backward()
         self.meter.add(ACTIVATIONS, -3 * ID_BYTES * tokens)
@@ -243,7 +220,7 @@ class Walk:
     def _output_before(self, unit: int) -> int:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
 
-    def _loss(self, late: int) -> None:
+    def _loss(self) -> None:
         self.engine.before_forward(self.head_unit)
         self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
         self.meter.add(LOSS, self.head.forward_end)
@@ -251,7 +228,6 @@ class Walk:
         self.engine.end_forward()
         self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] * count for block, count in self._counted()))
         self.meter.mark()
-        self.meter.add(GRADIENTS, -late)
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
@@ -302,8 +278,7 @@ class Walk:
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
             self._play_back(played, ACTIVATIONS, unit, played.output)
-            grown = -held if not self.retained else self.retained if unit > 2 else 0
-            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: grown - saved})
+            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: -held - saved})
             self.engine.after_backward(unit, played.born)
             self.meter.mark()
         self.engine.before_backward(0)
@@ -313,9 +288,6 @@ class Walk:
         self.meter.touch({GRADIENTS: self.summed})
         self.meter.add(GRADIENTS, -self.summed)  # with `adds` it is the head's, of the same size
         self.engine.after_backward(0, born)
-        if self.retained:  # the inputs of all blocks, and the gradients of all but two
-            layers = sum(count for _, count in self._counted())
-            self.meter.add(ACTIVATIONS, -self.retained * (2 * layers - 2))
         self.engine.end_backward()
 
 

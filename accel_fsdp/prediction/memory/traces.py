@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
-from accel_fsdp.job import SHARDING_KINDS, Kernels, LoraTargets, Recipe, Wide
+from accel_fsdp.job import SHARDING_KINDS, Kernels, LoraTargets, Recipe
 
 ROUND_BYTES = 512
 """What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -142,7 +142,6 @@ class Variant(NamedTuple):
     targets: LoraTargets = "all"
     dropout: bool = False
     kernels: Kernels = "none"
-    wide: Wide = "none"
     selective: bool = False
 
     @property
@@ -150,7 +149,6 @@ class Variant(NamedTuple):
         """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels."""
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
         wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
-        wide += "" if self.wide == "none" else f"+{self.wide}32"
         ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
@@ -168,10 +166,9 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 held = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, wide, selective)  # type: ignore[arg-type]
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, selective)  # type: ignore[arg-type]
                     for kernels in ("none", "liger", "foak")
                     for selective in (False, True)
-                    for wide in (("none", "norms", "rest") if method == "qlora" else ("none",))
                     for adapters in sorted(held)
                     for targets in (("all", "attention") if method != "full" else ("all",))
                     for dropout in ((False, True) if method != "full" else (False,))
@@ -200,10 +197,8 @@ def variant_of(recipe: Recipe, engine: str) -> str:
     mixed = recipe.precision != "no"
     sharded = engine in SHARDING_KINDS
     low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
-    kept_wide = not sharded or (
-        engine is not Engine.DEEPSPEED and not mixed
-    )  # under FSDP1 adapters are flat parameters of their own
-    kept_wide = kept_wide and recipe.lora_dtype == "float32"
+    # under FSDP1 adapters are flat parameters of their own
+    kept_wide = not sharded or (engine is not Engine.DEEPSPEED and not mixed)
     return Variant(
         weights="bf16" if low else "fp32",
         autocast=mixed and engine is not Engine.DEEPSPEED,
@@ -214,7 +209,6 @@ def variant_of(recipe: Recipe, engine: str) -> str:
         dropout=recipe.method != "full" and recipe.lora_dropout,
         kernels=recipe.kernels,
         selective=recipe.checkpointing == "selective",
-        wide=recipe.wide if recipe.method == "qlora" and not sharded else "none",
     ).name
 
 

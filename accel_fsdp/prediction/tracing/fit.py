@@ -10,8 +10,8 @@ from typing import Any
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line, trained_class
-from accel_fsdp.prediction import TraceRecord, trace_store
-from accel_fsdp.prediction.memory import SHIPPED, At, Event, ModelShape, Size, Tape, Tapes, Variant
+from accel_fsdp.prediction import TraceRecord
+from accel_fsdp.prediction.memory import SHIPPED, At, Event, Size, Tape, Tapes, Variant
 from accel_fsdp.prediction.tracing.recorder import Raw, Recorder
 
 STEP = 64
@@ -23,16 +23,6 @@ SEVERAL = (*ALONE, "length", "length2", "rows")
 RANKED = ("rank", "rank_tokens")
 SILENT = Tape((), (), Size())
 """Of a block that no text goes through."""
-
-
-def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
-    """The shape of a config's model and its tapes in one variant, from the cache if they were recorded before.
-
-    Raises:
-        UserError: as `record_model`.
-    """
-    shape, tapes = trace_store.remembered(config.to_dict(), variant, lambda: record_model(name, config, (variant,)))
-    return replace(shape, name=name), tapes
 
 
 WITHOUT_PLAN = "accel-fsdp config makes a YAML for this one without a plan"

@@ -37,17 +37,6 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
                 adapters.to(dtype).requires_grad_(True)
 
 
-def widen(model: nn.Module, variant: Variant) -> None:
-    """Makes float32 what TRL or PEFT alone make so before 4-bit training on one GPU: norms, or all that isn't packed.
-
-    (PEFT's `prepare_model_for_kbit_training`; TRL's `peft_module_casting_to_bf16` takes back all but the norms.)
-    """
-    for path, module in model.named_modules():
-        if variant.wide == "rest" or (variant.wide == "norms" and ("norm" in path or isinstance(module, nn.LayerNorm))):
-            for name, parameter in module.named_parameters(recurse=False):
-                module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=parameter.requires_grad)
-
-
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 

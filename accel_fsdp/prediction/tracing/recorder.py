@@ -35,7 +35,6 @@ from accel_fsdp.prediction.tracing.model_shape import blocks_of, shape_of, text_
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
 """Lengths are multiples of this: CUDA's efficient attention copies masks whose rows are not."""
-RANKS = (8, 24, 40)
 
 
 class Raw(NamedTuple):
@@ -430,11 +429,7 @@ def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
 
 
 def _changed(module: nn.Module, variant: Variant) -> None:
-    """Puts float32 norms and fused kernels into a model or a layer, where the variant has them."""
-    if variant.wide != "none":
-        from accel_fsdp.prediction.tracing.lora_layers import widen
-
-        widen(module, variant)
+    """Puts fused kernels into a model or a layer, where the variant has them."""
     if variant.kernels != "none":
         from accel_fsdp.prediction.tracing.fused_kernels import fuse
 
