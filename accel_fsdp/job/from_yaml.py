@@ -35,7 +35,6 @@ def job_of(
     by_script = is_on(given.get("gradient_checkpointing")) or is_on(given.get("activation_checkpointing"))
     flags = {name for name in FLAGS if is_on(given.get(name))}
     smoothed = str(given.get("label_smoothing_factor") or 0) not in ("0", "0.0")
-    classes = str(config.fsdp("fsdp_transformer_layer_cls_to_wrap") or "")
     return Job(
         layout_of(config, ranks),
         replace(
@@ -46,8 +45,8 @@ def job_of(
         model=str(given.get("model_name_or_path") or ""),
         optimizer=str(given.get("optim") or ""),
         recompute="engine" if recomputes else "script" if by_script else "none",
-        wrap_policy=str(config.fsdp("fsdp_auto_wrap_policy")).upper() if config.is_fsdp else "",
-        layer_classes=tuple(classes.split(",")) if classes else (),
+        wrap_policy=config.wrap_policy if config.is_fsdp else "",
+        layer_classes=config.layer_classes if config.is_fsdp else (),
         ignores_modules=bool(config.is_fsdp and config.fsdp("fsdp_ignored_modules")),
         state_dict=config.state_dict_type,
         flags=frozenset(flags | ({"label_smoothing_factor"} if smoothed else set())),
@@ -145,10 +144,9 @@ def _check_offload(config: JobConfig) -> None:
 
 def notes(config: JobConfig) -> tuple[str, ...]:
     """What the prediction makes of a YAML that it doesn't follow to the letter, in sentences."""
-    policy = str(config.fsdp("fsdp_auto_wrap_policy")).upper()
-    if not config.is_fsdp or policy == "TRANSFORMER_BASED_WRAP":
+    if not config.is_fsdp or config.wrap_policy == "TRANSFORMER_BASED_WRAP":
         return ()
-    return (f"The YAML's {policy} is predicted as one unit per layer.",)
+    return (f"The YAML's {config.wrap_policy} is predicted as one unit per layer.",)
 
 
 def _refuse(wrong: bool, what: str, why: str) -> None:

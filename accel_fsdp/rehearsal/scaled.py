@@ -110,8 +110,7 @@ def without_mesh(job: JobConfig, processes: int) -> JobConfig:
 
 def by_size(job: JobConfig) -> bool:
     """Whether FSDP chooses units by their number of weights."""
-    chosen = str(job.fsdp("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" if job.is_fsdp else False
-    return chosen and job.engine is Engine.FSDP1
+    return job.engine is Engine.FSDP1 and job.wrap_policy == "SIZE_BASED_WRAP"
 
 
 def with_smaller_units(scaled: ScaledJob, real: int, small: int) -> ScaledJob:

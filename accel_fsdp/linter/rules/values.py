@@ -267,7 +267,7 @@ def checkpointing_by_size(subject: Subject) -> Iterator[Finding]:
     The policy chooses units by their whole size, and what to checkpoint by what is left of it after sharding. On N
     ranks a module must be N times as large as `fsdp_min_num_params`.
     """
-    by_size = str(subject.fsdp("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP"
+    by_size = subject.wrap_policy == "SIZE_BASED_WRAP"
     on = subject.on("fsdp_activation_checkpointing") and subject.strategy != "NO_SHARD"
     if subject.engine is Engine.FSDP1 and by_size and on and subject.number("num_processes") > 1:
         yield Finding(
