@@ -30,6 +30,9 @@ LAUNCH_SECONDS = 150
 OUTPUT_LETTERS = 3000
 """How much of the end of a launch's output is shown again where it failed: the account of its ranks."""
 
+SHARED = "WARM_SHARED"
+"""The variable that names the folder of the server that workers share."""
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand processes compiles this package anew
@@ -44,6 +47,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where there are workers, they share a server of warm processes."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[SHARED] = start_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -125,25 +134,32 @@ def _may_be_warm(words: list[str]) -> bool:
 
 
 @cache
-def warm_python(*before: str) -> dict[str, str]:
+def warm_python(cluster: str = "") -> dict[str, str]:
     """The environment of what starts warm: a stub in Python's place, and the socket of the process that serves it.
 
-    `before` are words before the command of that process, such as those that give it mounts of its own.
+    One server is enough for all workers of a run, and for every machine that `hosts` makes: a program starts in the
+    namespaces of its stub. A `cluster` with other variables has a server of its own.
     """
+    folder = Path(os.environ[SHARED] if SHARED in os.environ and not cluster else start_server())
+    deadline = time.monotonic() + LAUNCH_SECONDS
+    while not (folder / "socket").exists():
+        assert folder.exists(), "the server of warm processes didn't start"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return {"PYTHON_EXEC": str(folder / "python"), "WARM_SOCKET": str(folder / "socket")}
+
+
+def start_server() -> str:
+    """Begins to import for programs that start warm; its folder, which goes with this process."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     stub, place = folder / "python", folder / "socket"
     stub.write_text(warm.stub_text())
     stub.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "WARM_SOCKET": str(place)}
-    words = [*before, sys.executable, ROOT / "tests" / "warm.py", place]
+    words = [sys.executable, ROOT / "tests" / "warm.py", place]
     server = subprocess.Popen(words, stdin=subprocess.PIPE, env=env, cwd=ROOT, start_new_session=True)
     atexit.register(end, server, folder)
-    deadline = time.monotonic() + LAUNCH_SECONDS
-    while not place.exists():
-        assert server.poll() is None, "the server of warm processes didn't start"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return {"PYTHON_EXEC": str(stub), "WARM_SOCKET": str(place)}
+    return str(folder)
 
 
 def end(server: "subprocess.Popen[bytes]", folder: Path) -> None:

@@ -6,6 +6,7 @@ No Trainer, no Accelerate, no FSDP, no code of accel_fsdp.
 import json
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class Reference:
     held_out_accuracy: float
 
 
+@cache
 def train(
     model_folder: Path,
     data: Path,

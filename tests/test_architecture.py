@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from itertools import pairwise
@@ -57,7 +58,9 @@ FACES = {
 }
 
 
-TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def room_of(module: str) -> str:
@@ -67,7 +70,7 @@ def room_of(module: str) -> str:
 def imported(module: str) -> set[str]:
     """What a module imports from this package: `room.module`, `room` for names of its face, or `module` at the top."""
     found: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -123,7 +126,7 @@ BY_TABLE = {"cli", "library_internals"}
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - BY_TABLE))
 def test_no_call_imports_this_package(module: str) -> None:
     """Nor under another name, nor by a name that the call doesn't say, as the order of the rooms wouldn't see it."""
-    assert imported_by_calls(TREES[module]) == []
+    assert imported_by_calls(tree_of(module)) == []
 
 
 def imported_by_calls(tree: ast.AST) -> list[str]:
@@ -177,7 +180,7 @@ def test_no_circle_in_a_room(room: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_other_rooms_are_entered_by_their_faces(module: str) -> None:
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_fsdp."):
             name = str(node.module).removeprefix("accel_fsdp.")
             if name in MODULES:
@@ -212,7 +215,7 @@ def test_reading_and_planning_need_no_torch() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_questionary_printing_and_patching_stay_in_their_places(module: str) -> None:
-    tree = TREES[module]
+    tree = tree_of(module)
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert ("questionary" in {name for node in ast.walk(tree) for name in roots(node)}) == (module == "wizard.prompts")
     assert module in MAY_PRINT or "print" not in calls
@@ -249,14 +252,14 @@ NAMES_OF_FILES = {
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"checkpoints.file_names"}))
 def test_names_of_files_stand_in_one_place(module: str) -> None:
     """Those of runs, checkpoints and exports, in `file_names`; a text may mention one."""
-    texts = [node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)]
+    texts = [node.value for node in ast.walk(tree_of(module)) if isinstance(node, ast.Constant)]
     assert {text for text in texts if isinstance(text, str)} & NAMES_OF_FILES == set()
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"units"}))
 def test_sizes_are_put_into_words_in_one_place(module: str) -> None:
     """No text divides bytes or writes a unit behind a number by itself: `units` does."""
-    texts = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.JoinedStr)]
+    texts = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.JoinedStr)]
     assert [ast.unparse(text) for text in texts if writes_a_unit(text) or divides_bytes(text)] == []
 
 

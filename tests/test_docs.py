@@ -93,9 +93,9 @@ def test_script_help_lists_its_flags() -> None:
         assert flag in finished.output
 
 
-@pytest.mark.parametrize("name", sorted(reference_docs.pages()))
-def test_generated_pages_are_up_to_date(name: str) -> None:
-    assert (ROOT / name).read_text() == reference_docs.pages()[name], "run make docs"
+def test_generated_pages_are_up_to_date() -> None:
+    old = [name for name, text in reference_docs.pages().items() if (ROOT / name).read_text() != text]
+    assert old == [], "run make docs"
 
 
 SCHEMA = Draft202012Validator(reference_docs.schema())

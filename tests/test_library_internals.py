@@ -19,7 +19,7 @@ import upgrades
 from conftest import CHAT_DATA, ROOT, Finished, run, warm_python
 from packaging.requirements import Requirement
 from packaging.version import Version
-from test_architecture import MODULES, PATCHING, TREES, assigned
+from test_architecture import MODULES, PATCHING, assigned, tree_of
 from transformers import Trainer
 
 from accel_fsdp import errors, library_internals
@@ -96,8 +96,8 @@ def test_an_inner_method_that_super_has_is_declared(declared: set[str]) -> None:
 def test_what_is_replaced_is_declared(module: str, declared: set[str]) -> None:
     """By its whole path: a name of the same letters elsewhere is another thing."""
     members = [parted(path) for path in declared]
-    places = imports(TREES[module])
-    for name, attribute in assigned(TREES[module]):
+    places = imports(tree_of(module))
+    for name, attribute in assigned(tree_of(module)):
         if name != "self":
             owner = resolved(places[name])
             assert any(known is owner and attribute == one for known, one in members), f"{places[name]}.{attribute}"
@@ -147,14 +147,16 @@ def _is_module(name: str) -> bool:
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     for module in MODULES:
-        yield from ((module, node) for node in ast.walk(TREES[module]) if isinstance(node, ast.ClassDef) and node.bases)
+        yield from (
+            (module, node) for node in ast.walk(tree_of(module)) if isinstance(node, ast.ClassDef) and node.bases
+        )
 
 
 def library_bases(module: str, node: ast.ClassDef) -> list[type]:
     """The classes of libraries that a class derives from, in the order in which Python asks them."""
     real = getattr(import_module(f"accel_fsdp.{module}"), node.name, None)
     if not isinstance(real, type):  # a class that a function makes
-        places = imports(TREES[module])
+        places = imports(tree_of(module))
         paths = [places[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in places]
         named = [
             resolved(path) for path in paths if find_spec(path.partition(":")[0].partition(".")[0])

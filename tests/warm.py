@@ -2,23 +2,29 @@
 
 `python tests/warm.py SOCKET` imports what training and Accelerate's launcher need, then forks a process for each
 program that the stub of `stub_text` asks for, with the stub's arguments, environment, folder and open files. What runs
-is the same program in a process of its own. A program whose environment differs from the server's in anything that
-libraries may read while they are imported is started by the stub itself, as usual; WARM_LOG names a file that says why.
+is the same program in a process of its own, in the stub's namespaces. A program whose environment differs from the
+server's in anything that libraries may read while they are imported is started by the stub itself, as usual; WARM_LOG
+names a file that says why.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import gc
 import json
+import multiprocessing.spawn
 import os
+import platform
 import random
 import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 MODULES = (
     *("torch.distributed.run", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
@@ -28,22 +34,24 @@ MODULES = (
         "transformers.trainer_pt_utils",
         "transformers.tokenization_utils_base",
     ),
-    "multiprocessing.spawn",  # which keeps the real interpreter: pipes to its processes have numbers of their own
     *("torch.distributed.checkpoint.state_dict", "torch.optim.adamw", "torch.nn.parallel.distributed"),
 )
 READ_LATER = (
     *("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "CUDA_VISIBLE_"),
     *("FSDP_", "ACCELERATE_", "ACCEL_FSDP_", "PARALLELISM_CONFIG_", "DS_", "WARM_", "PYTEST_", "PYTHON_EXEC", "BEFORE"),
-    *("COLUMNS", "PWD", "TORCHINDUCTOR_CACHE_DIR", "_"),
+    *("COLUMNS", "PWD", "OLDPWD", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "GLOO_", "NCCL_", "NVIDIA_TF32_", "_"),
     *("PET_", "SKYPILOT_", "DSTACK_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
-    *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+    *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_NVML_BASED_CUDA_CHECK"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 WHILE_IMPORTING = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """With the last two, torch.cuda is asked for GPUs without a call of CUDA's driver, after which no fork may use it."""
 LENGTH = 8
+MOST_FILES = 64
+NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
+"""Names in /proc/PID/ns and Linux's CLONE_NEW flags, in the order in which a process can enter them."""
 
 
 def stub_text() -> str:
@@ -51,11 +59,18 @@ def stub_text() -> str:
     return f"""#!{sys.executable} -ISE
 import json, os, signal, socket, sys
 
-asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+def is_handed_on(number):
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # it listed the others
+        return False
+
+files = [0, 1, 2, *(number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and is_handed_on(number))]
+asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
 try:
     server = socket.socket(socket.AF_UNIX)
     server.connect(os.environ["WARM_SOCKET"])
-    socket.send_fds(server, [len(asked).to_bytes({LENGTH}, "big")], [0, 1, 2])
+    socket.send_fds(server, [len(asked).to_bytes({LENGTH}, "big")], files)
     server.sendall(asked)
     taken = server.recv(1)
 except (OSError, KeyError):
@@ -73,6 +88,48 @@ if os.WIFSIGNALED(status):
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.waitstatus_to_exitcode(status) if not os.WIFSIGNALED(status) else 1)
 """
+
+
+class Namespaces:
+    """Those of a process that are not this one's."""
+
+    def __init__(self, process: int) -> None:
+        """Opens them, so that they stay if the process ends."""
+        self.files: dict[str, int] = {}
+        for name in NAMESPACES:
+            if os.readlink(f"/proc/{process}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
+                self.files[name] = os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY)
+
+    def fork(self) -> int:
+        """Forks; the child is in them. A process can't change its own pid namespace, only that of its children."""
+        pid, own = self.files.get("pid"), os.open("/proc/self/ns/pid", os.O_RDONLY)
+        if pid is not None:
+            _enter(pid, NAMESPACES["pid"])
+        child = -1
+        try:
+            child = os.fork()
+        finally:
+            if child != 0:
+                _enter(own, NAMESPACES["pid"])
+            os.close(own)
+        if child == 0:
+            try:
+                for name in [name for name in self.files if name != "pid"]:
+                    _enter(self.files[name], NAMESPACES[name])
+            except OSError:
+                os._exit(1)
+            self.close()
+        return child
+
+    def close(self) -> None:
+        for file in self.files.values():
+            os.close(file)
+
+
+def _enter(file: int, kind: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(file, kind) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 class Server:
@@ -106,13 +163,15 @@ class Server:
         """Starts one program, or leaves it to the stub."""
         client, _ = self.listener.accept()
         try:
-            head, files, _, _ = socket.recv_fds(client, LENGTH, 3)
+            head, files, _, _ = socket.recv_fds(client, LENGTH, MOST_FILES)
             size, asked = int.from_bytes(head, "big"), b""
             while len(asked) < size:
                 if not (part := client.recv(size - len(asked))):
                     raise OSError("the stub was killed")
                 asked += part
-            words, environment, folder = json.loads(asked)
+            words, environment, folder, numbers = json.loads(asked)
+            peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            namespaces = Namespaces(struct.unpack("3i", peer)[0])
         except (OSError, ValueError):
             client.close()
             return
@@ -123,18 +182,25 @@ class Server:
                     file.write(f"{sorted({name for name, _ in odd})} {words[:4]}\n")
             client.sendall(b"n")
         else:
-            self.fork(client, files, words, environment, folder)
+            try:
+                child = namespaces.fork()
+            except OSError:  # its machine was switched off
+                client.close()
+            else:
+                if child == 0:
+                    self.selector.close()
+                    self.listener.close()
+                    client.close()
+                    become(
+                        dict(zip(numbers, files, strict=True)), words, {**self.set_by_imports, **environment}, folder
+                    )
+                self.watch(client, child)
+        namespaces.close()
         for one in files:
             os.close(one)
 
-    def fork(self, client: socket.socket, files: list[int], words: list[str], environment: Any, folder: str) -> None:
-        """The child is the program; this process goes on and waits for its end beside everything else."""
-        child = os.fork()
-        if child == 0:
-            self.selector.close()
-            self.listener.close()
-            client.close()
-            become(files, words, {**self.set_by_imports, **environment}, folder)
+    def watch(self, client: socket.socket, child: int) -> None:
+        """Waits for the program's end beside everything else."""
         client.sendall(b"y")
         ended = os.pidfd_open(child)
 
@@ -164,15 +230,20 @@ class Server:
         self.selector.register(ended, selectors.EVENT_READ, report)
 
 
-def become(files: list[int], words: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """This forked process becomes the program: its files, folder, environment, arguments."""
+def become(files: dict[int, int], words: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+    """This forked process becomes the program: its files under their numbers, folder, environment, arguments."""
     os.setsid()
-    for place, one in enumerate(files):
-        os.dup2(one, place)
-        os.close(one)
+    above = max(*files, *files.values()) + 1
+    apart = {place: fcntl.fcntl(file, fcntl.F_DUPFD, above) for place, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for place, file in apart.items():
+        os.dup2(file, place)
+        os.close(file)
     import numpy as np
 
     os.chdir(folder)
+    platform._uname_cache = None  # type: ignore[attr-defined]  # another machine has another name
     random.seed()  # processes that start alone have each their own
     np.random.seed()
     os.environ.clear()
@@ -186,6 +257,7 @@ def become(files: list[int], words: list[str], environment: dict[str, str], fold
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.executable = environment.get("PYTHON_EXEC", sys.executable)  # what it starts is warm too
+    multiprocessing.spawn.set_executable(sys.executable)
     code = 1
     try:
         code = execute(words[1:] if words[:1] == ["-u"] else words)

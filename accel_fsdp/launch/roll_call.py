@@ -160,6 +160,8 @@ def _wait_for_all(board: Board, own: Machine, seconds: float, deadline: float) -
     began = said = time.monotonic()
     while True:
         if refusal := board.get(REFUSED):
+            if own.rank == 0:
+                time.sleep(HEARD_SECONDS)
             raise _refusal(*refusal)
         present = {rank: Machine(**told) for rank in range(own.machines) if (told := board.get(_key(rank)))}
         if difference := _difference(present):

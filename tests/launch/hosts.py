@@ -53,12 +53,8 @@ class Host:
 
     def start(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
         """Starts Python with these words there, with the libraries imported already."""
-        warm = self.warm()
+        warm = warm_python()
         return self.run([warm["PYTHON_EXEC"], *words], **{"PYTHONPATH": str(ROOT), **warm, **environment})
-
-    def warm(self) -> dict[str, str]:
-        """The environment of what starts there with the libraries imported already."""
-        return warm_python(*self.before)
 
     def run(self, words: Sequence[str | Path], **environment: str) -> "subprocess.Popen[str]":
         """Starts a command there."""

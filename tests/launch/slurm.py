@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hosts
-from conftest import ROOT, ended
+from conftest import ROOT, ended, warm_python
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 CPUS, GPUS = 8, 2
@@ -141,7 +141,7 @@ def _write(folder: Path, machines: Sequence[hosts.Host]) -> None:
     (folder / "bin" / "accel-fsdp").write_text(COMMAND.format(folder=folder, python=sys.executable))
     (folder / "bin" / "accel-fsdp").chmod(0o755)
     for machine in machines:
-        exports = (f"export {name}={value}\n" for name, value in machine.warm().items())
+        exports = (f"export {name}={value}\n" for name, value in warm_python(str(folder)).items())
         (folder / f"warm-{machine.name}").write_text("".join(exports))
 
 

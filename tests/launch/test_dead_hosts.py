@@ -69,8 +69,6 @@ class Job:
         """As the hint for an elastic Kubeflow job says."""
         more = ["--accelerate_config", self.yaml, "--resume_from_checkpoint", "auto"]
         torchrun = ["-m", "torch.distributed.run", script, *self.words, *words, *more]
-        for host in self.machines:
-            host.warm()  # so that none comes so late that the other goes on alone
         return [host.start(torchrun, **ELASTIC, **environment) for host in self.machines]
 
     def start_until(self, kind: str, rank: int, step: int, elastic: bool = False) -> "list[subprocess.Popen[str]]":

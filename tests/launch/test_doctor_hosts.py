@@ -12,7 +12,7 @@ from pathlib import Path
 import hosts
 import psutil
 import pytest
-from conftest import ROOT, Finished, ended, made_yaml
+from conftest import ROOT, Finished, made_yaml
 from hosts import Host, changed
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
@@ -23,8 +23,6 @@ PORT = "29431"
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Host]]:
     with hosts.network("n1", "n2", "n3") as found:
-        for host in found:  # so that none comes late to the first test
-            ended(host.start(["-m", "accel_fsdp", "--version"]), SECONDS)
         yield found
 
 

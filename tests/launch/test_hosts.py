@@ -7,7 +7,7 @@ from pathlib import Path
 import hosts
 import pytest
 import yaml
-from conftest import ROOT, SFT, accel_fsdp, made_yaml
+from conftest import ROOT, SFT, accel_fsdp, made_yaml, warm_python
 from reference import Reference, job_words, losses_of, train
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
@@ -130,7 +130,7 @@ def test_the_command_of_a_job_file_trains_on_two_machines(
         (programs / name).chmod(0o755)
     path = {"BEFORE": os.environ["PATH"], "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     bash = ["bash", "-euo", "pipefail", "-c", str(command(yaml.safe_load(job.read_text())))]
-    started = [host.run(bash, **path, **host.warm(), **variables(rank)) for rank, host in enumerate(machines)]
+    started = [host.run(bash, **path, **warm_python(), **variables(rank)) for rank, host in enumerate(machines)]
     first, second = hosts.all_ended(started, SECONDS)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert losses_of(tmp_path / "out", STEPS) == pytest.approx(reference.losses, abs=1e-4)

@@ -206,14 +206,13 @@ def test_a_signal_to_the_launcher_or_to_all(
 def in_small_disk(size: str, config: Path, script: Path, *flags: str, **environment: str) -> Finished:
     """A launch whose `--output_dir` is a tmpfs of its own namespace, copied to `copy` beside it at the end."""
     output = flags[flags.index("--output_dir") + 1]
-    warm = warm_python("unshare", "--map-root-user", "--mount")
+    warm = warm_python()
     launch = [warm["PYTHON_EXEC"], "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     mount = f"mount -t tmpfs -o {size} none {output} && "
     keep = f"; code=$?; cp -r {output} {Path(output).with_name('copy')}; umount {output}; exit $code"
     Path(output).mkdir()
     inside = mount + shlex.join([*launch, "--config_file", str(config), str(script), *flags]) + keep
-    code = f"import subprocess, sys; sys.exit(subprocess.call(['sh', '-c', {inside!r}]))"
-    return run([warm["PYTHON_EXEC"], "-c", code], **warm, **environment)
+    return run(["unshare", "--map-root-user", "--mount", "sh", "-c", inside], **warm, **environment)
 
 
 @pytest.mark.skipif(
