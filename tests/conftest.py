@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ OUTPUT_LETTERS = 3000
 SHARED = "WARM_SHARED"
 """The variable that names the folder of the server that workers share."""
 
+gc.disable()  # until the tests are collected: what is imported stays
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand processes compiles this package anew
@@ -59,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take longest come first, so that no worker is left alone with one at the end."""
     seconds = json.loads((ROOT / "tests" / "durations.json").read_text())
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for in what tests make: libraries and tests themselves are some millions of objects."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -133,14 +141,13 @@ def _may_be_warm(words: list[str]) -> bool:
     return launches or ours or Path(words[0]).suffix == ".py"
 
 
-@cache
 def warm_python(cluster: str = "") -> dict[str, str]:
     """The environment of what starts warm: a stub in Python's place, and the socket of the process that serves it.
 
     One server is enough for all workers of a run, and for every machine that `hosts` makes: a program starts in the
     namespaces of its stub. A `cluster` with other variables has a server of its own.
     """
-    folder = Path(os.environ[SHARED] if SHARED in os.environ and not cluster else start_server())
+    folder = Path(os.environ[SHARED] if SHARED in os.environ and not cluster else start_server(cluster))
     deadline = time.monotonic() + LAUNCH_SECONDS
     while not (folder / "socket").exists():
         assert folder.exists(), "the server of warm processes didn't start"
@@ -149,8 +156,9 @@ def warm_python(cluster: str = "") -> dict[str, str]:
     return {"PYTHON_EXEC": str(folder / "python"), "WARM_SOCKET": str(folder / "socket")}
 
 
-def start_server() -> str:
-    """Begins to import for programs that start warm; its folder, which goes with this process."""
+@cache
+def start_server(cluster: str = "") -> str:
+    """Begins to import for programs that start warm, of one cluster if one is given; its folder."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     stub, place = folder / "python", folder / "socket"
     stub.write_text(warm.stub_text())

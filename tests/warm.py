@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -43,7 +44,7 @@ READ_LATER = (
     *("PET_", "SKYPILOT_", "DSTACK_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
-    *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_NVML_BASED_CUDA_CHECK", "TMPDIR"),
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 WHILE_IMPORTING = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -243,6 +244,7 @@ def become(files: dict[int, int], words: list[str], environment: dict[str, str],
     import numpy as np
 
     os.chdir(folder)
+    tempfile.tempdir = None
     platform._uname_cache = None  # type: ignore[attr-defined]  # another machine has another name
     random.seed()  # processes that start alone have each their own
     np.random.seed()

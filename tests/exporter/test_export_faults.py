@@ -352,7 +352,7 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
     export(run_folder, tmp_path / "out")
     whole = (tmp_path / "out" / "model.safetensors").stat().st_size
     shutil.rmtree(tmp_path / "out")
-    for tenth in range(10):
+    for tenth in (0, 3, 6, 9):
         finished = command(run_folder, tmp_path / "out", limit_bytes=1 + whole * tenth // 10)
         output, _ = finished.communicate(timeout=60)
         assert finished.returncode == 1, output

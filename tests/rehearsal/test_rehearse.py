@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import ROOT, SFT, accel_fsdp
+from conftest import ROOT, SFT, accel_fsdp, warm_python
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
@@ -79,8 +78,9 @@ def short_folder() -> Iterator[Path]:
 @contextmanager
 def rehearsing(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     """A rehearsal that keeps its things in `folder`, once its ranks train."""
-    words = [sys.executable, "-m", "accel_fsdp", "rehearse", str(CONFIGS / "fsdp2.yaml")]
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    warm = warm_python()
+    words = [warm.pop("PYTHON_EXEC"), "-m", "accel_fsdp", "rehearse", str(CONFIGS / "fsdp2.yaml")]
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **warm}  # what it starts is cold
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
