@@ -181,7 +181,8 @@ class Server:
                 odd = self.relevant(environment).items() ^ self.environment.items()
                 with open(log, "a") as file:
                     file.write(f"{sorted({name for name, _ in odd})} {words[:4]}\n")
-            client.sendall(b"n")
+            with contextlib.suppress(OSError):
+                client.sendall(b"n")
         else:
             try:
                 child = namespaces.fork()
@@ -202,13 +203,17 @@ class Server:
 
     def watch(self, client: socket.socket, child: int) -> None:
         """Waits for the program's end beside everything else."""
-        client.sendall(b"y")
+        with contextlib.suppress(OSError):  # the stub was killed
+            client.sendall(b"y")
         ended = os.pidfd_open(child)
 
         def hand_on() -> None:
             if client.fileno() < 0:  # the program ended at the same time
                 return
-            numbers = client.recv(64)
+            try:
+                numbers = client.recv(64)
+            except ConnectionResetError:  # the stub was killed before it read an answer
+                numbers = b""
             for number in numbers or [signal.SIGKILL]:
                 try:
                     os.killpg(child, number)
