@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import json
+import math
 import os
 import shutil
 import socket
@@ -58,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first, so that no worker is left alone with one at the end."""
+    """New files, then those that take longest, so that no worker is left alone with one at the end."""
     seconds = json.loads((ROOT / "tests" / "durations.json").read_text())
-    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), math.inf))
 
 
 def pytest_collection_finish() -> None:
