@@ -113,7 +113,7 @@ def test_imports_are_written_out(path: Path) -> None:
 
 def test_one_class_derives_from_trainer() -> None:
     """What such a class adds is in helpers and callbacks, each with one job."""
-    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for module in MODULES for node in ast.walk(tree_of(module)) if isinstance(node, ast.ClassDef)]
     derived = [node.name for node in classes if any(ast.unparse(base).endswith("Trainer") for base in node.bases)]
     assert derived == ["SftTrainer"]
 
