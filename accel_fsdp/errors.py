@@ -62,6 +62,13 @@ def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
     return kind(what, why=why, fix=fix)
 
 
+def in_a_line(error: BaseException) -> str:
+    """An error inside of a sentence: of one of ours what is wrong, of another its class and its text."""
+    if isinstance(error, UserError):
+        return one_line(error.what)
+    return f"{type(error).__name__}: {error}"
+
+
 class UsageError(UserError):
     """A flag with a value it can't have."""
 

@@ -1,8 +1,8 @@
 """The comment at the top of a YAML that was made here: what it is, the command that made it, how to launch it."""
 
+import itertools
 import shlex
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 
 from accel_fsdp import __version__
 
@@ -33,8 +33,16 @@ def launch_line(
 ) -> str:
     """The command that runs a script, with its arguments and variables, on the YAML at `path`."""
     rank = ("--machine_rank", "0") if on_several_machines else ()
-    variables = (f"{name}={value}" for name, value in (environment or {}).items())
-    return shlex.join([*variables, "accelerate", "launch", "--config_file", path, *rank, *script])
+    return _line(environment, "accelerate", "launch", "--config_file", path, *rank, *script)
+
+
+def engine_line(path: str, script: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
+    """The same in a job of an engine, which says where the machines meet."""
+    return _line(environment, "accel-fsdp", "launch", path, *script)
+
+
+def _line(environment: Mapping[str, str] | None, *words: str) -> str:
+    return shlex.join([*(f"{name}={value}" for name, value in (environment or {}).items()), *words])
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:
@@ -55,16 +63,26 @@ def with_header(text: str, lines: list[str]) -> str:
 
 def script_arguments(text: str) -> tuple[str, ...]:
     """What the launch command in our own header gives to its script; nothing where there is no such line."""
+    words = _launch_words(text)
+    return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
+
+
+def variables(text: str) -> dict[str, str]:
+    """The variables before the launch command in our own header."""
+    assigned = itertools.takewhile(lambda word: "=" in word, _launch_words(text))
+    return dict(word.split("=", 1) for word in assigned)
+
+
+def _launch_words(text: str) -> list[str]:
     lines = text.splitlines()
     at = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
-    words = shlex.split(lines[at].removeprefix("#")) if at < len(lines) else []
-    return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
+    return shlex.split(lines[at].removeprefix("#")) if at < len(lines) else []
 
 
 def made_with(text: str) -> dict[str, str]:
     """The flags, each with its value, of the command in our own header; none where there is no such line."""
     line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
-    return dict(pairwise(shlex.split(line.removeprefix("#"))))
+    return dict(itertools.pairwise(shlex.split(line.removeprefix("#"))))
 
 
 def retitle(text: str, title: str) -> str:

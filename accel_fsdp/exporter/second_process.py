@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from accel_fsdp import python_child
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, in_a_line
 
 SERVING = "from accel_fsdp.exporter import second_process; second_process.serve()"
 
@@ -118,5 +118,5 @@ def _answer(request: bytes) -> bytes:
             answer = pickle.dumps((None, error, told))
             pickle.loads(answer)  # some can be pickled, and not be made again
         except Exception:
-            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), told))
+            answer = pickle.dumps((None, RuntimeError(in_a_line(error)), told))
         return answer

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from accel_fsdp import console, errors
 from accel_fsdp.checkpoints import completeness
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import hangs, rendezvous
 from accel_fsdp.launch.beats import GONE, STOPPED, Beat, Board, Mates, own_beat
 from accel_fsdp.launch.hangs import Patience, Seen, Told
@@ -209,7 +209,7 @@ class Watch:
         """Says for the other ranks that this one has failed, and ends the watch."""
         if self.board is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
-            said = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
+            said = in_a_line(error)
             with contextlib.suppress(RuntimeError, OSError):
                 beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
                 self.board.put_words({"record": "", "beat": dataclasses.asdict(beat), "stack": stack, "failed": True})

@@ -68,7 +68,7 @@ class PlanReport:
     def environment(self) -> dict[str, str]:
         """The variables that the job needs on every machine."""
         choice = self.plan.choice
-        return capacity.EXPANDABLE_SEGMENTS if choice and choice.verdict == "expandable" else {}
+        return dict(choice.device.environment) if choice else {}
 
     def _proposed(self) -> tuple[Proposer, Candidate] | None:
         """What writes the YAML, and for which way; None where nothing is recommended."""
@@ -213,8 +213,8 @@ class PlanReport:
         if choice.layout.engine is Engine.DEEPSPEED:
             return
         plain, expandable, ends = self._replayed(choice)
-        low, high = (number_in_figure(size / GIB) for size in ends)
-        taken = f"The allocator reserves about {about_gib(plain.reserved)} ({low} to {high})"
+        usual, low, high = (number_in_figure(size / GIB) for size in (plain.reserved, *ends))
+        taken = f"The allocator reserves about {usual} GiB ({low} to {high})"
         if plain.failed_at:
             taken = f"The allocator runs out in the {plain.failed_at}"
         elif plain.thrashes:

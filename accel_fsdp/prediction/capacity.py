@@ -107,6 +107,11 @@ class Device:
         return self.verdict in ("yes", "expandable")
 
     @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables with which alone it fits."""
+        return EXPANDABLE_SEGMENTS if self.verdict == "expandable" else {}
+
+    @property
     def needed(self) -> int:
         """What must be there: the allocated bytes, and what CUDA and NCCL hold outside of the allocator."""
         return self.allocated + self.outside

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from accel_fsdp import cpu, python_child
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch.ranks import hang
 
 GROUP_SECONDS = timedelta(days=1)
@@ -144,7 +144,7 @@ def _traceback(error: BaseException) -> str:
 
 def _not_imported(error: Exception) -> UserError:
     return UserError(
-        f"the ranks can't import what they are to call: {type(error).__name__}: {error}",
+        f"the ranks can't import what they are to call: {in_a_line(error)}",
         why="each rank is a process of its own, which imports the function by its module's name",
         fix="a function of a module that lies on sys.path: pytest's setting pythonpath, or its default import mode",
     )

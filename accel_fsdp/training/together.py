@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from accel_fsdp import console, errors
-from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError
+from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError, in_a_line
 from accel_fsdp.launch import FAILED, Address, Board, agreement, beats
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.reporting import lineage
@@ -93,7 +93,7 @@ class Peers:
         """Says for the other machines why this rank ends, and gives them time to hear it."""
         if isinstance(error, agreement.Differs):  # all raise it
             return
-        what = getattr(error, "what", "") or f"{type(error).__name__}: {error}"
+        what = in_a_line(error)
         note = {"rank": self.own.number, "what": f"rank {self.own.number} on machine {self.own.place} failed: {what}"}
         with contextlib.suppress(RuntimeError):
             self.store.compare_set("failed", "", json.dumps(note))

@@ -10,7 +10,8 @@ class Answers:
     """One complete set of answers, in the order of the questions: everything that decides the YAML.
 
     What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
-    activations, as Accelerate can't, `auto_class` what builds its model.
+    activations, as Accelerate can't, `auto_class` what builds its model. Memory was judged with one row of `length`
+    tokens on each GPU, 0 where it wasn't, and fits with the variables of `environment` alone.
     """
 
     model: str
@@ -34,6 +35,8 @@ class Answers:
     main_process_port: int
     script_checkpoints: bool = False
     auto_class: str = "AutoModelForCausalLM"
+    length: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def needs_engine(self) -> bool:

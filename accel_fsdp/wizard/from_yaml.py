@@ -53,7 +53,8 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
         if question.key and engine in BY_NAME[question.key].engines:
             value = _meant(job, *question.key)
             if value not in UNKNOWN:
-                flags[question.field] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                names = BY_NAME[question.key].kind is Kind.NAMES
+                flags[question.field] = _class_names(value) if names else str(value)
     if engine in FSDP_ENGINES:
         flags["fsdp_version"] = str(FSDP_ENGINES[engine])
     if engine is Engine.FSDP2:
@@ -74,6 +75,8 @@ ZERO_STAGE = 2
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:
     """The strategy that FSDP2's keys spell; a strategy's name, as FSDP1 takes it, is what somebody meant."""
+    if meant := _of_fsdp1(job):
+        return meant
     value = job.fsdp("fsdp_reshard_after_forward")
     if str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
         return str(value)
@@ -81,6 +84,18 @@ def _strategy_of_fsdp2(job: JobConfig) -> str:
     copies, shards = (mesh.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
     hybrid = mesh and (copies != 1 or shards == job.number("num_processes"))
     return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
+
+
+def _of_fsdp1(job: JobConfig) -> str:
+    """The strategy that an FSDP2 file names under FSDP1's key, where FSDP2's says nothing; `check --fix` does the same.
+
+    Hybrid ones and NO_SHARD are not a value of FSDP2's key and stay unread.
+    """
+    named = job.engine is Engine.FSDP2 and job.has(STRATEGY) and not job.has(RESHARD)
+    return job.strategy if named and job.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") else ""
+
+
+STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 
 
 def _meant(job: JobConfig, section: str, key: str) -> Any:
@@ -108,7 +123,15 @@ def _is_readable(field: Field, value: Any) -> bool:
         return str(value).lower() in TRUE_WORDS + FALSE_WORDS
     if field.kind is Kind.CHOICE:
         return value is not False and field.takes(str(value))  # a bare no is false
-    return isinstance(value, {Kind.INT: int, Kind.NAMES: str}.get(field.kind, object))
+    if field.kind is Kind.NAMES:
+        return bool(value == _class_names(value))
+    return isinstance(value, {Kind.INT: int}.get(field.kind, object))
+
+
+def _class_names(value: Any) -> str:
+    """Layer classes as Accelerate reads them: without the module of each, and without spaces."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return ",".join(str(part).strip().rpartition(".")[2] for part in parts)
 
 
 def _header_flags(text: str, engine: str) -> dict[str, str]:
@@ -138,6 +161,8 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     dropped += [
         Edit(*question.key) for question in applying(new) if question.key and getattr(new, question.field) == ""
     ]
+    if _of_fsdp1(job):
+        dropped.append(Edit("fsdp_config", STRATEGY))
     apply(document, [*dropped, *(Edit(place, key, value) for (place, key), value in changed.items())])
     return with_header(dump(document), header(new))
 
@@ -149,6 +174,11 @@ def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str
         raw, field = job.section(section).get(key), BY_NAME[section, key]
         if raw is not None and not _is_readable(field, raw) and KEYS.get((section, key), "strategy") in read:
             found.append(f"Accelerate can't read {key}: {raw}, so the key is written anew")
+    unread = {Engine.FSDP1: RESHARD, Engine.FSDP2: STRATEGY}.get(job.engine, "")
+    if unread and job.has(unread):
+        what = f"{job.engine.label} ignores {unread}: {job.fsdp(unread)}"
+        taken = STRATEGIES.get(old.strategy, "")
+        found.append(f"{what}, which is written as {RESHARD}" if _of_fsdp1(job) else f"{what}; the file means {taken}")
     return found
 
 
@@ -159,6 +189,8 @@ def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collecti
     """Whether a key of the file, or its absence, means this value; of what nobody is asked, whether it can be read."""
     raw, field = job.section(section).get(key), BY_NAME[section, key]
     if KEYS.get((section, key)) in answered or (section and not isinstance(job.values.get(section) or {}, Mapping)):
+        return False
+    if key == RESHARD and _of_fsdp1(job):
         return False
     if (section, key) not in KEYS:
         open_ = raw is None and (section in job.values or section != "parallelism_config")

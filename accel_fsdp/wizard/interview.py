@@ -122,7 +122,15 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool
 
 
 def answers(talk: Interview) -> Answers:
-    return to_answers(talk.settled())
+    """The answers of a finished interview; unless it is quiet or a file's, with what the plan says of them."""
+    context = talk.settled()
+    judged = None if talk.quiet or talk.as_written else notes.judgement(context)
+    if judged is None:
+        return to_answers(context)
+    chosen = judged.chosen
+    return replace(
+        to_answers(context), length=chosen.recipe.length, environment=tuple(chosen.device.environment.items())
+    )
 
 
 def warnings(talk: Interview) -> tuple[str, ...]:

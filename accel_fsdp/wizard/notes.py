@@ -156,15 +156,20 @@ def _of_the_plan(context: Context) -> tuple[str, ...]:
     return lines if not host or any(host in line for line in lines) else (*lines, f"note: {host}")
 
 
+def judgement(context: Context) -> "Advice | None":
+    """What the plan says of settled answers as they are; None where the model or the GPU isn't known."""
+    layout = layout_of(context)
+    job = _job(context, layout) if layout else None
+    checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
+    return _judged(job, layout, checkpointing) if job and layout else None
+
+
 def misfit(context: Context) -> tuple[str, ...]:
     """Why settled answers don't fit into the memory of a GPU, and what would; nothing where they fit or nobody knows.
 
     Each part is a sentence.
     """
-    layout = layout_of(context)
-    job = _job(context, layout) if layout else None
-    checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
-    found = _judged(job, layout, checkpointing) if job and layout else None
+    found = judgement(context)
     if found is None:
         return _misfit_of_state(context)
     host = _host_memory(context)

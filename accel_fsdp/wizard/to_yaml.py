@@ -145,12 +145,14 @@ def flag_text(value: Any) -> str:
 def launch_line(answers: Answers, path: str) -> str:
     script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
     if answers.needs_engine:
-        return shlex.join(["accel-fsdp", "launch", path, *script])
-    return config_header.launch_line(path, script, on_several_machines=answers.num_machines > 1)
+        return config_header.engine_line(path, script, dict(answers.environment))
+    return config_header.launch_line(path, script, answers.num_machines > 1, dict(answers.environment))
 
 
 def _our_script(answers: Answers, path: str) -> list[str]:
     arguments: list[str] = []
+    if answers.length:
+        arguments += ["--per_device_train_batch_size", "1", "--max_length", str(answers.length)]
     if answers.method != "full":
         arguments.append("--use_peft")
     if answers.method == "qlora":

@@ -539,3 +539,21 @@ def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> Non
     code, said = started(write("slurm", ONE, words=("--text", word)), tmp_path, SLURM | alone)
     assert code == 0, said
     assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in said
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"])
+def test_a_job_that_fits_with_a_variable_alone_has_it(engine: str, write: Write, tmp_path: Path) -> None:
+    """Judged with the script's own arguments; of another script the YAML's own comment says it."""
+    made = ("config", "--yes", "--model", "llama-3.1-8b", "--gpus", "8xA100-40GB", "-o", tmp_path / "made.yaml")
+    assert cli.call([str(word) for word in made]) == 0
+    text = (tmp_path / "made.yaml").read_text()
+    size = ("--per_device_train_batch_size", "1", "--max_length", "2048", "--output_dir", "/shared/run")
+    short = (*size[:3], "128", "--packing", "true", *size[4:])
+    ours = ("--model_name_or_path", "meta-llama/Llama-3.1-8B", "--dataset_name", "d")
+    needed, not_needed = (write(engine, text, words=(*ours, *words)) for words in (size, short))
+    assert "PYTORCH_ALLOC_CONF" in needed
+    assert "expandable_segments:True" in needed
+    assert "PYTORCH_ALLOC_CONF" not in not_needed
+    if engine != "torchrun":
+        (tmp_path / "own.py").write_text("print()")
+        assert "expandable_segments:True" in write(engine, text, script=Path("own.py"), words=())

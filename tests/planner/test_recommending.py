@@ -427,3 +427,13 @@ def test_slips_are_refused(flags: tuple[str, ...], said: str, tmp_path: Path, mo
     assert refused.code == 2
     assert said in " ".join(refused.output.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", ["--gpus 4x4090 --method lora", "--gpus 8xA100-40GB"])
+def test_what_is_reserved_lies_in_the_range_beside_it(words: str) -> None:
+    """It was rounded to whole GiB: about 23 GiB (21.0 to 22.8)."""
+    plan = shown("--model", "llama-3.1-8b", *words.split())
+    said = re.search(r"reserves about ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\)", plan)
+    assert said
+    usual, low, high = map(float, said.groups())
+    assert low <= usual <= high

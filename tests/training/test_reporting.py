@@ -34,7 +34,7 @@ from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import smaller, trace_store
 from accel_fsdp.svg import Curve, Words
 from accel_fsdp.training import arguments, gather
-from accel_fsdp.training.reporting import Tally, beginning, line, model_card, run_plan, run_record
+from accel_fsdp.training.reporting import Tally, beginning, line, model_card, progress, run_plan, run_record
 
 SCARCE = ROOT / "tests" / "scarce.py"
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -367,3 +367,13 @@ def test_free_memory_is_within_the_limit() -> None:
     held = bytearray(b"x" * 50 * 2**20)
     assert host.peak_memory() >= now + len(held)
     assert host.peak_memory() < limit
+
+
+def test_why_there_is_no_plan_is_said_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An error of ours was printed with its class and its three parts: UserError: error: model ... does not exist."""
+    job = SimpleNamespace(model=str(tmp_path / "none"), recipe=Recipe())
+    report = progress.ProgressReport(job, SimpleNamespace())  # type: ignore[arg-type]
+    assert report._read() is None
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert f"plan: unknown, model {tmp_path / 'none'} does not exist" in "".join(said)
+    assert "UserError" not in said

@@ -490,3 +490,23 @@ def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str],
     assert alone.severity == "warning"
     job = planner.make_job(planner.PlanOptions(str(made), "8xH100", None, Recipe()))
     assert any("refuses full training" in note for note in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "variables"),
+    [
+        ("8xA100-40GB", {}, ["PYTORCH_ALLOC_CONF=expandable_segments:True"]),
+        ("8xH100-80GB", {}, []),
+        ("2x8xA100-40GB", {"method": "lora"}, []),
+        ("4x4090", {"method": "lora", "fsdp_version": "2"}, ["PYTORCH_ALLOC_CONF=expandable_segments:True"]),
+    ],
+)
+def test_the_launch_line_has_what_memory_was_judged_with(
+    gpus: str, flags: dict[str, str], variables: list[str]
+) -> None:
+    """Trainer's default is 8 rows, which nobody judged."""
+    made = settled(model="llama-3.1-8b", gpus=gpus, **flags)
+    words = shlex.split(to_yaml.launch_line(made, "made.yaml"))
+    assert [word for word in words if "=" in word] == variables
+    assert words[words.index("--per_device_train_batch_size") + 1] == "1"
+    assert words[words.index("--max_length") + 1] == "2048"

@@ -285,3 +285,38 @@ def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None
     finished = accel_fsdp("config", "--yes", "--from", copy, "--mixed-precision", "fp16")
     assert finished.code == 0, finished.output
     assert yaml.safe_load(copy.read_text()) == {**yaml.safe_load(path.read_text()), "mixed_precision": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"fsdp_reshard_after_forward": False}, "is written as"),
+        ("fsdp_sharding_strategy: 1", {"fsdp_reshard_after_forward": True}, "is written as"),
+        ("fsdp_sharding_strategy: HYBRID_SHARD", {"fsdp_sharding_strategy": "HYBRID_SHARD"}, "means FULL_SHARD"),
+        (
+            "fsdp_sharding_strategy: NO_SHARD\n  fsdp_reshard_after_forward: false",
+            {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_reshard_after_forward": False},
+            "means SHARD_GRAD_OP",
+        ),
+    ],
+)
+def test_a_strategy_that_fsdp2_ignores_is_kept_or_named(
+    old: str, new: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `check --fix` translates it; it became FULL_SHARD without a word."""
+    path = tmp_path / "old.yaml"
+    path.write_text(f"{V2}  {old}\n")
+    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {"model": "llama-3.1-8b"}) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"FSDP2 ignores {old.partition(chr(10))[0]}" in told
+    assert said in told
+    section = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert {key: section[key] for key in section if key in ("fsdp_sharding_strategy", *new)} == new
+
+
+def test_a_layer_class_with_its_module_is_that_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(V2.replace("LlamaDecoderLayer", "transformers.models.llama.modeling_llama.LlamaDecoderLayer"))
+    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {}) == 0
+    assert "so the key is written anew" in " ".join(capsys.readouterr().err.split())
+    assert path.read_text() == V2

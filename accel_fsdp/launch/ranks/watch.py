@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
+from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch.ranks import events, holding, script
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.observing import Observation
@@ -83,7 +84,7 @@ def tell_failure(error: BaseException) -> None:
     """An event with what ended the script, and the innermost line of it that was running."""
     events.tell(
         "failed",
-        error=f"{type(error).__name__}: {error}",
+        error=in_a_line(error),
         line=script.line_of_error(error),
         wrapped=_of_wrapped(error),
     )

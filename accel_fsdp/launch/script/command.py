@@ -157,6 +157,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         checked=not options.no_check,
         api=options.api,
         spot=options.spot,
+        environment=duration.environment(arguments if ours else {}, config, found, kind),
     )
 
 

@@ -26,6 +26,7 @@ def text(job: Job) -> str:
             f"  - /mnt/shared:{job.folder}    # <- a folder that all machines see, such as a network disk's",
             "env:",
             f"  - HF_HOME={job.folder}/.huggingface",
+            *(f"  - {name}={value}" for name, value in job.environment.items()),
             *([f"  - TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
             *(f"  # - {name}    # <- from your shell: {purpose}" for name, purpose in TOKENS.items()),
             f"  # - NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",

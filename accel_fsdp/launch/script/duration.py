@@ -1,19 +1,21 @@
-"""How long a job will take, as far as its steps are known and the plan can say how long one takes."""
+"""What the plan says of a job: how long it will take, as far as its steps are known, and which variables it needs."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from accel_fsdp.config import JobConfig
+from accel_fsdp.config import JobConfig, header
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
-from accel_fsdp.job import from_arguments, from_yaml
+from accel_fsdp.job import Layout, from_arguments, from_yaml
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import Step, cost, step_time
+from accel_fsdp.prediction import PlanJob, Step, cost, evaluate, step_time
 from accel_fsdp.prediction.tracing import by_name
 
+Arguments: TypeAlias = Mapping[str, Any]
 FACTOR = 3
 """How much longer than predicted a step may take: data is read, checkpoints are written, the network is shared."""
 AROUND_SECONDS = 3600
@@ -35,26 +37,45 @@ class Duration:
         return f"{self.steps:,} steps x {self.step.step_seconds:.2g} s x {FACTOR}, and an hour around them"
 
 
-def predicted(
-    arguments: Mapping[str, Any], config: JobConfig, machines: int, machine: MachineFacts | None
-) -> Duration | None:
-    """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known.
+def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Duration | None:
+    """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known."""
+    with contextlib.suppress(*UNKNOWN):
+        layout, job = _planned(arguments, config, machines, machine)
+        steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(job.recipe, layout.ranks)
+        return Duration(steps, step_time(job.shape, job.recipe, layout, job.gpu)) if steps else None
+    return None
+
+
+def environment(
+    arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None
+) -> Mapping[str, str]:
+    """The variables with which alone it fits: as the plan says, or where it can't, the YAML's own comment."""
+    with contextlib.suppress(*UNKNOWN):
+        layout, job = _planned(arguments, config, machines, machine)
+        return evaluate(job, job.recipe, layout).device.environment
+    return header.variables(config.source)
+
+
+UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
+
+
+def _planned(
+    arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None
+) -> tuple[Layout, PlanJob]:
+    """The job as the plan knows it.
 
     A model is known that is bundled or lies here: a job file is written without the network.
+
+    Raises:
+        UserError: the job can't be planned. KeyError: model or GPU aren't known. RuntimeError, ImportError: the model
+            can't be built.
     """
     model = str(arguments.get("model_name_or_path", ""))
     here = catalogue.find(model) or Path(model).is_dir()
     if not model or not here or machine is None or not machine.accelerator:
-        return None
+        raise KeyError(model)
     ranks = {"num_machines": machines, "num_processes": machines * machine.count}
-    try:
-        gpu = gpus.find(machine.accelerator, machine.memory_gib)
-        job = from_yaml.predictable(JobConfig({**config.values, **ranks}, config.source, config.absent), arguments)
-        layout, recipe = job.layout, job.recipe
-        steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(recipe, layout.ranks)
-        if not steps:
-            return None
-        shape, _ = by_name.read_shape(model, recipe)
-    except (UserError, RuntimeError, KeyError, ImportError):
-        return None
-    return Duration(steps, step_time(shape, recipe, layout, gpu))
+    gpu = gpus.find(machine.accelerator, machine.memory_gib)
+    job = from_yaml.predictable(JobConfig({**config.values, **ranks}, config.source, config.absent), arguments)
+    shape, tapes = by_name.read_shape(model, job.recipe)
+    return job.layout, PlanJob(shape, tapes, job.recipe, gpu, job.layout.ranks, job.layout.ranks_per_node)

@@ -1,6 +1,7 @@
 """What a job file says, whichever engine reads it, and the parts that all of them share."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Job:
     """One job. `gpus` and `cpus` are those of each machine, `memory` its GiB, `minutes` the longest that it may take.
 
     `predicted` is how long it will take, where nobody said `minutes` and it is known.
+    `environment` are the variables with which alone it fits, as far as the plan or the YAML's own comment can tell.
     `ours`: the script is train/sft.py or made of its parts. `resumes`: a later start goes on from a checkpoint.
     """
 
@@ -51,6 +53,7 @@ class Job:
     checked: bool
     api: KubernetesApi
     spot: bool
+    environment: Mapping[str, str]
 
     @property
     def resumes(self) -> bool:
@@ -79,9 +82,10 @@ class Job:
         return in_lines(words, self.words, indent)
 
 
-def shell_variables() -> list[str]:
+def shell_variables(job: Job) -> list[str]:
     """What a user may want to set in a bash script: tokens from a file of their own, and NCCL's log."""
     return [
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",
         f"# export NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
     ]

@@ -119,7 +119,7 @@ def _resources(job: Job, indent: str) -> list[str]:
 
 def _container(job: Job, indent: str) -> list[str]:
     """Variables and command. `exec`: the signal that ends a pod goes to its first process, and bash keeps it."""
-    values = {"HF_HOME": f"{job.folder}/.huggingface"}
+    values = {"HF_HOME": f"{job.folder}/.huggingface", **job.environment}
     if job.ours:
         values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f'"{job.shutdown}"'
     variables = [line for name, value in values.items() for line in (f"  - name: {name}", f"    value: {value}")]

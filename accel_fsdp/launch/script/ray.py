@@ -58,6 +58,7 @@ def _loop(job: Job) -> list[str]:
     ]
     variables = [
         f'"HF_HOME": {_path(job, ".huggingface")},',
+        *(f"{_quoted(name)}: {_quoted(value)}," for name, value in job.environment.items()),
         *(f'# "{name}": os.environ["{name}"],    # <- {purpose}' for name, purpose in TOKENS.items()),
         f'# "NCCL_DEBUG": "INFO",    # <- {NCCL_DEBUG}',
         *(network if job.machines > 1 else []),

@@ -41,6 +41,7 @@ def text(job: Job) -> str:
             f"  {job.folder}: shared    # <- a volume that all machines see (sky volumes ls)",
             "envs:",
             f"  HF_HOME: {job.folder}/.huggingface",
+            *(f"  {name}: {value}" for name, value in job.environment.items()),
             *([f'  TORCH_ELASTIC_SHUTDOWN_TIMEOUT: "{job.shutdown}"'] if job.ours else []),
             f"  # NCCL_DEBUG: INFO    # <- {NCCL_DEBUG}",
             "# secrets:    # <- from your shell: sky jobs launch --secret HF_TOKEN FILE",

@@ -55,7 +55,7 @@ def _prepared(job: Job) -> list[str]:
         "set -euo pipefail",
         "# source .venv/bin/activate              # <- where accel-fsdp is installed",
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
-        *shell_variables(),
+        *shell_variables(job),
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
         *([] if job.machines == 1 else _network()),

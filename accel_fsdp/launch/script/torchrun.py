@@ -32,7 +32,7 @@ def text(job: Job) -> str:
             *([f"cd {job.shared}"] if job.shared else []),
             "# source .venv/bin/activate    # <- where accel-fsdp is installed",
             'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
-            *shell_variables(),
+            *shell_variables(job),
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
             *(_meeting() if several else []),
             f"mkdir -p logs/{job.name}",

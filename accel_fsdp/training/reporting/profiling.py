@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch.ranks import holding
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.prediction import by_unit, workspace_bytes
@@ -228,8 +228,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         try:
             yield
         except Exception as error:
-            told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            console.say(f"rank {self.rank}: the profile of step {number} is not complete: {told}", style="yellow")
+            told = f"rank {self.rank}: the profile of step {number} is not complete: {in_a_line(error)}"
+            console.say(told, style="yellow")
 
     # What a run tells
 
@@ -424,7 +424,7 @@ class Reporter:
                 self.forecast = self.report.forecast or run_plan.read(self.report.job)
                 self.forecast.tapes[variant_of(self.forecast.job.recipe, self.forecast.job.layout.engine)]
         except Exception as error:
-            self.why_unknown = f"{type(error).__name__}: {error}"
+            self.why_unknown = in_a_line(error)
 
     def show(self, taken: ProfiledStep, model: "nn.Module") -> None:
         """Writes both files, then prints."""

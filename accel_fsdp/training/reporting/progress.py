@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from accel_fsdp import console
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.hardware import host
 from accel_fsdp.job import Job
 from accel_fsdp.prediction import name_of
@@ -192,7 +192,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         try:
             return run_plan.read(self.job)
         except Exception as error:
-            console.say(f"plan: unknown, {type(error).__name__}: {error}", style="yellow")
+            console.say(f"plan: unknown, {in_a_line(error)}", style="yellow")
             return None
 
     def _comparison(self) -> str:
