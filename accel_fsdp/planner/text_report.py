@@ -24,7 +24,7 @@ from accel_fsdp.prediction import (
     step_traffic,
 )
 from accel_fsdp.prediction.memory import KINDS, LETTERS, ModelShape, Reservation, shards, units_of
-from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, number_in_figure, parameters
+from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_in_figure, gib_or_mib, number_in_figure, parameters
 
 SCHEMA_VERSION = 2
 """Of `--json`: raised whenever a key goes or means something else."""
@@ -213,8 +213,8 @@ class PlanReport:
         if choice.layout.engine is Engine.DEEPSPEED:
             return
         plain, expandable, ends = self._replayed(choice)
-        usual, low, high = (number_in_figure(size / GIB) for size in (plain.reserved, *ends))
-        taken = f"The allocator reserves about {usual} GiB ({low} to {high})"
+        usual, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
+        taken = f"The allocator reserves about {usual} ({low} to {high})"
         if plain.failed_at:
             taken = f"The allocator runs out in the {plain.failed_at}"
         elif plain.thrashes:
