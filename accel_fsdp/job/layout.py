@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from accel_fsdp.config import STRATEGIES, Engine
+from accel_fsdp.config import STRATEGIES, Engine, zero_name
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
 SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
@@ -58,6 +58,16 @@ class Layout:
     def zero(cls, stage: int, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
         """DeepSpeed's stage 0 shards nothing, which is DDP."""
         return cls(Engine.DEEPSPEED, stage, ranks, ranks_per_node, offload) if stage else cls.ddp(ranks, ranks_per_node)
+
+    @property
+    def name(self) -> str:
+        """As plans and reports show it."""
+        if self.engine is Engine.NONE:
+            return "one GPU"
+        if self.engine is Engine.DDP:
+            return self.engine.label
+        sharded = f"{self.engine.label} {STRATEGIES[self.strategy]}" if self.is_fsdp else zero_name(self.strategy)
+        return sharded + (" offload" if self.offload else "")
 
     @property
     def is_fsdp(self) -> bool:

@@ -53,7 +53,7 @@ class PlanOptions:
     host_gib: int | None = None
     output: Path | None = None
     args: Path | None = None
-    work: cost.Job | None = None
+    work: cost.CostInputs | None = None
     prices: Prices | float | None = None
 
 
@@ -190,7 +190,7 @@ def _judged(options: PlanOptions, path: Path) -> PlanReport:
 
 def _of_arguments(options: PlanOptions, given: Mapping[str, Any], recipe: Recipe) -> PlanOptions:
     """The options with what the script's arguments say."""
-    asked, schedule = options.work or cost.Job(cost.Work()), from_arguments.schedule_of(given)
+    asked, schedule = options.work or cost.CostInputs(cost.Work()), from_arguments.schedule_of(given)
     asked = replace(asked, work=cost.work_of(schedule, asked.work.rows), schedule=schedule)
     return replace(options, rows=recipe.rows, length=recipe.length, work=asked)
 

@@ -12,7 +12,7 @@ from accel_fsdp.hardware import Gpu, machines
 from accel_fsdp.job import Recipe
 from accel_fsdp.planner import command, cost_report, html_report, workload
 from accel_fsdp.planner.flags import PlanCommand
-from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in, cost, name_of, search
+from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in, cost, search
 from accel_fsdp.prediction.memory import Prediction
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.svg import Range
@@ -87,7 +87,7 @@ class Comparison:
         marks = [word for word, best in (("cheapest", self.cheapest), ("fastest", self.fastest)) if best is one]
         return [
             one.name,
-            name_of(one.choice.layout),
+            one.choice.layout.name,
             str(one.choice.recipe.rows),
             one.choice.recipe.checkpointing,
             f"{one.tokens_per_s:,.0f}",
@@ -183,7 +183,7 @@ class Comparison:
         if choice is None:
             return found | {"why": one.why}
         return found | {
-            "strategy": name_of(choice.layout),
+            "strategy": choice.layout.name,
             "batch_per_gpu": choice.recipe.rows,
             "accumulation": choice.recipe.accumulation,
             "checkpointing": choice.recipe.checkpointing,
@@ -256,7 +256,7 @@ def _why_not(job: PlanJob) -> str:
     one = search.least(job)
     if one.refused:
         return f"no strategy works: {one.refused}"
-    how = f"{name_of(one.layout)}, {search.rows_in(one.recipe)} per GPU and {checkpointing_in(one.recipe)}"
+    how = f"{one.layout.name}, {search.rows_in(one.recipe)} per GPU and {checkpointing_in(one.recipe)}"
     need = f"the least that a GPU needs are {gib_of(one.device.needed, job.capacity_bytes)}, with {how}"
     offloads = replace(one.layout, offload=one.layout.is_fsdp)
     hosted = search.host_bytes(job, one.recipe, offloads)

@@ -14,7 +14,6 @@ from accel_fsdp.prediction import (
     PlanJob,
     capacity,
     checkpointing_in,
-    name_of,
     rows_in,
     workspace_bytes,
 )
@@ -154,11 +153,11 @@ def _against(job: PlanJob) -> str:
 
 
 def _strategies(job: PlanJob, found: Plan) -> str:
-    rows = [_bar(one, name_of(one.layout)) for one in found.rows]
+    rows = [_bar(one, one.layout.name) for one in found.rows]
     how = f"The highest point of one step, {_how(job.recipe)}."
     if found.choice and found.choice.recipe != job.recipe:
         rows.insert(0, _bar(found.choice, f"Recommended, {rows_in(found.choice.recipe)}"))
-        how += f" The recommended one: {name_of(found.choice.layout)}, {_how(found.choice.recipe)}."
+        how += f" The recommended one: {found.choice.layout.name}, {_how(found.choice.recipe)}."
     said = "; ".join(f"{row.name}: {row.note}" for row in rows)
     words = Words("Memory of one GPU at the highest point of a step, by strategy", said)
     return html_page.section(
@@ -188,7 +187,7 @@ def _bar(one: Candidate, name: str) -> Bar:
 def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     samples = _timeline(job, shown.recipe, shown.layout).samples
     drawn = [(one.phase, {LETTERS[kind]: size / GIB for kind, size in one.live.items()}) for one in samples]
-    name = f"{name_of(shown.layout)}, {_how(shown.recipe)}"
+    name = f"{shown.layout.name}, {_how(shown.recipe)}"
     peaks = "; ".join(f"{one.phase}: {gib_in_figure(one.total / GIB)}" for one in shown.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
     seen = [kind for kind in KINDS if any(one.live[kind] for one in samples)]
@@ -280,9 +279,9 @@ def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:
 
 def _numbers(job: PlanJob, found: Plan) -> str:
     titles = ("strategy", "batch", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
-    rows = [_cells(one, name_of(one.layout)) for one in found.rows]
+    rows = [_cells(one, one.layout.name) for one in found.rows]
     if found.choice:
-        rows.insert(0, _cells(found.choice, f"{name_of(found.choice.layout)} (recommended)"))
+        rows.insert(0, _cells(found.choice, f"{found.choice.layout.name} (recommended)"))
     return html_page.section(
         "The numbers",
         f"All predicted, {job.recipe.length:,} tokens per sequence. GiB at the highest point of the step, then what is "

@@ -17,7 +17,6 @@ from accel_fsdp.prediction import (
     capacity,
     checkpointing_in,
     cost,
-    name_of,
     remedies,
     rows_in,
     search,
@@ -102,7 +101,7 @@ class PlanReport:
         sent = (traffic.intra_bytes + traffic.inter_bytes + traffic.pcie_bytes) / 1e9
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in one.prediction.peak.live.items() if size]
         cells = (
-            name_of(one.layout),
+            one.layout.name,
             number_in_figure(one.device.allocated / GIB),
             console.bar(parts, self.job.capacity_bytes, width),
             one.verdict,
@@ -127,7 +126,7 @@ class PlanReport:
         reasons: dict[str, list[str]] = {}
         for one in self.plan.rows:
             if one.refused:
-                reasons.setdefault(one.refused, []).append(name_of(one.layout))
+                reasons.setdefault(one.refused, []).append(one.layout.name)
         for why, names in () if self.config else reasons.items():
             mended = why.endswith(combinations.UNLESS_OURS)
             fails = f"fails{combinations.UNLESS_OURS if mended else ''}"
@@ -141,7 +140,7 @@ class PlanReport:
             return
         how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
         needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
-        yield f"Take {name_of(choice.layout)}{needs} with {how}. {self.plan.reason}"
+        yield f"Take {choice.layout.name}{needs} with {how}. {self.plan.reason}"
         yield self._one_step(choice)
         if self.spent:
             yield from cost_report.sentences(self.spent, self.job.gpu)
@@ -198,15 +197,15 @@ class PlanReport:
 
     def _others(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
-            ways = ", ".join(f"{name_of(one.layout)} ({_way(one)})" for one in self.plan.ties)
+            ways = ", ".join(f"{one.layout.name} ({_way(one)})" for one in self.plan.ties)
             better = search.advantages(choice, self.plan.ties)
             yield f"As fast as far as a prediction can tell, which may be {1 - search.TIE:.0%} off: {ways}." + (
-                f" {name_of(choice.layout)} {'; and it '.join(better)}." if better else ""
+                f" {choice.layout.name} {'; and it '.join(better)}." if better else ""
             )
         if second := self.plan.runner_up:
             times = choice.tokens_per_s / second.tokens_per_s
             slower = f"{1 - 1 / times:.0%} slower" if times < 2 else f"a step takes {times:.1f} times as long"
-            yield f"Next is {name_of(second.layout)} ({_way(second)}): {slower}."
+            yield f"Next is {second.layout.name} ({_way(second)}): {slower}."
 
     def _reserved(self, choice: Candidate) -> Iterator[str]:
         """What PyTorch's allocator takes for what is allocated, and what expandable segments would change."""
@@ -332,7 +331,7 @@ class PlanReport:
         traffic = step_traffic(job.shape, one.recipe, one.layout)
         host = capacity.host(job.shape, one.recipe, one.layout, job.ram_efficient)
         return {
-            "strategy": name_of(one.layout),
+            "strategy": one.layout.name,
             "batch_per_gpu": one.recipe.rows,
             "accumulation": one.recipe.accumulation,
             "global_batch": one.recipe.rows * one.recipe.accumulation * job.ranks,

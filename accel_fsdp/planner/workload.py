@@ -64,7 +64,7 @@ def work_of(command: PlanCommand) -> cost.Work:
     return cost.Work(tokens=tokens, rows=command.dataset_rows or 0, epochs=command.epochs or 1)
 
 
-def job_of(command: PlanCommand) -> cost.Job:
+def job_of(command: PlanCommand) -> cost.CostInputs:
     """The work with what is known around it; the price is the GPU's to find, in `prices_of`."""
     if command.disk_speed is not None:
         _refuse_below("--disk-speed", command.disk_speed, above=True)
@@ -74,7 +74,7 @@ def job_of(command: PlanCommand) -> cost.Job:
                 why="the script's arguments say when checkpoints are written",
                 fix="--config FILE --args FILE --disk-speed 2",
             )
-    return cost.Job(
+    return cost.CostInputs(
         work_of(command),
         disk_bytes_per_s=(command.disk_speed or 0) * 1e9,
         evaluation_rows=command.eval_rows or 0,

@@ -22,7 +22,6 @@ from .search import PlanJob as PlanJob
 from .search import checkpointing_in as checkpointing_in
 from .search import evaluate as evaluate
 from .search import host_bytes as host_bytes
-from .search import name_of as name_of
 from .search import rows_in as rows_in
 from .smaller import savings as savings
 from .speed import HBM_EFFICIENCY as HBM_EFFICIENCY

@@ -116,7 +116,7 @@ def evaluation_seconds(rows: int, recipe: Recipe, ranks: int, forward_seconds: f
 
 
 @dataclass(frozen=True)
-class Job:
+class CostInputs:
     """What a job's cost depends on besides its way to train: the work, and what is known around it.
 
     `price` is that of one GPU for an hour, None where it isn't known. `schedule` None: nothing is said of checkpoints.
@@ -151,7 +151,7 @@ class Cost:
 
 
 def cost(
-    job: Job,
+    job: CostInputs,
     recipe: Recipe,
     layout: Layout,
     step: Step,
@@ -192,7 +192,7 @@ def cost(
     )
 
 
-def _saves(job: Job, schedule: Schedule, steps: int, per_epoch: int, each: int, layout: Layout) -> Saves | None:
+def _saves(job: CostInputs, schedule: Schedule, steps: int, per_epoch: int, each: int, layout: Layout) -> Saves | None:
     if schedule.saves == "epoch" and not per_epoch:
         return None
     count = events(schedule.saves, schedule.save_steps, steps, per_epoch)

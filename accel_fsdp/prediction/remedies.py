@@ -12,7 +12,6 @@ from accel_fsdp.prediction.search import (
     host_bytes,
     layouts,
     longest_sequence,
-    name_of,
     offloads,
 )
 from accel_fsdp.units import about_gib, gib_or_mib
@@ -42,7 +41,7 @@ def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
     if layout is None:
         return
     if given and given != layout:
-        used = f"{name_of(layout)}, {used}"
+        used = f"{layout.name}, {used}"
     if _fits(job, smallest, layout):
         yield used
     elif length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
@@ -111,7 +110,7 @@ def _offload(job: PlanJob, smallest: Recipe, layout: Layout, used: str) -> Itera
 
 def _how(job: PlanJob, recipe: Recipe, layout: Layout, given: Layout | None) -> str:
     checkpointing = "activation checkpointing" + ("" if recipe.method == "full" else " in the script")
-    named = f"{name_of(layout)}, " if given != layout and layout.engine is not Engine.NONE else ""
+    named = f"{layout.name}, " if given != layout and layout.engine is not Engine.NONE else ""
     return f"{named}1 sequence per GPU and {checkpointing}"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from accel_fsdp.config import STRATEGIES, Engine, zero_name
+from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import capacity
@@ -453,17 +453,6 @@ def _contest(layout: Layout, alone: bool) -> str:
     if layout.engine is Engine.NONE:
         return "It fits"
     return "It is the fastest that fits" if alone else "Nothing that fits is clearly faster"
-
-
-def name_of(layout: Layout) -> str:
-    if layout.engine is Engine.DEEPSPEED:
-        return zero_name(layout.strategy) + (" offload" if layout.offload else "")
-    if layout.engine is Engine.NONE:
-        return "one GPU"
-    if layout.engine is Engine.DDP:
-        return Engine.DDP.label
-    name = f"{layout.engine.label} {STRATEGIES[layout.strategy]}"
-    return name + (" offload" if layout.offload else "")
 
 
 def checkpointing_in(recipe: Recipe) -> str:

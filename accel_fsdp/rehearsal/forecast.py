@@ -4,7 +4,7 @@ from accel_fsdp import flag_words
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import from_yaml
-from accel_fsdp.prediction import name_of, predicted
+from accel_fsdp.prediction import predicted
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import about_gib, counted
 
@@ -22,4 +22,4 @@ def of_job(job: JobConfig, model: str | None, words: tuple[str, ...]) -> str:
         return ""
     batch = f"{counted(recipe.rows, 'row')} of {recipe.length} tokens"
     ranks = counted(layout.ranks, "rank")
-    return f"predicted for the real job: {about_gib(peak)} at the peak of each of {ranks} ({name_of(layout)}, {batch})"
+    return f"predicted for the real job: {about_gib(peak)} at the peak of each of {ranks} ({layout.name}, {batch})"

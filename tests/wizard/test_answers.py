@@ -357,7 +357,7 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
         question = next(one for one in questions.QUESTIONS if one.field == "strategy")
         assert f"1 x {length} tokens" in question.default(context)[1]
         job = planner.make_job(planner.PlanOptions(model, "8xH100", None, Recipe()))
-        table = {search.name_of(one.layout): one for one in search.table(job)}
+        table = {one.layout.name: one for one in search.table(job)}
         for option, name in zip(
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
         ):

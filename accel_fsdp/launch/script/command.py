@@ -12,7 +12,7 @@ from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.launch import launcher, place
 from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
-from accel_fsdp.launch.script.job import RESUMES, SHARED, Job
+from accel_fsdp.launch.script.job_file import RESUMES, SHARED, JobFile
 from accel_fsdp.linter import read_launch, stops
 from accel_fsdp.units import counted
 
@@ -31,7 +31,7 @@ class EngineKind:
     """`title` as `place` calls it; `submit` is what a user types next, with FILE in place of the job file."""
 
     title: str
-    text: Callable[[Job], str]
+    text: Callable[[JobFile], str]
     submit: str
     each: str = ""
     """What stands behind it where each of several machines is started by hand."""
@@ -132,13 +132,13 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
         )
 
 
-def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> Job:
+def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
     found, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
     arguments = flag_words.parse_command_line(script_args)
     resumed = RESUMES in arguments
     known = options.engine == "slurm" and ours and options.time is None  # the others need no time
-    return Job(
+    return JobFile(
         file=options.file,
         script=options.script,
         words=(*script_args, f"--{RESUMES}", "auto") if ours and not resumed else script_args,
@@ -215,7 +215,7 @@ def _gpus_of_header(config: JobConfig, processes: int, several: int) -> str:
     return text if number == several else f"{several}x{text}"
 
 
-def _place(title: str, job: Job) -> place.Place:
+def _place(title: str, job: JobFile) -> place.Place:
     """Where the engine will say that machine 0 is."""
     said = {
         "num_machines": job.machines,

@@ -1,13 +1,13 @@
 """A job file for dstack."""
 
-from accel_fsdp.launch.script.job import INSTALL, NCCL_DEBUG, TOKENS, Job, indented, refuse_own_disk
+from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, TOKENS, JobFile, indented, refuse_own_disk
 
 FOLDER = "/project"
 """Where the container sees the files that dstack copies."""
 SHM = "16GB"
 
 
-def text(job: Job) -> str:
+def text(job: JobFile) -> str:
     """The task. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
     refuse_own_disk(job, "dstack gives each start a disk of its own")
     return "\n".join(
@@ -51,7 +51,7 @@ def text(job: Job) -> str:
     )
 
 
-def _gpu(job: Job) -> str:
+def _gpu(job: JobFile) -> str:
     kind = job.kind
     name = kind.accelerator.upper().replace(" ", "") if kind and kind.accelerator else ""
     memory = f"{kind.memory_gib:.0f}GB" if kind and kind.memory_gib else ""

@@ -1,6 +1,6 @@
 """A job file for kubectl: a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its older operator."""
 
-from accel_fsdp.launch.script.job import INSTALL, NCCL_DEBUG, TOKENS, Job, indented
+from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, TOKENS, JobFile, indented
 
 RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
 """The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
@@ -10,11 +10,11 @@ CLAIM = "shared"
 RESTARTS = 3
 
 
-def text(job: Job) -> str:
+def text(job: JobFile) -> str:
     return pytorch_job(job) if job.api == "pytorchjob" else train_job(job)
 
 
-def train_job(job: Job) -> str:
+def train_job(job: JobFile) -> str:
     """A TrainJob; what its trainer can't say, patches of the runtime do: /dev/shm, the shared folder, the signal."""
     return "\n".join(
         [
@@ -54,7 +54,7 @@ def train_job(job: Job) -> str:
     )
 
 
-def pytorch_job(job: Job) -> str:
+def pytorch_job(job: JobFile) -> str:
     """A PyTorchJob: a master, and the other machines as its workers."""
     several = job.machines > 1
     workers = ["    Worker:", f"      replicas: {job.machines - 1}", *_restarts(job), "      template: *machine"]
@@ -91,7 +91,7 @@ def pytorch_job(job: Job) -> str:
     )
 
 
-def _title(job: Job) -> list[str]:
+def _title(job: JobFile) -> list[str]:
     return [
         f"# {job.title}",
         f"# {job.made_by}",
@@ -99,17 +99,17 @@ def _title(job: Job) -> list[str]:
     ]
 
 
-def _deadline(job: Job, indent: str) -> list[str]:
+def _deadline(job: JobFile, indent: str) -> list[str]:
     return [f"{indent}activeDeadlineSeconds: {job.minutes * 60}"] if job.minutes else []
 
 
-def _image(job: Job, indent: str, otherwise: str = "") -> list[str]:
+def _image(job: JobFile, indent: str, otherwise: str = "") -> list[str]:
     if job.image is None and otherwise:
         return [f"{indent}# image: IMAGE    # <- or {otherwise}"]
     return [f"{indent}image: {job.image or 'pytorch/pytorch:latest    # <- one with torch'}"]
 
 
-def _resources(job: Job, indent: str) -> list[str]:
+def _resources(job: JobFile, indent: str) -> list[str]:
     memory = [f"  memory: {job.memory}Gi"] if job.memory else []
     devices = ["limits:", f"  nvidia.com/gpu: {job.gpus}"]
     network = ["  # vpc.amazonaws.com/efa: 1    # <- AWS with EFA", "  # rdma/ib: 1    # <- InfiniBand"]
@@ -117,7 +117,7 @@ def _resources(job: Job, indent: str) -> list[str]:
     return [indent + line for line in (*devices, *(network if job.machines > 1 else []), *asked)]
 
 
-def _container(job: Job, indent: str) -> list[str]:
+def _container(job: JobFile, indent: str) -> list[str]:
     """Variables and command. `exec`: the signal that ends a pod goes to its first process, and bash keeps it."""
     values = {"HF_HOME": f"{job.folder}/.huggingface", **job.environment}
     if job.ours:
@@ -139,7 +139,7 @@ def _own_variables() -> list[str]:
     return [*lines, f"  # - {{name: NCCL_DEBUG, value: INFO}}    # <- {NCCL_DEBUG}"]
 
 
-def _pod(job: Job, indent: str) -> list[str]:
+def _pod(job: JobFile, indent: str) -> list[str]:
     """What else a pod needs. Without /dev/shm in memory it has 64 MB, too little for NCCL and workers of a loader."""
     lines = [
         f"terminationGracePeriodSeconds: {job.grace}",
@@ -153,7 +153,7 @@ def _pod(job: Job, indent: str) -> list[str]:
     return [indent + line for line in lines]
 
 
-def _mounts(job: Job, indent: str) -> list[str]:
+def _mounts(job: JobFile, indent: str) -> list[str]:
     lines = [
         "volumeMounts:",
         "  - {name: shm, mountPath: /dev/shm}",
@@ -162,5 +162,5 @@ def _mounts(job: Job, indent: str) -> list[str]:
     return [indent + line for line in lines]
 
 
-def _restarts(job: Job) -> list[str]:
+def _restarts(job: JobFile) -> list[str]:
     return [f"      restartPolicy: {'OnFailure' if job.resumes else 'Never'}"]

@@ -2,14 +2,14 @@
 
 import json
 
-from accel_fsdp.launch.script.job import NCCL_DEBUG, TOKENS, Job, refuse_own_disk
+from accel_fsdp.launch.script.job_file import NCCL_DEBUG, TOKENS, JobFile, refuse_own_disk
 
 RESTARTS = 3
 RESULTS = "ray"
 """Where in the shared folder Ray keeps what it notes of a run."""
 
 
-def text(job: Job) -> str:
+def text(job: JobFile) -> str:
     """The driver. What a worker does, and how the job ends, is `launch.on_ray`'s; here stands what a user may edit."""
     refuse_own_disk(job, "Ray starts the workers again on any of its machines")
     return "\n".join(
@@ -50,7 +50,7 @@ def text(job: Job) -> str:
     )
 
 
-def _loop(job: Job) -> list[str]:
+def _loop(job: JobFile) -> list[str]:
     """What each worker is told: the command, and the variables that its rank gets besides those of Ray."""
     network = [
         '# "NCCL_SOCKET_IFNAME": "ib0",    # <- InfiniBand, if NCCL takes another interface',
@@ -86,13 +86,13 @@ def _arguments(words: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def _resources(job: Job) -> str:
+def _resources(job: JobFile) -> str:
     """Of each worker, a machine's part; `use_gpu` asks for its GPU."""
     memory = f', "memory": {job.memory // job.gpus or 1} << 30' if job.memory else ""
     return f'{{"CPU": {max(1, job.cpus // job.gpus)}{memory}}}'
 
 
-def _path(job: Job, name: str) -> str:
+def _path(job: JobFile, name: str) -> str:
     return _quoted(f"{job.folder}/{name}")
 
 
@@ -100,5 +100,5 @@ def _quoted(word: str) -> str:
     return json.dumps(word, ensure_ascii=False)
 
 
-def _again(job: Job) -> str:
+def _again(job: JobFile) -> str:
     return "  # <- starts again, from the newest complete checkpoint" if job.resumes else ""

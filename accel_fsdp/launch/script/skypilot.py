@@ -2,13 +2,13 @@
 
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
-from accel_fsdp.launch.script.job import (
+from accel_fsdp.launch.script.job_file import (
     ENDED_BY_SIGTERM,
     INSTALL,
     NCCL_DEBUG,
     STOPPED,
     TOKENS,
-    Job,
+    JobFile,
     indented,
     refuse_own_disk,
 )
@@ -18,7 +18,7 @@ TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
 """GPUs of one name that come with more memory, as SkyPilot calls them."""
 
 
-def text(job: Job) -> str:
+def text(job: JobFile) -> str:
     """The task. Its working folder is copied to the disk of each machine, so a run must be written elsewhere."""
     refuse_own_disk(job, "SkyPilot gives each start a disk of its own")
     return "\n".join(
@@ -56,7 +56,7 @@ def text(job: Job) -> str:
     )
 
 
-def _gpu(kind: MachineFacts | None, job: Job) -> str:
+def _gpu(kind: MachineFacts | None, job: JobFile) -> str:
     """What SkyPilot calls it."""
     if kind is None or kind.accelerator is None:
         raise UsageError(
@@ -77,6 +77,6 @@ def _recovery() -> list[str]:
     ]
 
 
-def _limit(job: Job) -> str:
+def _limit(job: JobFile) -> str:
     """SkyPilot itself has no limit; `timeout` ends with 124, which starts nothing again."""
     return f"timeout --foreground --signal=USR1 {job.minutes}m " if job.minutes else ""

@@ -1,18 +1,18 @@
 """A job file for sbatch."""
 
-from accel_fsdp.launch.script.job import STOPPED, Job, shell_variables
+from accel_fsdp.launch.script.job_file import STOPPED, JobFile, shell_variables
 
 DEFAULT_MINUTES = 24 * 60
 OTHERS_SECONDS = 60
 """How long a machine may go on after another has ended."""
 
 
-def text(job: Job) -> str:
+def text(job: JobFile) -> str:
     """The batch script: `srun` starts the launcher once on each machine; a stopped job goes back into the queue."""
     return "\n".join([*_asked(job), "", *_prepared(job), "", *_run(job), ""])
 
 
-def _asked(job: Job) -> list[str]:
+def _asked(job: JobFile) -> list[str]:
     said, limit = _limit(job)
     days, minutes = divmod(limit, 24 * 60)
     whole = [] if job.memory else ["# All of each machine's memory:"]
@@ -41,7 +41,7 @@ def _asked(job: Job) -> list[str]:
     ]
 
 
-def _limit(job: Job) -> tuple[list[str], int]:
+def _limit(job: JobFile) -> tuple[list[str], int]:
     """The minutes after which SLURM ends the job, and where they come from unless a flag gave them."""
     if job.minutes:
         return [], job.minutes
@@ -50,7 +50,7 @@ def _limit(job: Job) -> tuple[list[str], int]:
     return ["# <- Nobody said how long it takes; the less, the sooner a job starts:"], DEFAULT_MINUTES
 
 
-def _prepared(job: Job) -> list[str]:
+def _prepared(job: JobFile) -> list[str]:
     return [
         "set -euo pipefail",
         "# source .venv/bin/activate              # <- where accel-fsdp is installed",
@@ -69,7 +69,7 @@ def _network() -> list[str]:
     ]
 
 
-def _run(job: Job) -> list[str]:
+def _run(job: JobFile) -> list[str]:
     again = [
         f"# {' or '.join(map(str, STOPPED))}: the job was told to stop, and has saved a checkpoint.",
         f"if {' || '.join(f'[ $code = {code} ]' for code in STOPPED)}; then",
@@ -86,7 +86,7 @@ def _run(job: Job) -> list[str]:
     ]
 
 
-def _end_of_one(job: Job) -> str:
+def _end_of_one(job: JobFile) -> str:
     """What happens when one machine ends before the others.
 
     Ending the others at once would hide the code of a stopped job behind theirs, 143. Ours all end together; a script

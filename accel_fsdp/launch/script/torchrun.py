@@ -5,10 +5,10 @@ import shlex
 from accel_fsdp.config import DEFAULT_PORT
 from accel_fsdp.errors import UsageError
 from accel_fsdp.launch import launcher
-from accel_fsdp.launch.script.job import Job, in_lines, shell_variables
+from accel_fsdp.launch.script.job_file import JobFile, in_lines, shell_variables
 
 
-def text(job: Job) -> str:
+def text(job: JobFile) -> str:
     """A bash script that is started on each machine with its number and the address of machine 0.
 
     Raises:
@@ -52,7 +52,7 @@ def _meeting() -> list[str]:
     ]
 
 
-def _command(job: Job) -> str:
+def _command(job: JobFile) -> str:
     """torchrun, with a log for each rank; what a variable of the shell fills in isn't quoted away."""
     port = DEFAULT_PORT
     meeting = (
@@ -70,5 +70,5 @@ def _command(job: Job) -> str:
     return " \\\n    ".join(lines)
 
 
-def _limit(job: Job) -> str:
+def _limit(job: JobFile) -> str:
     return f"timeout --foreground --signal=USR1 {job.minutes}m " if job.minutes else ""

@@ -24,7 +24,6 @@ from accel_fsdp import console
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.hardware import host
 from accel_fsdp.job import Job
-from accel_fsdp.prediction import name_of
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_plan
 from accel_fsdp.training.reporting.run_plan import Forecast
@@ -107,7 +106,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             return {}
         recipe = asdict(self.job.recipe)
         del recipe["rows"], recipe["length"]  # known only when batches were seen
-        return {"strategy": name_of(self.job.layout), "layout": asdict(self.job.layout), "recipe": recipe}
+        return {"strategy": self.job.layout.name, "layout": asdict(self.job.layout), "recipe": recipe}
 
     def totals(self) -> dict[str, Any]:
         """What this session trained, evaluations and saves left out, and the second step's memory."""
@@ -228,9 +227,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         why = f"a step of {rows} x {length:,} tokens per rank doesn't fit"
         if found:
             size = found.peak_bytes(rows, length, self.gpu)
-            why = (
-                f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {name_of(found.job.layout)}"
-            )
+            why = f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {found.job.layout.name}"
         fix = "one of these, by what the plan says it frees: " + "; ".join(advice) if advice else HALVE
         return UserError(f"out of memory: {what}", why=why, fix=fix)
 

@@ -27,7 +27,7 @@ NCCL_DEBUG = "NCCL's log says which network it takes"
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFile:
     """One job. `gpus` and `cpus` are those of each machine, `memory` its GiB, `minutes` the longest that it may take.
 
     `predicted` is how long it will take, where nobody said `minutes` and it is known.
@@ -82,7 +82,7 @@ class Job:
         return in_lines(words, self.words, indent)
 
 
-def shell_variables(job: Job) -> list[str]:
+def shell_variables(job: JobFile) -> list[str]:
     """What a user may want to set in a bash script: tokens from a file of their own, and NCCL's log."""
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
@@ -108,7 +108,7 @@ def indented(text: str, indent: str) -> str:
     return "\n".join(f"{indent}{line}" if line else line for line in text.split("\n"))
 
 
-def refuse_own_disk(job: Job, disks: str) -> None:
+def refuse_own_disk(job: JobFile, disks: str) -> None:
     """Goes on if a run is written where all machines, and a later start, will find it; `disks` says what others are.
 
     Raises:
