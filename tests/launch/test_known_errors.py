@@ -101,6 +101,11 @@ def test_an_unknown_message() -> None:
         'File "/x/urllib3/connection.py", line 174\nbotocore.session\nsocket.gaierror: Name or service not known',
         "httpx.ConnectTimeout: timed out\ns3fs.core: retrying",
         "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
+        "transport/nvls.cc:246 NCCL WARN Cuda failure 3 'initialization error'",
+        "gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find address for: [0.5.157.198]",
+        "NCCL WARN NET/IB : Got completion from peer 10.0.0.1<38560> with status=4 opcode=0 len=0 vendor err 81",
+        "The node 'x' has failed to shutdown the rendezvous 'y' due to an error of type RendezvousConnectionError.",
+        "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor",
     ],
 )
 def test_what_follows_from_others_or_harms_nothing_explains_nothing(message: str) -> None:
@@ -123,6 +128,10 @@ def test_what_follows_from_others_or_harms_nothing_explains_nothing(message: str
         ("wandb: Network error (ReadTimeout)\nhuggingface_hub/file.py\nhttpx.ConnectTimeout: timed out", "hub"),
         ("httpx.ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "certificate"),
         ("httpx.ConnectError: [Errno -3] Temporary failure in name resolution", "hub"),
+        ("httpx.ConnectError: [Errno -3] Temporary failure in name resolution\nLocalEntryNotFoundError: An", "hub"),
+        ("GatedRepoError: 403\nLocalEntryNotFoundError: An error happened while trying to locate", "hub-access"),
+        ("LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub", "hub-file"),
+        ("NET/IB : Got completion from peer 10.0.0.1<1> with status=12 opcode=1 len=0 vendor err 129", "infiniband"),
         ("requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co'): Max retries", "hub"),
     ],
 )

@@ -13,8 +13,11 @@ SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of me
 HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank stands; training: --hang_timeout"
 SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"
 
-HARMLESS = re.compile(r"^(?!.*\bwandb\.errors\.).*wandb|\(errno: 97 ")
-"""Lines of a tracker's network, which goes on without it, and torch's complaint where IPv6 is off."""
+HARMLESS = re.compile(
+    r"^(?!.*\bwandb\.errors\.).*wandb|\(errno: 97 "
+    r"|has failed to (shutdown|send a keep-alive heartbeat to) the rendezvous"
+)
+"""Lines of a tracker's network, which goes on without it, torch's complaint where IPv6 is off, and torchrun's end."""
 CHATTER = re.compile(
     r"NCCL INFO|^(\[\w+\]:)?\s*\[W(\d| socket)|(?<!=)\bINFO\b|Warning\b"
     r"|HEAD https?:|Retrying in \d|load from local cache"
@@ -66,8 +69,8 @@ KNOWN = (
     KnownError(
         "duplicate-gpu",
         (r"Duplicate GPU detected", r"invalid device ordinal"),
-        "there are more ranks on a machine than GPUs, CUDA_VISIBLE_DEVICES hides some, "
-        "or the script sets one GPU for all",
+        "there are more ranks on a machine than GPUs, CUDA_VISIBLE_DEVICES or the scheduler hides some, "
+        "or the script names one GPU for all ranks or one that isn't there",
         "num_processes: as many as GPUs; echo $CUDA_VISIBLE_DEVICES; torch.cuda.set_device(local_rank)",
         ("Lightning-AI/pytorch-lightning#4420", "tatsu-lab/stanford_alpaca#67"),
     ),
@@ -107,14 +110,14 @@ KNOWN = (
             r"PytorchStreamWriter failed writing",
         ),
         "a disk or its quota is full: that of the run's folder, of the caches in the home folder, or of /tmp; "
-        "in a container it can be /dev/shm",
+        "in a container it can be /dev/shm; or the file system fails",
         "df -h and df -i of these folders; quota -s; --output_dir, HF_HOME and TMPDIR on a larger disk",
         ("NVIDIA/Megatron-LM#878",),
     ),
     KnownError(
         "no-such-interface",
-        (r"no socket interface found", r"Unable to find (address|interface) for", r"\bifa != nullptr"),
-        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names an interface that this machine doesn't have; "
+        (r"no socket interface found", r"Unable to find (address|interface) for:? (?!\[?\d)"),
+        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME fits no interface of this machine, or only ones that lead nowhere; "
         "Gloo takes one full name, not NCCL's prefixes and ^",
         "ip -brief address lists the interfaces; unset the variable where machines differ",
         ("pytorch/pytorch#29482", "aws-samples/aws-do-eks#51"),
@@ -136,7 +139,7 @@ KNOWN = (
     ),
     KnownError(
         "nvlink-sharp",
-        (r"Failed to bind NVLink SHARP", r"nvls\.cc", r"CUDA failure 401"),
+        (r"Failed to bind NVLink SHARP", r"nvls\.cc[^\n]*(bind|multicast)", r"CUDA failure 401"),
         "NVLink SHARP can't get memory from the NVSwitch: the Fabric Manager or IMEX was restarted without a reset of "
         "the GPUs, or too many communicators use up its slots",
         "NCCL_NVLS_ENABLE=0; nvidia-smi --gpu-reset, or a restart of the machine",
@@ -145,7 +148,8 @@ KNOWN = (
     KnownError(
         "fabric-manager",
         (r"system not yet initialized", r"\berror:? ?802\b(?!\.)", r"CUDA_ERROR_SYSTEM_NOT_READY"),
-        "the Fabric Manager doesn't run, without which GPUs with NVSwitch can't be used",
+        "the Fabric Manager, without which GPUs with NVSwitch can't be used, doesn't run or is of another version than "
+        "the driver",
         "systemctl start nvidia-fabricmanager, in the version of the driver",
         ("NVIDIA/nccl-tests#264",),
     ),
@@ -157,7 +161,8 @@ KNOWN = (
             r"NVIDIA driver on your system is too old",
             r"unsupported display driver / cuda driver combination",
         ),
-        "the driver in the kernel is another version than its libraries, or older than CUDA of this torch needs",
+        "the driver in the kernel is another version than its libraries, older than CUDA of this torch needs, "
+        "or not in the container",
         "restart the machine after an update of the driver; or pip install a torch for an older CUDA",
     ),
     KnownError(
@@ -176,7 +181,7 @@ KNOWN = (
             r"GPU is lost",
             r"\bXid\b[^\n]*: (48|63|64|74|79|94|95|119|120)\b",
         ),
-        "the GPU, its power supply or its slot fails",
+        "the GPU, its power supply, its slot or its firmware fails",
         "dmesg | grep -i xid; nvidia-smi -q -d ECC; restart the machine; leave it out of the job if it happens again",
         ("NVIDIA/open-gpu-kernel-modules#507", "rwth-i6/returnn#1486"),
     ),
@@ -217,35 +222,40 @@ KNOWN = (
     KnownError(
         "cuda-before-fork",
         (r"Cannot re-initialize CUDA in forked subprocess",),
-        "the parent process used CUDA before it forked: an import, or an earlier cell of a notebook",
-        "restart the notebook and touch no GPU before notebook_launcher; multiprocessing with spawn",
+        "a process was forked from one that had used CUDA: by an import or an earlier cell of a notebook; "
+        "or a worker of the data loader uses the GPU",
+        "restart the notebook and touch no GPU before notebook_launcher; data sets on the CPU; "
+        "multiprocessing with spawn",
         ("huggingface/accelerate#940",),
     ),
     KnownError(
         "invalid-values",
         (r"probability tensor contains", r"Assertion `[^\n]*(input_val|<= one|<= 1)\b"),
         "values are NaN, infinite or out of range: float16 overflowed where the model needs bfloat16, "
-        "or weights or a quantised kernel are faulty",
+        "weights or a quantised kernel are faulty, or a row is padding alone",
         f"look at the loss and the norm of the steps before; mixed_precision: bf16 in place of fp16; {SYNCHRONOUS}",
     ),
     KnownError(
         "index-out-of-range",
         (r"device-side assert triggered", r"Assertion `[^`\n]*(srcSelectDimSize|n_classes)"),
         "an index is out of range: a token beyond the embedding, a label beyond the classes, "
-        "or a position beyond the model's",
+        "or a position beyond the model's; with several GPUs, broken P2P; where no line names the assertion, "
+        "it can be a value: NaN, or beyond 0 to 1 in a loss",
         f"compare len(tokenizer) with the rows of the embedding; {SYNCHRONOUS}",
     ),
     KnownError(
         "illegal-access",
         (r"illegal memory access was encountered", r"an illegal instruction was encountered"),
-        "a kernel read or wrote outside of its memory: often one of an extension (attention, quantisation, Liger), "
-        "an index out of range, or a failing GPU; the line at which the error shows is not the place",
+        "a kernel read or wrote outside of its memory: often one of an extension (attention, quantisation, Liger) or "
+        "of a version of torch or CUDA, a tensor on another GPU, an index out of range, or a failing GPU; the line "
+        "at which the error shows is not the place",
         f"{SYNCHRONOUS}; compute-sanitizer; turn extensions off one by one",
     ),
     KnownError(
         "cublas-memory",
         (r"CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)",),
-        "the GPU's memory is full when cuBLAS asks for its own; or an index out of range broke CUDA before",
+        "the GPU's memory is full when cuBLAS asks for its own; an index out of range broke CUDA before; "
+        "or cuBLAS doesn't fit the driver",
         f"a smaller batch tells which; accel-fsdp plan --config FILE says what fits; {SYNCHRONOUS}",
     ),
     KnownError(
@@ -275,7 +285,8 @@ KNOWN = (
     KnownError(
         "integer-weights",
         (r"Cannot flatten integer dtype", r"shapes cannot be multiplied \(\S+ and (1x\d{5,}|\d{5,}x1|0x0)\)"),
-        "FSDP can't shard weights that bitsandbytes stores as integers, or sharded them without their scales",
+        "FSDP can't shard weights that bitsandbytes stores as integers, or sharded them without their scales; "
+        "or a layer computes with weights as they are stored",
         "bnb_4bit_quant_storage: the dtype of the model (bfloat16); 8-bit weights can't be sharded",
     ),
     KnownError(
@@ -289,7 +300,7 @@ KNOWN = (
         "meta-weights",
         (r"Cannot copy out of meta tensor",),
         "weights have no values yet on this rank: rank 0 alone loaded them (cpu_ram_efficient_loading, "
-        "low_cpu_mem_usage) and didn't send them, or the checkpoint doesn't hold them",
+        "low_cpu_mem_usage) and didn't send them, device_map left them elsewhere, or the checkpoint lacks them",
         "fsdp_sync_module_states: true beside fsdp_cpu_ram_efficient_loading, or both false; "
         "start with accelerate launch, and load the model after the process group is there",
         ("hiyouga/LlamaFactory#2940", "huggingface/accelerate#2031"),
@@ -326,11 +337,11 @@ KNOWN = (
         "outside-forward",
         (
             r"'weight' must be 2-D",
-            r"mixed torch\.Tensor and DTensor",
+            r"(?s)(generat|grpo|rollout).{0,9999}mixed torch\.Tensor and DTensor",
             r"setStorage[^\n]*out of bounds for storage of size 0",
         ),
         "a module was used while its parameters were sharded: generate, or a part of the model called by itself, "
-        "outside of the forward pass of its FSDP unit, or by code that doesn't know DTensor",
+        "outside of the forward pass of its FSDP unit, or by a library that doesn't know of shards",
         "call the wrapped model; FSDP.summon_full_params or model.unshard() around generate, on all ranks",
         ("huggingface/transformers#32285", "pytorch/pytorch#124019", "huggingface/trl#4550"),
     ),
@@ -342,7 +353,7 @@ KNOWN = (
             r"One of the differentiated Tensors does not require grad",
         ),
         "the loss depends on no parameter that is trained: reentrant activation checkpointing over frozen inputs "
-        "(LoRA), or target modules that match nothing",
+        "(LoRA), target modules that match nothing, or detach or no_grad on the way",
         "gradient_checkpointing_kwargs: use_reentrant false; or model.enable_input_require_grads()",
         ("cloneofsimo/lora#253",),
     ),
@@ -399,13 +410,14 @@ KNOWN = (
     KnownError(
         "hub-access",
         (r"GatedRepoError", r"gated repo", r"RepositoryNotFoundError", r"401 Client Error"),
-        "the Hub refuses this account: no token on this machine, no access to a gated model, or a misspelt name",
+        "the Hub refuses this account: no token on this machine, no access to a gated model, or a misspelt name "
+        "or path",
         "hf auth login, or HF_TOKEN on all machines; ask for access on the model's page",
     ),
     KnownError(
         "port-taken",
         (r"EADDRINUSE", r"address already in use", r"failed to listen on any local network address"),
-        "another job, or the rest of one, listens on the port at which the ranks meet; "
+        "another job, the rest of one, or the launcher itself, listens on the port at which the ranks meet; "
         "or two processes take themselves for rank 0",
         "main_process_port: another one; ss -ltnp shows who has it",
         ("meta-pytorch/torchtune#392",),
@@ -423,7 +435,7 @@ KNOWN = (
             r"OOMKilled",
             r"^\s*Killed\s*$",
         ),
-        "the system ended a rank, as the memory of the host, or of the container, was full",
+        "the system ended a rank, mostly as the memory of the host, or of the container, was full",
         "dmesg on that machine; fsdp_cpu_ram_efficient_loading: true; fewer workers of the data loader",
         ("bmaltais/kohya_ss#1065", "Lightricks/ComfyUI-LTXVideo#254"),
     ),
@@ -436,7 +448,8 @@ KNOWN = (
     KnownError(
         "segfault",
         (r"exitcode\s*:\s*-11\b", r"return code = -11\b", r"\bSIGSEGV\b", r"Segmentation fault"),
-        "native code crashed: a library or an extension doesn't fit this torch, CUDA or driver",
+        "native code crashed: a library or an extension doesn't fit this torch, CUDA or driver; "
+        "or the host's memory or stack ran out",
         "python -X faulthandler shows where; install torch and its extensions anew in versions that fit together",
         ("open-mmlab/mmdetection#8916",),
     ),
@@ -462,7 +475,7 @@ KNOWN = (
             r"Unable to resolve hostname to a \(local\) address",
         ),
         "ranks look for others at their own machine's address: a name is a loopback address in /etc/hosts; "
-        "in a job of one machine, rank 0 has not begun to listen",
+        "in a job of one machine, rank 0 has not begun to listen or has ended",
         "its real address beside its name in /etc/hosts; or GLOO_SOCKET_IFNAME; accel-fsdp doctor shows it",
         ("pytorch/pytorch#67547", "aws-samples/aws-do-eks#50"),
     ),
@@ -470,8 +483,8 @@ KNOWN = (
         "infiniband",
         (
             r"ibv_(modify|poll|post)\w*[^\n]*(failed|error)",
-            r"Got completion",
-            r"NET/IB[^\n]*async[^\n]*(error|fatal)",
+            r"Got completion[^\n]*\b(error|status)[ =]+12\b",
+            r"NET/IB[^\n]*async[^\n]*(port|fatal)",
         ),
         "InfiniBand or RoCE between the machines fails: a port is down, or NCCL took an address that leads elsewhere",
         "ibstat on each machine; NCCL_IB_GID_INDEX=3 for RoCE; NCCL_IB_DISABLE=1 shows whether it is that",
@@ -484,7 +497,8 @@ KNOWN = (
             r"(Connection refused|No route to host|Network is unreachable|Connection timed out)",
             r"socket\w*Connect[^\n]*(Connection refused|No route to host|unreachable|timed out)",
         ),
-        "ranks chose an interface that leads to no other machine (docker0, veth, lo), or a firewall is between them",
+        "ranks chose an interface that leads to no other machine (docker0, veth, lo), a firewall is between them, "
+        "or the other rank has ended",
         "accel-fsdp doctor on each machine tests every pair; export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
         ("pytorch/pytorch#68893", "gpustack/gpustack#2125"),
     ),
@@ -507,7 +521,8 @@ KNOWN = (
             r"Detected mismatch between collectives on ranks",
             r"WorkNCCL.*ran for \d+ milliseconds before timing out",
         ),
-        "one rank is elsewhere: it skipped a collective, took another branch, waits for data, or has stopped; "
+        "one rank is elsewhere: it skipped a collective, took another branch, evaluates or saves for long, "
+        "waits for data, or has stopped; "
         "or links between GPUs or machines hang",
         f"{HANGING}; NCCL_P2P_DISABLE=1 shows whether it is the links",
         ("huggingface/accelerate#3250", "konstmish/prodigy#35"),
@@ -518,12 +533,12 @@ KNOWN = (
         (
             r"client socket has timed out",
             r"client socket has failed to connect",
-            r"RendezvousConnectionError",
+            r"\A(?!(?s:.)*_call_store)(?s:.)*RendezvousConnectionError",
             r"RendezvousTimeoutError",
             r"gai error: -\d",
             r"host not found: Name or service not known",
         ),
-        "machine 0 isn't reached: its address is wrong or unknown here, nothing listens there yet, "
+        "machine 0 isn't reached: its address is wrong or unknown here, nothing listens there yet or any more, "
         "or a firewall drops the port",
         "accel-fsdp doctor on each machine, with the flags of the job; main_process_ip: an address, not a name",
         ("pytorch/pytorch#69197", "hiyouga/LlamaFactory#3715"),
@@ -531,7 +546,8 @@ KNOWN = (
     KnownError(
         "missing-ranks",
         (r"wait timeout after \d+ms, keys", r"\d+/\d+ clients joined"),
-        "another rank never came to the start: it ended before, waits elsewhere, or was given another world size",
+        "another rank never came to the start: it ended before, waits elsewhere, doesn't reach machine 0, "
+        "or was given another world size",
         "look for the first error in the logs of all machines; accel-fsdp doctor on each says who is missing",
         follows=True,
     ),
@@ -550,7 +566,7 @@ KNOWN = (
         "nccl-system",
         (r"ncclSystemError: System call",),
         "a system call failed inside NCCL, and this text doesn't say which: on /dev/shm, a network interface, "
-        "InfiniBand, or a file that a variable NCCL_* names",
+        "InfiniBand, the driver, or a file that a variable NCCL_* names",
         "NCCL_DEBUG=WARN names it; accel-fsdp doctor tests the first three; env | grep NCCL",
     ),
     KnownError(
@@ -566,11 +582,7 @@ KNOWN = (
         (
             rf"({HUB_HOST}|HTTPS?Connection(Pool)?\b(?!\(host='?(?!{HUB_HOST})))[^\n]*"
             r"(Max retries|timed out|resol(?!ve/)|unreachable|refused|couldn't connect|establish a new connection)",
-            r"couldn't connect to '?https://huggingface\.co",
-            r"Connection error, and we cannot find the requested files",
             r"(httpx|httpcore)\.(Connect|Read|Network|Proxy)\w*(Error|Timeout)",
-            r"LocalEntryNotFoundError",
-            r"OfflineModeIsEnabled",
             r"(?s)(urllib3|httpx|httpcore|requests|huggingface_hub)/.{0,2000}?"
             r"(Name or service not known|Temporary failure in name resolution|Errno 1\d\d\] Connection refused)",
         ),
@@ -590,6 +602,19 @@ KNOWN = (
         "curl -I its address on this machine, and HTTPS_PROXY if there is a proxy; longer time-outs for large uploads; "
         "WANDB_MODE=offline",
         ("boto/boto3#1090", "wandb/wandb#7671"),
+    ),
+    KnownError(
+        "hub-file",
+        (
+            r"LocalEntryNotFoundError",
+            r"OfflineModeIsEnabled",
+            r"couldn't connect to '?https://huggingface\.co",
+            r"Connection error, and we cannot find the requested files",
+        ),
+        "the Hub gave no file, and the cache holds none: this machine doesn't reach the Hub, the token may not read "
+        "the file, or HF_HUB_OFFLINE is set; the first error of the text says which",
+        "curl -I https://huggingface.co and hf auth whoami on this machine; download where there is a network",
+        ("BaranziniLab/KG_RAG#46", "Stability-AI/generative-models#215"),
     ),
     KnownError(
         "slow-network",
