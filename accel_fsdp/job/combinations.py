@@ -1,8 +1,8 @@
-"""What can't be combined: engine with optimizer, method, checkpointing and more, each with its reason. Pure.
+"""Combinations that fail: engine with optimizer, method, checkpointing and more, each with its reason. Pure.
 
-The one table of it. The linter, the planner, the wizard and the training script ask `clashes(job)`; what isn't
-known of a job is left at its default, and no row then speaks of it. Each row was seen on real ranks or read in the
-libraries' source (accelerate 1.15, transformers 5.23, peft 0.21, torch 2.13, bitsandbytes 0.50).
+The linter, the planner, the wizard and the training script all call `clashes(job)`. Unknown parts of a job keep their
+defaults, which match no row. Each row was observed on real ranks or read in the libraries' source (accelerate 1.15,
+transformers 5.23, peft 0.21, torch 2.13, bitsandbytes 0.50).
 """
 
 import re
@@ -17,29 +17,29 @@ from accel_fsdp.job.layout import FSDP_KINDS, SHARDING_KINDS
 Effect = Literal["stops", "stops when it saves", "trains something else", "saves nothing"]
 
 BITSANDBYTES = re.compile(r"adamw_8bit|.*_bnb(_.*)?|(paged_)?(lion|ademamix|adamw)_(8|32)bit|ademamix")
-"""Trainer's optimizers that are bitsandbytes' (transformers, `_BITSANDBYTES_OPTIMIZERS`), torchao's not among them."""
+"""Trainer's optimizers from bitsandbytes (transformers, `_BITSANDBYTES_OPTIMIZERS`), without those of torchao."""
 ADAPTABLE = frozenset(
     {
         *("awq", "gptq", "aqlm", "quanto", "eetq", "hqq", "compressed-tensors", "torchao", "fp8", "mxfp8", "sinq"),
         *("bitsandbytes", "bitnet", "fouroversix"),
     }
 )
-"""Quantised weights that Trainer takes below an adapter (transformers, `HfQuantizer.is_trainable`)."""
+"""Quantisations that Trainer accepts under an adapter (transformers, `HfQuantizer.is_trainable`)."""
 ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
 UNLESS_OURS = ", unless the script is train/sft.py"
-"""How a text ends about what train/sft.py mends."""
+"""The ending of a text about a bug that train/sft.py works around."""
 FLAGS = ("use_dora", "load_in_8bit", "predict_with_generate")
-"""Boolean arguments of a script that rows of the table ask for."""
+"""Boolean arguments of a script that the table checks."""
 
 
 @dataclass(frozen=True)
 class Clash:
     """Two or more parts of a job that can't be combined.
 
-    `parts` are the fields of `Job` that clash, the engine aside: those that a fix can change. `what` is a whole
-    sentence without its full stop, `effect` the kind of harm, `why` what then happens, `fix` what to type. `mended`
-    says that train/sft.py trains it all the same, and right.
+    `parts` are the clashing fields of `Job` that a fix can change, so never the engine. `what` is a whole sentence
+    without its full stop, `effect` the kind of harm, `why` the consequence, `fix` what to type. `mended` means that
+    train/sft.py trains the combination correctly.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Clash:
 
 
 def clashes(job: Job) -> list[Clash]:
-    """All rows of the table that this job meets, the worst first."""
-    return [one for one in TABLE if one.found(job)]
+    """The rows of the table that match this job, the worst first."""
+    return [clash for clash in TABLE if clash.found(job)]
 
 
 def _optimizer(pattern: str, *engines: Engine) -> Callable[[Job], bool]:

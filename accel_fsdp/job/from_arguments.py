@@ -1,4 +1,4 @@
-"""From the arguments of `train/sft.py` to what the planner predicts for: how it trains, and how long. Pure."""
+"""Reads the recipe and the schedule that the planner needs from the arguments of `train/sft.py`. Pure."""
 
 import json
 import re
@@ -18,31 +18,31 @@ from accel_fsdp.job.recipe import (
 )
 
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
-"""Arguments about sizes, and the defaults of Trainer and `train/sft.py`."""
+"""The size arguments, with the defaults of Trainer and `train/sft.py`."""
 WHOLE: Mapping[str, int] = {
     **dict.fromkeys((*SIZES, "per_device_eval_batch_size", "lora_r"), 1),
     "save_total_limit": 0,
     "max_steps": -1,
 }
-"""Arguments that are whole numbers, and the least that they can be."""
+"""Integer arguments and their minimum."""
 SLIP = 0.94
-"""How alike a name is to one of these that differs by a letter."""
+"""The similarity of two names that differ by one letter."""
 OPTIMIZERS: dict[str, OptimizerName] = {
     **{name: name for name in get_args(OptimizerName)},
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "adamw_8bit",
 }
-"""Trainer's names of the optimizers that can be predicted."""
+"""Trainer's names of the supported optimizers."""
 LORA_DROPOUT, SAVE_STEPS, EPOCHS, EVAL_BATCH = 0.05, 500, 3, 8
-"""Other defaults of `train/sft.py`, and of Trainer."""
+"""Other defaults of `train/sft.py` and Trainer."""
 Event = Literal["no", "steps", "epoch", "best"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a job ends, saves and evaluates. `max_steps` 0: after so many epochs. A share of all steps is below 1.
+    """When a job ends, saves and evaluates. `max_steps` 0: after `epochs`. Steps below 1 are a share of all steps.
 
-    `kept` is `save_total_limit`, 0 without. `eval_steps` None: as often as the script logs, which isn't known.
+    `kept` is `save_total_limit`, 0 without. `eval_steps` None: at every log, with an unknown interval.
     """
 
     max_steps: int = 0
@@ -55,17 +55,16 @@ class Schedule:
     eval_on_start: bool = False
 
 
-def sizes_of(given: Mapping[str, object]) -> dict[str, int]:
-    """Rows of a rank's micro-batch, micro-batches of a step, tokens of a row: what is given, else the defaults."""
-    found = {name: whole(given.get(name)) for name in SIZES}
-    return {name: found[name] or default for name, default in SIZES.items()}
+def sizes_of(arguments: Mapping[str, object]) -> dict[str, int]:
+    """Rows of a rank's micro-batch, micro-batches of a step, tokens of a row; defaults for missing ones."""
+    return {name: whole(arguments.get(name)) or default for name, default in SIZES.items()}
 
 
 def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
-    """Goes on if a prediction can read all that it needs of the arguments.
+    """Checks the arguments that a prediction reads.
 
     Raises:
-        UsageError: one has a value that it can't have, or a name that is another one's but for a slip.
+        UsageError: a value is invalid, or a name is a misspelling of an argument.
     """
     for name, least in WHOLE.items():
         value = arguments.get(name)
@@ -85,22 +84,22 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
 
 
 def whole(value: object) -> int:
-    """The number of a command line; 0 where there is none above it."""
+    """The value as a positive integer; 0 if it isn't one."""
     return int(text) if (text := str(value)).isdecimal() else 0
 
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
-    """What the arguments say; the defaults of `train/sft.py` where they don't."""
+    """The recipe of the arguments, with the defaults of `train/sft.py`."""
     sizes = sizes_of(arguments)
     quantized = is_on(arguments.get("load_in_4bit"))
     method: Method = "qlora" if quantized else "lora" if is_on(arguments.get("use_peft")) else "full"
     asked = str(arguments.get("dtype", arguments.get("torch_dtype", "auto"))).removeprefix("torch.")
-    usual = "float32" if method == "full" else "bfloat16"
-    named = LONG_DTYPES.get(asked, asked)
+    default = "float32" if method == "full" else "bfloat16"
+    dtype = LONG_DTYPES.get(asked, asked)
     adapter = {} if method == "full" else _adapter(arguments)
     return Recipe(
         method=method,
-        dtype=named if named in DTYPES else usual,  # type: ignore[arg-type]
+        dtype=dtype if dtype in DTYPES else default,  # type: ignore[arg-type]
         rows=sizes["per_device_train_batch_size"],
         length=sizes["max_length"],
         accumulation=sizes["gradient_accumulation_steps"],
@@ -115,7 +114,7 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
 
 
 def _eval_batch(arguments: Mapping[str, Any]) -> int:
-    """One rank's rows in an evaluation; 0 where there is none."""
+    """One rank's rows in an evaluation; 0 without evaluation."""
     if _word(arguments, "eval_strategy", "no") in ("no", "none"):
         return 0
     return whole(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH
@@ -134,13 +133,13 @@ def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def targets_of(names: Any) -> Literal["all", "attention"]:
-    """Which layers an adapter of these modules adapts, in the planner's word."""
-    found = set(names or ())
-    return "attention" if found and found <= ATTENTION_LINEAR else "all"
+    """The planner's name for an adapter's target modules."""
+    modules = set(names or ())
+    return "attention" if modules and modules <= ATTENTION_LINEAR else "all"
 
 
 def attention_of(implementation: str) -> Attention:
-    """The planner's word; what it has none for takes about sdpa's memory."""
+    """The planner's name of an implementation; unknown ones need about as much memory as sdpa."""
     return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
 
 
@@ -157,7 +156,7 @@ def _checkpointing(arguments: Mapping[str, Any]) -> Checkpointing:
 
 
 def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What the prediction makes of arguments that it doesn't follow to the letter, in sentences."""
+    """Sentences about arguments that are predicted only approximately."""
     optimizer = str(arguments.get("optim", Recipe.optimizer))
     if optimizer not in OPTIMIZERS:
         yield f"The arguments' {optimizer} is predicted as {Recipe.optimizer}."
@@ -166,7 +165,7 @@ def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
-    """When the arguments let a job end, save and evaluate; Trainer's defaults where they don't say it.
+    """When a job with these arguments ends, saves and evaluates; Trainer's defaults for missing ones.
 
     Raises:
         UsageError: a strategy isn't one of Trainer's.
@@ -202,7 +201,7 @@ def _event(arguments: Mapping[str, Any], name: str, usual: Event) -> Event:
 
 
 def number(value: object, usual: float | None) -> float | None:
-    """The number of an argument; `usual` where there is none."""
+    """The value as a number; `usual` if it isn't one."""
     try:
         return float(str(value))
     except ValueError:

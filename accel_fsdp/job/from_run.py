@@ -1,4 +1,4 @@
-"""The job of a live run: of the variables that the launcher set, of an `Accelerator` and its model."""
+"""Describes a live run as a job, from the launcher's variables, an `Accelerator` and its model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine_here() -> Engine:
-    """What the launcher's variables set up."""
+    """The engine that the launcher's variables select."""
     launch = LaunchEnvironment.now()
     if launch.uses_deepspeed:
         return Engine.DEEPSPEED
@@ -25,7 +25,7 @@ def engine_here() -> Engine:
 
 
 def engine_of(model: Any) -> str:
-    """What has wrapped a model, in words: the engine, with FSDP1's strategy or DeepSpeed's stage."""
+    """The engine that wraps a model, in words, with FSDP1's strategy or DeepSpeed's stage."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -41,12 +41,12 @@ def engine_of(model: Any) -> str:
 
 
 def is_deepspeed(model: Any) -> bool:
-    """Whether DeepSpeed has wrapped a model; doesn't import it."""
+    """Whether DeepSpeed wraps a model; doesn't import DeepSpeed."""
     return type(model).__name__ == "DeepSpeedEngine"
 
 
 def layout_of(accelerator: Any) -> Layout | None:
-    """Read from the plugins that Accelerate made of the YAML; None for engines that can't be predicted."""
+    """Reads the layout from Accelerate's plugins; None for engines that can't be predicted."""
     ranks = int(accelerator.num_processes)
     launch = LaunchEnvironment.now()
     together = launch.local_world_size if launch.is_rank else ranks
@@ -81,10 +81,10 @@ def _offloads(plugin: Any) -> bool:
 
 
 def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
-    """What an `Accelerator` made of the YAML, with what `model`, not yet wrapped, and Trainer's `args` say of the rest.
+    """Describes a run by its `Accelerator`, its `model` before wrapping, and Trainer's `args`.
 
-    Its recipe has one row of one token until a batch was seen. None for what the planner doesn't know: TPUs, other
-    optimizers, other dtypes.
+    The recipe has one row of one token until a batch is known. Returns None for TPUs, and for optimizers and dtypes
+    that the planner doesn't support.
     """
     layout = layout_of(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")

@@ -17,24 +17,24 @@ from accel_fsdp.units import counted
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
-"""The stage of ZeRO that Accelerate's launcher takes where the YAML names none."""
+"""The ZeRO stage of Accelerate's launcher if the YAML has none."""
 OTHER_AXES = ("tp", "cp", "sp")
 
 
 def job_of(
     config: JobConfig, arguments: Mapping[str, Any] | None = None, recipe: Recipe | None = None, ranks: int = 0
 ) -> Job:
-    """The job of a YAML on `ranks` processes, or on as many as it says; what can't be read of it stays unknown.
+    """The job of a YAML on `ranks` processes, by default its `num_processes`; unreadable parts stay unknown.
 
-    `recipe` takes the place of that of the arguments; the YAML decides its precision and FSDP's checkpointing.
+    `recipe` replaces that of the arguments; the YAML decides its precision and FSDP's checkpointing.
     """
-    given = arguments or {}
-    recipe = from_arguments.recipe_of(given) if recipe is None else recipe
-    mixed = next((name for name in ("bf16", "fp16") if is_on(given.get(name))), str(config.top("mixed_precision")))
+    arguments = arguments or {}
+    recipe = from_arguments.recipe_of(arguments) if recipe is None else recipe
+    mixed = next((name for name in ("bf16", "fp16") if is_on(arguments.get(name))), str(config.top("mixed_precision")))
     recomputes = config.is_fsdp and config.on("fsdp_activation_checkpointing")
-    by_script = is_on(given.get("gradient_checkpointing")) or is_on(given.get("activation_checkpointing"))
-    flags = {name for name in FLAGS if is_on(given.get(name))}
-    smoothed = str(given.get("label_smoothing_factor") or 0) not in ("0", "0.0")
+    by_script = is_on(arguments.get("gradient_checkpointing")) or is_on(arguments.get("activation_checkpointing"))
+    flags = {name for name in FLAGS if is_on(arguments.get(name))}
+    smoothed = str(arguments.get("label_smoothing_factor") or 0) not in ("0", "0.0")
     return Job(
         layout_of(config, ranks),
         replace(
@@ -42,8 +42,8 @@ def job_of(
             precision=PRECISIONS.get(mixed, recipe.precision),
             checkpointing="full" if recomputes else recipe.checkpointing,
         ),
-        model=str(given.get("model_name_or_path") or ""),
-        optimizer=str(given.get("optim") or ""),
+        model=str(arguments.get("model_name_or_path") or ""),
+        optimizer=str(arguments.get("optim") or ""),
         recompute="engine" if recomputes else "script" if by_script else "none",
         wrap_policy=config.wrap_policy if config.is_fsdp else "",
         layer_classes=config.layer_classes if config.is_fsdp else (),
@@ -54,7 +54,7 @@ def job_of(
 
 
 def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
-    """How a YAML shares out its model on so many ranks, or on as many as it says; parts that can't be read are left."""
+    """How a YAML shards its model on `ranks`, by default its `num_processes`; unreadable parts keep their defaults."""
     ranks, together, offload = ranks or config.number("num_processes"), config.ranks_here, _offloads(config)
     mesh = mesh_of(config)
     layout = Layout(config.engine, 1, ranks, together)
@@ -72,17 +72,17 @@ def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
 
 
 def mesh_of(config: JobConfig) -> dict[str, int]:
-    """The sizes of a YAML's device mesh by axis, 1 where an axis isn't used or isn't a number."""
+    """The sizes of a YAML's device mesh by axis, 1 for unused and invalid ones."""
     section = config.section("parallelism_config")
     sizes = {axis: section.get(f"parallelism_config_{axis}_size") for axis in ("dp_replicate", "dp_shard", *OTHER_AXES)}
     return {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in sizes.items()}
 
 
 def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, recipe: Recipe | None = None) -> Job:
-    """`job_of` for a job that the planner knows.
+    """`job_of` for a job that the planner supports.
 
     Raises:
-        UsageError: what the YAML asks for can't be predicted, or it doesn't say how many processes there are.
+        UsageError: the YAML's settings can't be predicted, or it has no number of processes.
     """
     ranks = config.number("num_processes")
     alone = config.engine is Engine.NONE and ranks == 1
@@ -101,7 +101,7 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
 
 
 def check_sharding(config: JobConfig, ranks: int) -> None:
-    """Goes on if the stage or the mesh of a YAML is one that so many ranks can have.
+    """Checks that the ZeRO stage or the mesh of a YAML is valid for this number of ranks.
 
     Raises:
         UsageError: it isn't.
@@ -143,7 +143,7 @@ def _check_offload(config: JobConfig) -> None:
 
 
 def notes(config: JobConfig) -> tuple[str, ...]:
-    """What the prediction makes of a YAML that it doesn't follow to the letter, in sentences."""
+    """Sentences about settings of a YAML that are predicted only approximately."""
     if not config.is_fsdp or config.wrap_policy == "TRANSFORMER_BASED_WRAP":
         return ()
     return (f"The YAML's {config.wrap_policy} is predicted as one unit per layer.",)

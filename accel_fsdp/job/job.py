@@ -1,4 +1,4 @@
-"""One training job, as far as it is known: what a YAML, the wizard's answers and a live run describe alike."""
+"""The description of one training job; YAML files, the wizard's answers and live runs are converted to it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,11 +15,11 @@ DEFAULT_RECIPE = Recipe()
 class Job:
     """A training job. Unknown parts keep their defaults: empty, or 0.
 
-    `layout` says how the ranks share the model, `recipe` how one rank trains it. `base` is how the weights that it
-    starts from are quantised, such as gptq. `optimizer` is Trainer's name of it (`--optim`); `recipe` has the one that
-    is predicted in its place. `recompute` says who recomputes activations: nobody, the engine
-    (`fsdp_activation_checkpointing` of the YAML) or the script (`--gradient_checkpointing`). `layer_classes` are those
-    that the wrap policy names. `flags` are boolean arguments of the script that are on, such as `use_dora`.
+    `layout` describes how the ranks share the model, `recipe` how one rank trains it. `base` is the quantisation of the
+    initial weights, such as gptq. `optimizer` is Trainer's name (`--optim`); `recipe` has the one predicted in its
+    place. `recompute` is what recomputes activations: "none", "engine" (`fsdp_activation_checkpointing` of the YAML)
+    or "script" (`--gradient_checkpointing`). `layer_classes` are those of the wrap policy. `flags` are the enabled
+    boolean arguments of the script, such as `use_dora`.
     """
 
     layout: Layout
@@ -36,12 +36,12 @@ class Job:
 
     @property
     def engine(self) -> Engine:
-        """What it trains with."""
+        """The engine of its layout."""
         return self.layout.engine
 
     @property
     def method(self) -> Method:
-        """Full, LoRA or QLoRA."""
+        """Full training, LoRA or QLoRA."""
         return self.recipe.method
 
     @property
@@ -50,14 +50,14 @@ class Job:
         return self.method != "full"
 
     def of_rows(self, rows: int, length: int) -> "Job":
-        """The same with another micro-batch."""
+        """The job with another micro-batch."""
         return replace(self, recipe=replace(self.recipe, rows=rows, length=length))
 
 
 def recompute_by(engine: Engine, method: Method) -> Recompute:
-    """Who should recompute activations: FSDP where it can, as it gathers no layer twice; with an adapter the script.
+    """What should recompute activations: FSDP, which gathers each layer only once, or with an adapter the script.
 
-    "script" means `--gradient_checkpointing true` in the script's arguments, as the YAML's key loses adapters.
+    "script" means `--gradient_checkpointing true` in the script's arguments, because the YAML's key loses adapters.
     """
     return "engine" if engine in FSDP_KINDS and method == "full" else "script"
 

@@ -11,7 +11,7 @@ NUMBERS = {name: number for number, name in STRATEGIES.items()}
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share the model; `ranks` and `ranks_per_node` are 0 where they aren't known.
+    """How the ranks share the model; `ranks` and `ranks_per_node` are 0 if unknown.
 
     `strategy` is a number of `STRATEGIES`, of which FSDP2 has 1, 2, 4 and 5, or the stage of ZeRO. `tensor` and
     `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism.
@@ -26,7 +26,7 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        """Takes an engine by its name too, as JSON has it."""
+        """Also accepts the engine's name, as in JSON."""
         object.__setattr__(self, "engine", Engine(self.engine))
 
     @classmethod
@@ -36,12 +36,12 @@ class Layout:
 
     @classmethod
     def ddp(cls, ranks: int, ranks_per_node: int) -> "Layout":
-        """Each rank holds the whole model."""
+        """A layout in which each rank holds the whole model."""
         return cls(Engine.DDP, 1, ranks, ranks_per_node)
 
     @classmethod
     def fsdp1(cls, strategy: str, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
-        """By the name of the strategy; FULL_SHARD for an unknown one."""
+        """A layout by the strategy's name; FULL_SHARD for an unknown one."""
         return cls(Engine.FSDP1, NUMBERS.get(strategy, 1), ranks, ranks_per_node, offload)
 
     @classmethod
@@ -56,12 +56,12 @@ class Layout:
 
     @classmethod
     def zero(cls, stage: int, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
-        """DeepSpeed's stage 0 shards nothing, which is DDP."""
+        """A layout by the stage; stage 0 shards nothing, which is DDP."""
         return cls(Engine.DEEPSPEED, stage, ranks, ranks_per_node, offload) if stage else cls.ddp(ranks, ranks_per_node)
 
     @property
     def name(self) -> str:
-        """As plans and reports show it."""
+        """The name in plans and reports."""
         if self.engine is Engine.NONE:
             return "one GPU"
         if self.engine is Engine.DDP:
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether PyTorch's FSDP shards, of either version."""
+        """Whether FSDP1 or FSDP2 shards the model."""
         return self.engine in FSDP_KINDS
 
     @property
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def shard_ranks(self) -> int:
-        """How many ranks share one copy of the parameters: all, or those of one machine with hybrid sharding."""
+        """The ranks that share one copy of the parameters: all, or with hybrid sharding those of one machine."""
         if self.engine in (Engine.DDP, Engine.NONE) or (self.engine is Engine.FSDP1 and self.strategy == 3):
             return 1
         hybrid = self.engine is not Engine.DEEPSPEED and self.strategy in (4, 5)

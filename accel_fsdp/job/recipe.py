@@ -11,7 +11,7 @@ LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
 Kernels = Literal["none", "liger", "foak"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
-"""Linear layers of attention, by the names that models give them."""
+"""Names of attention's linear layers in common models."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Recipe:
 
     `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
-    "bfloat16"). `checkpointing` "reentrant" is Trainer's older kind, "selective" keeps attention's output and every
-    second product, as torchtitan does. `chunked_loss` never holds all logits at once.
+    "bfloat16"). `checkpointing` "reentrant" is torch's older implementation, "selective" keeps attention's output and
+    every second product, as torchtitan does. `chunked_loss` never holds all logits at once.
 
     `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the
     "fused ops and kernels" plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0

@@ -25,43 +25,43 @@ OF_SCRIPTS = "AF9"
 def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
     """Lints each file and reports; returns the exit code.
 
-    That is 2 when a file can't be read, which hides nothing of the others; else 1 when one has errors (or warnings, if
-    strict).
+    The code is 2 if a file can't be read, although the others are still linted; else 1 if a file has errors (or
+    warnings, if strict).
     """
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
     if options.fix and Path(yaml_file.STDIN) in paths:
         raise UsageError("check --fix -", why="stdin can't be repaired", fix="accel-fsdp check --fix FILE")
-    found, unread = _lint_each(paths, options)
+    by_file, unread = _lint_each(paths, options)
     if options.json:
-        listed = [{"file": str(path), **_as_json(one)} for path, findings in found.items() for one in findings]
-        listed += [{"file": name, **_as_json(_unreadable(error))} for name, error in unread.items()]
-        console.put(json.dumps(listed, indent=2), lines=True)
+        rows = [{"file": str(path), **_as_json(finding)} for path, findings in by_file.items() for finding in findings]
+        rows += [{"file": name, **_as_json(_unreadable(error))} for name, error in unread.items()]
+        console.put(json.dumps(rows, indent=2), lines=True)
     else:
-        for path, findings in found.items():
+        for path, findings in by_file.items():
             _show(path, findings)
-    for error in () if options.json else unread.values():
-        console.say(str(error), lines=True)
+        for error in unread.values():
+            console.say(str(error), lines=True)
     if unread:
         return UsageError.exit_code
     counted = {"error", "warning"} if options.strict else {"error"}
-    return int(any(one.severity in counted for findings in found.values() for one in findings))
+    return int(any(finding.severity in counted for findings in by_file.values() for finding in findings))
 
 
 def _lint_each(paths: tuple[Path, ...], options: LintOptions) -> tuple[dict[Path, list[Finding]], dict[str, UserError]]:
-    """The findings of the files that can be read, and what is wrong with the others, or with what all are held to."""
-    found: dict[Path, list[Finding]] = {}
+    """Returns the findings per readable file, and the errors of the other files or ("") of the shared inputs."""
+    by_file: dict[Path, list[Finding]] = {}
     unread: dict[str, UserError] = {}
     try:
-        given = read_given(options)
+        inputs = read_given(options)
     except UserError as error:
         return {}, {"": error}
     for path in paths:
         try:
-            found[path] = lint(path, options, given)
+            by_file[path] = lint(path, options, inputs)
         except UserError as error:
             unread[str(path)] = error
-    return found, unread
+    return by_file, unread
 
 
 def _unreadable(error: UserError) -> Finding:
@@ -73,16 +73,16 @@ def lint(
 ) -> list[Finding]:
     """The findings of one file, in the order of its lines; with `options.fix` those left after the repair.
 
-    `given` and `read` are what the options name, and the file, where they have been read already.
+    `given` (the inputs that the options name) and `read` (the file) are passed if they have been read already.
     """
     given = given or read_given(options)
     if options.fix:
         _repair(path, options, given)
     subject, document = read_subject(path, options, given, read)
-    found = run(subject)
-    if subject.doubled:  # an edit of one of the two would leave the other
-        found = [replace(one, edits=()) for one in found]
-    return sorted(locate(found, document), key=lambda one: (one.line or 0, one.code))
+    findings = run(subject)
+    if subject.doubled:  # an edit of one of the two keys would leave the other
+        findings = [replace(finding, edits=()) for finding in findings]
+    return sorted(locate(findings, document), key=lambda finding: (finding.line or 0, finding.code))
 
 
 def stops(
@@ -93,75 +93,75 @@ def stops(
     unchecked: bool = False,
     stopped: str = "not launched; --no-check launches it as it is",
 ) -> bool:
-    """Shows the errors of a job that is about to be launched; true when there are any and nobody wants it all the same.
+    """Shows the errors of a job that is about to be launched; true if there are any and `unchecked` is off.
 
-    `stopped` is what is said then. Errors are what ends the job or trains something else than the file says. The script
-    and its arguments are looked at too, and what the rules warn of in the script is shown: the job would run, and may
-    leave no model.
+    Errors end the job or make it train something else than the file says; after them the message `stopped` is shown.
+    Warnings about the script are shown too: such a job runs, but may save no model.
     """
-    found = lint(path, LintOptions(), read_launch(script, words), read)
-    errors = [one for one in found if one.severity == "error"]
-    warned = [one for one in found if one.severity == "warning" and one.code.startswith(OF_SCRIPTS)]
-    if errors or warned:
-        _show(path, [*errors, *warned], console.say)
+    findings = lint(path, LintOptions(), read_launch(script, words), read)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    of_script = [finding for finding in findings if finding.code.startswith(OF_SCRIPTS)]
+    warnings = [finding for finding in of_script if finding.severity == "warning"]
+    if errors or warnings:
+        _show(path, [*errors, *warnings], console.say)
     if errors:
         console.say("not stopped by them: --no-check" if unchecked else stopped)
     return bool(errors) and not unchecked
 
 
 def _repair(path: Path, options: LintOptions, given: RuleInputs) -> None:
-    """Repairs until nothing more can be: one repair can make room for the next.
+    """Repairs until no finding has an edit left: one repair can enable the next.
 
-    Names come first: a rule that misses a key must not add it beside its misspelling.
+    Names are repaired first, so that no rule adds a missing key beside its misspelling.
     """
     before = yaml_file.load(path, doubled=True).source
     for _ in range(REPAIR_ROUNDS):
         subject, document = read_subject(path, options, given)
         if subject.doubled:
             return
-        found = run(subject)
-        names = [one for one in found if one.edits and one.code in NAMES]
-        if not repair(document, names or found):
+        findings = run(subject)
+        names = [finding for finding in findings if finding.edits and finding.code in NAMES]
+        if not repair(document, names or findings):
             break
         atomic_files.write_text(path, yaml_file.dump(document))
     console.show_diff(before, yaml_file.load(path).source, str(path))
 
 
-def _as_json(one: Finding) -> dict[str, Any]:
-    shown = asdict(one)
+def _as_json(finding: Finding) -> dict[str, Any]:
+    shown = asdict(finding)
     fixable = bool(shown.pop("edits"))
     del shown["milder"]
     return {**shown, "fixable": fixable}
 
 
 def _show(path: Path, findings: list[Finding], put: Callable[..., None] = console.put) -> None:
-    for one in findings:
-        place = f"{path}:{one.line}" if one.line else str(path)
-        put(f"{place}: {one.severity} {one.code}: {one.what}", style=COLOURS[one.severity])
-        put(f"  why: {one.why}")
-        put(f"  fix: {one.fix}{' (--fix does it)' if one.edits else ''}")
+    for finding in findings:
+        place = f"{path}:{finding.line}" if finding.line else str(path)
+        put(f"{place}: {finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
+        put(f"  why: {finding.why}")
+        put(f"  fix: {finding.fix}{' (--fix does it)' if finding.edits else ''}")
     console.say(f"{path}: {summary(findings)}")
 
 
 def summary(findings: list[Finding]) -> str:
-    """How many findings there are of each kind; clean where nothing has to be done."""
-    counts = {kind: sum(one.severity == kind for one in findings) for kind in COLOURS}
+    """The number of findings of each severity; "clean" if none needs a change."""
+    counts = {kind: sum(finding.severity == kind for finding in findings) for kind in COLOURS}
     words = [counted(number, kind) for kind, number in counts.items() if number]
     serious = counts["error"] or counts["warning"]
     return ", ".join(words if serious else ["clean", *words])
 
 
 def all_rules() -> list[Rule]:
-    """Every rule in the order of codes; importing their modules has registered them."""
+    """Every rule, sorted by code; importing their modules has registered them."""
     return [RULES[code] for code in sorted(RULES)]
 
 
 def show_rules(code: str | None) -> int:
     """Lists all rules, or explains one."""
     if code is None:
-        for one in all_rules():
-            fixed = f" (fixed in {one.fixed_in})" if one.fixed_in else ""
-            console.put(f"{one.code} {one.severity:7} {one.title}{fixed}")
+        for rule in all_rules():
+            fixed = f" (fixed in {rule.fixed_in})" if rule.fixed_in else ""
+            console.put(f"{rule.code} {rule.severity:7} {rule.title}{fixed}")
         return 0
     if code.upper() not in RULES:
         raise UsageError(
@@ -169,6 +169,6 @@ def show_rules(code: str | None) -> int:
             why="it can't be explained",
             fix="accel-fsdp check --list-rules",
         )
-    one = RULES[code.upper()]
-    console.put(f"{one.code} ({one.severity})\n{one.explanation}", lines=True)
+    rule = RULES[code.upper()]
+    console.put(f"{rule.code} ({rule.severity})\n{rule.explanation}", lines=True)
     return 0

@@ -1,4 +1,4 @@
-"""Reads what the linter looks at: YAML, arguments, versions; and if asked model, checkpoint, script, this machine."""
+"""Reads the linter's inputs: YAML, arguments, versions; on request model, checkpoint, script and this machine."""
 
 import ast
 import contextlib
@@ -33,7 +33,7 @@ OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp imp
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What stands beside every YAML of one command, read once."""
+    """The inputs that all YAML files of one command share, read once."""
 
     model: ModelFacts | None = None
     args: Mapping[str, Any] | None = None
@@ -45,20 +45,20 @@ class RuleInputs:
 
 
 def read_launch(script: Path, words: tuple[str, ...]) -> RuleInputs:
-    """What stands beside a YAML that is about to be launched: the script's arguments, and a script of the user's own.
+    """The inputs of a job that is about to be launched: the script's arguments, and the script unless it is ours.
 
-    One that can't be read as Python is not looked at: whether it can be run is the launcher's to say.
+    A script that isn't valid Python is left out: the launcher reports it.
     """
-    given = RuleInputs(args=flag_words.parse_command_line(words), starter="accelerate")
+    inputs = RuleInputs(args=flag_words.parse_command_line(words), starter="accelerate")
     try:
         text = _script_text(script)
     except UserError:
-        return replace(given, ours=_is_called_ours(script))
+        return replace(inputs, ours=_is_called_ours(script))
     if _imports_ours(text):
-        return replace(given, ours=True)
+        return replace(inputs, ours=True)
     with contextlib.suppress(UsageError):
-        given = replace(given, script=_parsed(script, text))
-    return given
+        inputs = replace(inputs, script=_parsed(script, text))
+    return inputs
 
 
 def _is_called_ours(script: Path) -> bool:
@@ -76,15 +76,15 @@ def _is_ours_in(words: list[str]) -> bool:
 
 
 def _imports_ours(text: str) -> bool:
-    """Whether a script is train/sft.py or made of the same parts, which mend what Trainer and PEFT get wrong.
+    """Whether a script is train/sft.py or imports the same parts, which fix bugs of Trainer and PEFT.
 
-    `accel_fsdp.cpu` is not among them: it lets any script run without GPUs.
+    `accel_fsdp.cpu` is not one of these parts: it lets any script run without GPUs.
     """
     return OURS.search(text) is not None
 
 
 def read_given(sources: Sources) -> RuleInputs:
-    """Reads model, arguments, checkpoint and script, each once: it may be a pipe."""
+    """Reads model, arguments, checkpoint and script, each only once because it may be a pipe."""
     arguments = "" if sources.args is None else _arguments_text(sources.args)
     words = command_words(arguments)
     script = None if sources.script is None else _script_text(sources.script)
@@ -119,9 +119,9 @@ def _read_model(name: str) -> ModelFacts:
 def read_subject(
     path: Path, sources: Sources | None = None, given: RuleInputs | None = None, read: ReadConfig | None = None
 ) -> tuple[Subject, Any]:
-    """Returns what the rules see and the ruamel.yaml document for lines and repairs.
+    """Returns the input of the rules, and the ruamel.yaml document for lines and repairs.
 
-    `given` is what `sources` name, and `read` the file, if they have been read already.
+    `given` (the inputs that `sources` name) and `read` (the file) are passed if they have been read already.
     """
     sources = sources or Sources()
     given = given or read_given(sources)
@@ -158,7 +158,7 @@ def _script_text(path: Path) -> str:
 
 
 def _parsed(path: Path, text: str) -> ScriptFacts:
-    """A training script, without running it."""
+    """Parses a training script without running it."""
     try:
         return ScriptFacts(path.name, ast.parse(text))
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -170,7 +170,7 @@ def _parsed(path: Path, text: str) -> ScriptFacts:
 
 
 def command_words(text: str) -> list[str]:
-    """The words of a command line in a file of arguments, without `VARIABLE=value` before it; none if it holds none."""
+    """The words of a command line in a file of arguments, without leading `VARIABLE=value`; empty if there is none."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError:
@@ -180,7 +180,7 @@ def command_words(text: str) -> list[str]:
 
 
 def starter_of(words: list[str]) -> str:
-    """The word that a command line begins with: accelerate, torchrun, python; else empty.
+    """The program of a command line: accelerate, torchrun, python; else empty.
 
     `python -m accelerate...` counts as accelerate and `python -m torch...` as torchrun.
     """
@@ -192,7 +192,7 @@ def starter_of(words: list[str]) -> str:
 
 
 def launcher_flags(words: list[str]) -> dict[str, Any]:
-    """The flags of `accelerate launch`, which stand before the script; none where no script can be seen."""
+    """The flags of `accelerate launch`, which come before the script; empty if no script is found."""
     if starter_of(words) != "accelerate":
         return {}
     script = _script_in(words)
@@ -200,7 +200,7 @@ def launcher_flags(words: list[str]) -> dict[str, Any]:
 
 
 def _script_in(words: list[str]) -> str:
-    """The script of a command line; empty where none can be seen."""
+    """The script of a command line; empty if there is none."""
     return next((word for word in words if word.endswith(".py")), "")
 
 

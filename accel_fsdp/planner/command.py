@@ -25,18 +25,18 @@ from accel_fsdp.units import counted
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1_000_000_000
-"""More tokens in a step are a slip of the finger: the largest that are known have some 100 million."""
+"""More tokens in a step are taken for a typing error: the largest known steps have some 100 million."""
 ReadShape: TypeAlias = Callable[[str, Recipe], tuple[ModelShape, by_name.Recorded]]
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command takes. `rows` None: the table has one sequence per GPU, the search finds how many are enough.
-    `length` None: 2048 tokens, or the model's positions where it has fewer. `global_rows` are the sequences of one
-    optimizer step on all GPUs, None where any number will do.
+    """The command's options. `rows` None: the table has one sequence per GPU, and the search chooses the micro-batch.
+    `length` None: 2048 tokens, or the model's positions if it has fewer. `global_rows` are the sequences of one
+    optimizer step on all GPUs, None for any number.
 
-    `output` is where the recommended YAML is written, `html` where the plan is also written as a page. `args` are the
-    script's, beside a `config`. `work` is what is to be paid for, None where nobody asks for it, at these `prices`.
+    `output` is the path of the recommended YAML, `html` that of the plan as a page. `args` are the script's arguments,
+    together with a `config`. `work` is the amount of training to price, None without a cost report, at `prices`.
     """
 
     model: str
@@ -58,10 +58,10 @@ class PlanOptions:
 
 
 def options_of(command: PlanCommand) -> PlanOptions:
-    """The options of a command line, with what its flags leave open.
+    """The options of a command line, with defaults for missing flags.
 
     Raises:
-        UsageError: flags contradict each other, or one has a value that it can't have.
+        UsageError: flags contradict each other, or a value is invalid.
     """
     if command.gpus is None:
         raise UsageError(
@@ -121,44 +121,44 @@ def _refuse_beside_args(command: PlanCommand) -> None:
             why="a job is its YAML and its script's arguments; a search takes flags",
             fix="--config FILE --args FILE",
         )
-    plain = PlanCommand(command.model)
-    both = [name for name in SAID_BY_ARGUMENTS if getattr(command, name) != getattr(plain, name)]
-    if both:
-        flag = flag_words.flag_of(both[0])
+    defaults = PlanCommand(command.model)
+    changed = [name for name in SAID_BY_ARGUMENTS if getattr(command, name) != getattr(defaults, name)]
+    if changed:
+        flag = flag_words.flag_of(changed[0])
         raise UsageError(f"{flag} beside --args", why="the script's arguments say it", fix=f"leave out {flag}")
 
 
 def show_plan(options: PlanOptions) -> int:
-    """Prints the plan; returns 0 where something fits, 1 where nothing does.
+    """Prints the plan; returns 0 if something fits, else 1.
 
     Raises:
-        UserError: the model or the GPUs are not known, the numbers can't be, or a file can't be written.
+        UserError: the model or the GPUs are unknown, a number is invalid, or a file can't be written.
     """
     _refuse_files(options)
-    told = make_plan(options)
+    report = make_plan(options)
     if options.json:
-        console.put(json.dumps(told.as_json(), indent=2), lines=True)
+        console.put(json.dumps(report.as_json(), indent=2), lines=True)
     else:
-        told.show()
-    _write(options, told)
-    return 0 if told.plan.choice else 1
+        report.show()
+    _write(options, report)
+    return 0 if report.plan.choice else 1
 
 
 def make_plan(options: PlanOptions) -> PlanReport:
-    """The plan of a command line: searched, or of the YAML that was given.
+    """The plan of a command line: the best one found, or that of the given YAML.
 
     Raises:
-        UserError: the model or the GPUs are not known, or the numbers can't be.
+        UserError: the model or the GPUs are unknown, or a number is invalid.
     """
     if options.config is not None:
         return _judged(options, options.config)
     job, proposer = search_job(options)
-    found = search.make_plan(job)
-    return PlanReport(job, found, proposer, spent=spent_on(options, job, found.choice))
+    plan = search.make_plan(job)
+    return PlanReport(job, plan, proposer, spent=spent_on(options, job, plan.choice))
 
 
 def search_job(options: PlanOptions, shape: ReadShape = by_name.read_shape) -> tuple[PlanJob, Proposer]:
-    """What is to be searched: the job, which refuses what doesn't work, and what writes the YAML of a way.
+    """The job to search layouts for, which refuses those that don't work, and the writer of a candidate's YAML.
 
     Raises:
         UserError: as `make_plan`.
@@ -174,40 +174,40 @@ def _judged(options: PlanOptions, path: Path) -> PlanReport:
     if options.args is None:
         written = from_yaml.predictable(subject, recipe=options.recipe)
     else:
-        given = dict(subject.args or {})
-        _refuse_other_model(options, given)
-        from_arguments.refuse_unreadable(given)
-        written = from_yaml.predictable(subject, given)
-        options = _of_arguments(options, given, written.recipe)
+        arguments = dict(subject.args or {})
+        _refuse_other_model(options, arguments)
+        from_arguments.refuse_unreadable(arguments)
+        written = from_yaml.predictable(subject, arguments)
+        options = _of_arguments(options, arguments, written.recipe)
     job = make_job(replace(options, recipe=written.recipe), written.layout, subject.number("num_machines") or 1)
     if options.args is not None:
         job = replace(job, notes=(*job.notes, *from_arguments.notes(subject.args or {})))
         job = _without_dropout(job)
     job = _as_written(job, subject)
-    found = search.judge(job, written.layout)
-    return PlanReport(job, found, None, path, spent_on(options, job, found.choice, subject), options.args)
+    plan = search.judge(job, written.layout)
+    return PlanReport(job, plan, None, path, spent_on(options, job, plan.choice, subject), options.args)
 
 
-def _of_arguments(options: PlanOptions, given: Mapping[str, Any], recipe: Recipe) -> PlanOptions:
-    """The options with what the script's arguments say."""
-    asked, schedule = options.work or cost.CostInputs(cost.Work()), from_arguments.schedule_of(given)
-    asked = replace(asked, work=cost.work_of(schedule, asked.work.rows), schedule=schedule)
-    return replace(options, rows=recipe.rows, length=recipe.length, work=asked)
+def _of_arguments(options: PlanOptions, arguments: Mapping[str, Any], recipe: Recipe) -> PlanOptions:
+    """The options with batch, length and schedule of the script's arguments."""
+    inputs, schedule = options.work or cost.CostInputs(cost.Work()), from_arguments.schedule_of(arguments)
+    inputs = replace(inputs, work=cost.work_of(schedule, inputs.work.rows), schedule=schedule)
+    return replace(options, rows=recipe.rows, length=recipe.length, work=inputs)
 
 
-def _refuse_other_model(options: PlanOptions, given: Mapping[str, Any]) -> None:
-    names = options.model, str(given.get("model_name_or_path", options.model))
-    asked, said = (catalogue.canonical(name) for name in names)
-    if asked and said and asked != said:
+def _refuse_other_model(options: PlanOptions, arguments: Mapping[str, Any]) -> None:
+    named = str(arguments.get("model_name_or_path", options.model))
+    flag_model, argument_model = catalogue.canonical(options.model), catalogue.canonical(named)
+    if flag_model and argument_model and flag_model != argument_model:
         raise UsageError(
-            f"--model {options.model}, and {options.args} has model_name_or_path {names[1]}",
+            f"--model {options.model}, and {options.args} has model_name_or_path {named}",
             why="one of them is another job's",
-            fix=f"--model {names[1]}, or other arguments",
+            fix=f"--model {named}, or other arguments",
         )
 
 
 def _without_dropout(job: PlanJob) -> PlanJob:
-    """Adapters' dropout, which isn't among the bundled tapes, is left out where none can be recorded."""
+    """Leaves out adapters' dropout, which the bundled tapes lack, if no tape can be recorded."""
     if not job.recipe.lora_dropout or all(is_installed(library) for library in trace_store.TRACED_WITH):
         return job
     note = f"Without {' and '.join(trace_store.TRACED_WITH)} installed, lora_dropout's masks are not counted."
@@ -217,16 +217,16 @@ def _without_dropout(job: PlanJob) -> PlanJob:
 def spent_on(
     options: PlanOptions, job: PlanJob, choice: Candidate | None, subject: Subject | None = None
 ) -> cost.Cost | None:
-    """What the job costs in the way that was chosen; None where nobody asked, or nothing fits."""
+    """The cost of the job with the chosen candidate; None without a cost report, or if nothing fits."""
     if choice is None or options.work is None:
         return None
     host = capacity.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
-    asked = replace(options.work, price=workload.price_for(options.prices, job.gpu))
+    inputs = replace(options.work, price=workload.price_for(options.prices, job.gpu))
     twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.recipe.method == "full"
     checkpoint = host.checkpoint + host.gathering * twice  # once for the engine, once for Hugging Face
     evaluated = replace(choice.recipe, rows=choice.recipe.eval_batch)
     forward = speed.forward_seconds(job.shape, evaluated, choice.layout, job.gpu) if evaluated.rows else 0
-    return cost.cost(asked, choice.recipe, choice.layout, choice.step, job.gpu, checkpoint, forward)
+    return cost.cost(inputs, choice.recipe, choice.layout, choice.step, job.gpu, checkpoint, forward)
 
 
 def _refuse_files(options: PlanOptions) -> None:
@@ -248,16 +248,16 @@ def _refuse_files(options: PlanOptions) -> None:
         )
 
 
-def _write(options: PlanOptions, told: PlanReport) -> None:
-    """The page, and the YAML of what is recommended."""
+def _write(options: PlanOptions, report: PlanReport) -> None:
+    """Writes the page, and the recommended YAML."""
     if options.html:
         from accel_fsdp.planner import html_report
 
         atomic_files.write_text(
-            options.html, html_report.make_page(told.job, told.plan, told.headline(), list(told.advice()))
+            options.html, html_report.make_page(report.job, report.plan, report.headline(), list(report.advice()))
         )
         console.say(f"written: {options.html}")
-    if options.output and (text := told.yaml()):
+    if options.output and (text := report.yaml()):
         atomic_files.write_text(options.output, text)
         console.say(f"written: {options.output}")
     elif options.output:
@@ -325,7 +325,7 @@ def gpu_of(machine: MachineFacts, flag: str = "--gpus") -> Gpu:
     """The GPU of a machine that a flag describes.
 
     Raises:
-        UsageError: it has none, or none that is known.
+        UsageError: the machine has no GPU, or an unknown one.
     """
     if machine.accelerator is None:
         raise UsageError(
@@ -368,18 +368,18 @@ def _accumulation(options: PlanOptions, ranks: int) -> int:
             fix="leave out one of them",
         )
     if total % (ranks * rows):
-        each = max(total // (ranks * rows), 1) * ranks * rows
+        nearest = max(total // (ranks * rows), 1) * ranks * rows
         raise UsageError(
             f"--global-batch {total} can't be shared by {counted(ranks, 'GPU')}"
             + (f" with {counted(rows, 'sequence')} each" if options.rows else ""),
             why=f"each GPU takes the same number: it must be a multiple of {ranks * rows}",
-            fix=f"--global-batch {each}, or {each + ranks * rows}",
+            fix=f"--global-batch {nearest}, or {nearest + ranks * rows}",
         )
     return total // (ranks * rows)
 
 
 def _check_layout(options: PlanOptions, machine: MachineFacts, nodes: int, layout: Layout, machines_there: int) -> None:
-    """Refuses GPUs that aren't those of the YAML."""
+    """Refuses GPUs that differ from those of the YAML."""
     if machine.count * nodes != layout.ranks:
         raise UsageError(
             f"--gpus {options.gpus} is {counted(machine.count * nodes, 'GPU')}, the YAML has "
@@ -406,12 +406,11 @@ def _nodes(asked: int | None, described: int) -> int:
 
 
 def _check_numbers(options: PlanOptions, nodes: int) -> None:
-    given = options.recipe
     numbers = {
         "--nodes": nodes,
         "--batch": options.rows,
-        "--accumulation": given.accumulation,
-        "--lora-rank": given.lora_rank,
+        "--accumulation": options.recipe.accumulation,
+        "--lora-rank": options.recipe.lora_rank,
         "--seq-len": options.length,
         "--global-batch": options.global_rows,
         "--host-memory": options.host_gib,
@@ -424,10 +423,10 @@ def _check_numbers(options: PlanOptions, nodes: int) -> None:
 
 
 def _check_step(recipe: Recipe, global_rows: int) -> None:
-    """Refuses steps beyond what the table's columns hold.
+    """Refuses steps that the table's columns can't hold.
 
     Raises:
-        UsageError: a GPU would compute too many tokens in one.
+        UsageError: a step has too many tokens.
     """
     rows = {"--batch": recipe.rows, "--accumulation": recipe.accumulation, "--global-batch": global_rows}
     flag, most = max(rows.items(), key=lambda row: row[1])

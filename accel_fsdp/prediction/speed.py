@@ -1,8 +1,8 @@
 """How long one optimizer step takes, and what bounds it. Pure: no torch, microseconds per layout.
 
-The step is the sum over units of the longest of computing it, sending for it and launching its kernels, because
-engines prefetch one unit, plus the optimizer. Computing is matrix products at the GPU's `efficiency`, and what moves
-through its memory at the memory's speed (`work.py` counts both).
+A step takes, for each unit, the longest of computing, communication and kernel launches, because engines prefetch one
+unit; plus the optimizer. Computing is matrix products at the GPU's `efficiency`, and memory traffic at the memory's
+bandwidth (`work.py` counts both).
 """
 
 import dataclasses
@@ -30,27 +30,27 @@ LINK_EFFICIENCY = 0.75
 PCIE_EFFICIENCY = 0.85
 """Share of PCIe's one-way rate that copies from pinned memory reach: 26 to 27 GB/s of generation 4 with 16 lanes."""
 CONTENTION = 0.2
-"""Share of a GPU's multiprocessors that NCCL takes from the products it runs beside: 24 of 108 or 132."""
+"""Share of a GPU's multiprocessors that NCCL takes from concurrent matrix products: 24 of 108 or 132."""
 THREAD_BYTES_PER_S = 12e9
-"""Memory that one thread of the host streams: torchrun leaves each rank one (OMP_NUM_THREADS=1)."""
+"""Memory bandwidth of one host thread: torchrun gives each rank one (OMP_NUM_THREADS=1)."""
 HOST_BYTES_PER_S = 100e9
-"""Memory of one machine's host, shared by its ranks, where offloading runs the optimizer: an assumption."""
+"""Host memory bandwidth of one machine, shared by its ranks, for an offloaded optimizer: an assumption."""
 LATENCY_SECONDS = 20e-6
-"""Of a collective however small, per log2 of the ranks and once for its launch."""
+"""Latency of a collective of any size, per log2 of the ranks and once for its launch."""
 CLIPPING = 3
-"""How often clipping the gradients' norm reads or writes each of them: read for the norm, read and written scaled."""
+"""How often clipping accesses each gradient: a read for the norm, a read and a write for the scaling."""
 
 # Calibrated, together with the efficiencies of `hardware/gpus.py` and `UNPACKING_FLOPS`, on all rows of
-# benchmarks/throughput_accuracy.py, whose --held-out says how well rows of a source are met that took no part.
+# benchmarks/throughput_accuracy.py, whose --held-out shows the error on sources left out of the calibration.
 ATTENTION_EFFICIENCY = 0.68
-"""What flash attention 2 reaches of what products reach, causal FLOPs counted once and backward as twice forward."""
+"""Efficiency of flash attention 2 relative to products; causal FLOPs count once, backward as twice forward."""
 OLDER_INSTRUCTIONS = 0.77
-"""What it reaches on Hopper of what it reaches elsewhere: it doesn't use its warp-group instructions (wgmma)."""
+"""Its efficiency on Hopper relative to other GPUs: it doesn't use the warp-group instructions (wgmma)."""
 LAUNCH_SECONDS = 9e-6
-"""What the host needs for one kernel: where a micro-batch is tiny it is slower than the GPU."""
+"""Host time per kernel launch: for tiny micro-batches the host is slower than the GPU."""
 UNIT_SECONDS = 1.4e-3
-"""What the host needs to gather or to reduce one unit of FSDP1, hooks and streams included: many, where adapters are
-units of their own. No published run shows FSDP2's."""
+"""Host time to gather or reduce one unit of FSDP1, including hooks and streams. It adds up where adapters are separate
+units. No published run shows FSDP2's."""
 ACCESSES: dict[OptimizerName, float] = {
     "adamw_torch_fused": 7,
     "adamw_torch": 20,
@@ -60,15 +60,15 @@ ACCESSES: dict[OptimizerName, float] = {
 }
 """How often one optimizer step reads or writes each trained element: fused Adam reads p, g, m, v and writes p, m, v."""
 RANGE = (0.85, 1.2)
-"""Shortest and longest step as multiples of the prediction: more than 9 of 10 published runs lie between."""
+"""Shortest and longest step as multiples of the prediction: more than 9 of 10 published runs are in between."""
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimizer step: the expected time with its (shortest, longest), and what follows from it.
 
-    `mfu` is the share of the peak in the compute dtype that useful work takes: recomputing doesn't count, and with
-    LoRA neither do weight gradients that nobody needs. `assumptions` are sentences, most important first.
+    `mfu` is the share of the peak in the compute dtype that useful work takes; recomputation and, with LoRA, unused
+    weight gradients don't count. `assumptions` are sentences, most important first.
     """
 
     step_seconds: float
@@ -81,10 +81,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of the model: what it computes and sends in one micro-batch, `count` times in the model.
+    """A part of the model that occurs `count` times: its computation and communication in one micro-batch.
 
-    `alone` counts adapter weights that are gathered alone, in front of products too short to hide them; sending is
-    `hidden` behind computing else.
+    `alone` counts adapter weights that are gathered alone, before products too short to hide them; otherwise
+    communication is `hidden` behind computation.
     """
 
     count: int
@@ -105,7 +105,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     reducing = communication.reduces_per_step(recipe, layout)
     spent: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
     for times, reduces in ((reducing, True), (recipe.accumulation - reducing, False)):
-        for piece in pieces * (times > 0):
+        for piece in pieces if times else ():
             for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                 spent[bound] += seconds * piece.count * times
     for bound, seconds in _update(shape, recipe, layout, gpu):
@@ -125,7 +125,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """Forward and backward of one unit in one micro-batch, each as long as the longer of computing and sending."""
+    """Forward and backward of one unit in one micro-batch, each the longer of computation and communication."""
 
     forward: float
     backward: float
@@ -134,16 +134,16 @@ class UnitSeconds:
 def unit_seconds(
     shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, reduces: bool
 ) -> tuple[tuple[UnitSeconds, ...], UnitSeconds]:
-    """Each unit of `communication.units`, then the head's product and the loss; with the reduction of gradients or not.
+    """Times of each of `communication.units`, then of the head with the loss; `reduces` adds gradients' reduction.
 
-    A unit that stands for several layers is counted once.
+    A unit that represents several layers is counted once.
     """
     *units, head = (_one(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout))
     return tuple(units), head
 
 
 def forward_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
-    """Forward and loss of one batch alone, as in an evaluation."""
+    """Forward and loss of one batch, as in an evaluation."""
     pieces = _pieces(shape, recipe, layout)
     return sum(_one(piece, False, recipe, layout, gpu).forward * piece.count for piece in pieces)
 
@@ -155,19 +155,19 @@ def _one(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu
 
 
 def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
-    """The optimizer's part of a step."""
+    """Time of the optimizer in a step."""
     return sum(seconds for _, seconds in _update(shape, recipe, layout, gpu))
 
 
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
-    """What MFU counts of one micro-batch: all products of forward and backward, none of what is computed again."""
+    """FLOPs of one micro-batch that MFU counts: all products of forward and backward, without recomputation."""
     works = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
     works.append((1, *head_work(shape, recipe)))
     return sum((forward.flops + backward.flops) * count for count, forward, backward in works)
 
 
 def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
-    """FLOP/s in the compute dtype; a GPU without bf16 does it at the rate of float32."""
+    """FLOP/s in the compute dtype; a GPU without bf16 computes it at the rate of float32."""
     if compute_bytes(recipe) == state_bytes.MASTER or (_is_bf16(recipe) and not gpu.has_bf16):
         return gpu.fp32_flops
     return gpu.half_flops
@@ -183,9 +183,9 @@ def work_seconds(work: Work, recipe: Recipe, gpu: Gpu) -> float:
 
 
 def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
-    """Time of one collective, whose links work at once, and the slowest of them.
+    """The slowest link of one collective, and its time; the links work concurrently.
 
-    Where no link joins the GPUs but PCIe, what comes from the host shares it with what goes to the neighbours.
+    Where PCIe is the GPUs' only link, host traffic shares it with traffic between GPUs.
     """
     seconds: dict[Bound, float] = {
         "intra-node": sent.intra_bytes / (gpu.link_bytes_per_s * LINK_EFFICIENCY),
@@ -195,11 +195,11 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
     if gpu.link_bytes_per_s <= gpu.pcie_bytes_per_s and sent.pcie_bytes:
         seconds["pcie"] += seconds["intra-node"]
     bound = max(seconds, key=lambda name: seconds[name])
-    return bound, seconds[bound] + _latency_seconds(ranks) * (seconds[bound] > 0)
+    return bound, seconds[bound] + (_latency_seconds(ranks) if seconds[bound] else 0)
 
 
 def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
-    """The units with their work, and the head, which is a unit of its own or part of the root."""
+    """The units with their work, and the head, which is a separate unit or part of the root."""
     for unit in communication.units(shape, layout):
         forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
         again = recomputed(forward, unit, shape, recipe)
@@ -212,10 +212,10 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
 
 
 def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """Forward and backward of a piece, each as long as the longest of computing it, sending for it and launching it.
+    """Forward and backward of a piece, each the longest of its computation, communication and kernel launches.
 
-    FSDP1 allows two gathered units at a time (`limit_all_gathers`). Where adapters are units of their own they are the
-    two, so a block is gathered only when the one before is done, and sending adds to computing.
+    FSDP1 allows two gathered units at a time (`limit_all_gathers`). Where adapters are separate units, they take
+    both places, so a block is gathered only after the one before it, and communication adds to computation.
     """
     before = min(piece.gathers, 1)
     later = piece.gathers - before
@@ -223,16 +223,12 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
     copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] * reduces)
     forward = piece.forward + copies[0].times(before)
     backward = piece.recompute + piece.backward + copies[0].times(later) + copies[1]
-    own = (
-        UNIT_SECONDS
-        * (layout.engine is Engine.FSDP1 and layout.shard_ranks > 1)
-        * (1 + piece.alone)
-        * (piece.gathers > 0)
-    )
+    gathers_fsdp1 = layout.engine is Engine.FSDP1 and layout.shard_ranks > 1 and piece.gathers > 0
+    hooks = UNIT_SECONDS * (1 + piece.alone) if gathers_fsdp1 else 0
     latency = piece.alone * _latency_seconds(layout.ranks)
     for work, sent, uses in ((forward, piece.gather.times(before), before), (backward, after, later + reduces)):
         computing = work_seconds(work, recipe, gpu) + latency * uses
-        launching = work.kernels * LAUNCH_SECONDS + own * uses
+        launching = work.kernels * LAUNCH_SECONDS + hooks * uses
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
         if not piece.hidden:
             yield bound, sending
@@ -244,7 +240,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """The optimizer, bound by the memory that holds its states, and what it sends afterwards; nothing hides them."""
+    """The optimizer, bound by the memory that holds its states, then its communication; neither is hidden."""
     elements = communication.all_trained_numel(shape, recipe, layout) / layout.shard_ranks
     moved = elements * (ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:

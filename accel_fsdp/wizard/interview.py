@@ -1,4 +1,4 @@
-"""Settles the questions of `questions.py`, by flags and by defaults; `asking.py` asks those that are left."""
+"""Settles the questions of `questions.py` by flags and defaults; `asking.py` asks the remaining ones."""
 
 import re
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ from accel_fsdp.wizard.question import Context, Question, settle, skip
 from accel_fsdp.wizard.questions import QUESTIONS, to_answers
 
 WITHOUT_MODEL = ""
-"""The answer that no model is needed: the layer class is named, or a file is re-edited."""
+"""The answer where no model is needed: the layer class is named, or a file is edited."""
 
 
 @dataclass
 class Interview:
-    """The answers so far. `flags` were typed and are never overruled; `given` also holds those of a preset or file.
+    """The answers so far. `flags` were typed and are never replaced; `given` also holds those of a preset or file.
 
-    With `as_written` they are what a file says: a default stands, unchecked, for what would be refused.
-    `fixed` are the fields that nobody asks about, `asked` those that were answered in the terminal, the latest last.
+    With `as_written` the answers come from a file: a rejected one is replaced by the default, without a message.
+    `fixed` are the fields that are never asked, `asked` those answered in the terminal, the latest last.
     """
 
     flags: Mapping[str, str]
@@ -39,7 +39,10 @@ class Interview:
     asked: list[str] = field(default_factory=list)
 
     def settled(self, until: str | None = None) -> Context:
-        """All answers, or those before the question `until`; what is not given gets its default."""
+        """All answers, or those before the question `until`; missing ones get their defaults.
+
+        Given answers that a question rejects are removed from `given`, unless they are flags.
+        """
         context = Context(given={})
         for question in QUESTIONS:
             if question.field == "gpus" and "gpus" not in self.given:
@@ -50,11 +53,11 @@ class Interview:
         return context
 
     def unanswered(self) -> list[Question]:
-        """The questions that matter and have no given answer; without a model those that a Llama would raise."""
-        known = (
-            self if "model" in self.given else replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
-        )
-        context = known.settled()
+        """The questions that apply and have no given answer; without a model, those that apply to a Llama."""
+        talk = self
+        if "model" not in self.given:
+            talk = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
+        context = talk.settled()
         return [q for q in QUESTIONS if q.applies(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
@@ -91,7 +94,7 @@ class Interview:
         return "model" not in self.flags and (named or self.given.get("model") == WITHOUT_MODEL)
 
     def _is_unread(self) -> bool:
-        """Whether the given layer classes are none of a language model's that is known."""
+        """Whether a given layer class belongs to no language model of the catalogue."""
         return not catalogue.language_layers().issuperset(str(self.given.get("layer_class", "")).split(","))
 
     def _with_model(self, context: Context) -> Context:
@@ -110,7 +113,7 @@ class Interview:
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
-    """Settles every question: by flag, by what a preset or file gave, else by its default."""
+    """Settles every question: by a flag, a preset or a file, else by its default."""
     talk = Interview(flags, {**given, **flags})
     if not defaults and (unanswered := talk.unanswered()):
         raise UsageError(
@@ -122,7 +125,7 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool
 
 
 def answers(talk: Interview) -> Answers:
-    """The answers of a finished interview; unless it is quiet or a file's, with what the plan says of them."""
+    """The answers of a finished interview, with the plan's length and environment unless it is quiet or from a file."""
     context = talk.settled()
     judged = None if talk.quiet or talk.as_written else notes.judgement(context)
     if judged is None:
@@ -134,12 +137,12 @@ def answers(talk: Interview) -> Answers:
 
 
 def warnings(talk: Interview) -> tuple[str, ...]:
-    """What the plan has against the answers of a finished interview: that they don't fit, and what would."""
+    """The plan's objections to the answers of a finished interview: that they don't fit, and what would."""
     return notes.warnings(talk.settled())
 
 
 def in_words(text: str, between: str = " ") -> str:
-    """Flags as the review calls the questions; with "_" `between` the words, by the questions' names."""
+    """Replaces flags by the questions' titles in the review; with "_" `between` the words, by the fields' names."""
     for question in QUESTIONS:
         text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", between), text)
     return text
@@ -153,13 +156,13 @@ def _machine() -> MachineFacts:
 
 @cache
 def read_model(name: str) -> ModelFacts:
-    """What is known of a model, built once."""
+    """The facts about a model, built once."""
     with console.waiting(f"Building {name} on the meta device"):
         return inspect_model.read_model(name)
 
 
 def _traced(context: Context) -> notes.Known:
-    """What the layers of a model outside of the catalogue allocate, where that decides anything: it takes seconds."""
+    """The allocations of a model outside the catalogue, only if it may be too large: recording takes seconds."""
     model, gpu = context.model, context.machine.accelerator
     if model is None or gpu is None or model.origin or not gpus.is_known(gpu):
         return None
@@ -170,7 +173,7 @@ def _traced(context: Context) -> notes.Known:
 def _shape(name: str) -> notes.Known:
     try:
         return by_name.read_shape(name, Recipe())
-    except UserError:  # no plan is made for it, such as of an encoder and a decoder
+    except UserError:  # models that can't be planned, such as encoder-decoders
         return None
 
 

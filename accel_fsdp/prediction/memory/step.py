@@ -1,7 +1,7 @@
 """Predicts the memory of one rank over one training step, event by event. Pure: no torch, a millisecond per layout.
 
-The walk is the same for all engines: embedding, blocks, head and loss, back again, optimizer. What an engine gathers,
-frees and reduces around each unit is in `engines.py`; what a block allocates is on its tape. All bytes are those that
+The walk is the same for all engines: embedding, blocks, head and loss, backward, optimizer. `engines.py` gathers,
+frees and reduces each unit's parameters; a block's allocations are recorded on its tape. Bytes are those that
 `torch.cuda.max_memory_allocated` counts, on the rank with the largest shards.
 """
 
@@ -37,7 +37,7 @@ ID_BYTES = 8
 class Prediction:
     """One rank's memory over the second step, when the optimizer's state exists. All sizes are bytes.
 
-    `moments` are the highest points of the phases in order, `steady` what lives between steps.
+    `moments` are the peaks of the phases in order, `steady` is the memory allocated between steps.
     """
 
     moments: tuple[Moment, ...]
@@ -45,12 +45,12 @@ class Prediction:
 
     @property
     def peak(self) -> Moment:
-        """The highest point of all."""
+        """The moment with the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 def predict(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Prediction:
-    """Walks through one step. `workspace_bytes` is what the math libraries hold, counted by the allocator."""
+    """Walks through one step. `workspace_bytes` is the memory of the math libraries' workspaces."""
     walk = Walk.of(Meter(), shape, tapes, recipe, layout)
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
     return Prediction(tuple(walk.meter.moments), steady)
@@ -58,7 +58,7 @@ def predict(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wor
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step in the order of events: of each unit its highest point, then what it leaves; the most of each kind."""
+    """One step in the order of events: each unit's peak, then the memory after it; and the peak of each kind."""
 
     samples: tuple[Moment, ...]
     most: Mapping[str, int]
@@ -73,10 +73,10 @@ def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wo
 
 
 class Layers(NamedTuple):
-    """The layers that a walk goes through: their `places`, how many each stands for, and the units that stand for many.
+    """The layers of a walk: their `places`, the number of layers each represents, and the `middle` units, with several.
 
-    A walk needs two of the first layers, as the second finds what each later one finds; then one for all between; and
-    two of the last, for the same reason on the way back. Where kinds of layers alternate, these are periods of layers.
+    A walk needs the first two layers, because every later one starts like the second; one for all in between; and the
+    last two, for the same reason in backward. Where kinds of layers alternate, these are periods of layers.
     """
 
     places: Sequence[int]
@@ -85,12 +85,12 @@ class Layers(NamedTuple):
 
     @staticmethod
     def whole(order: Sequence[int]) -> "Layers":
-        """Each for itself."""
+        """Every layer, once."""
         return Layers(range(len(order)), [1] * len(order), range(0))
 
     @staticmethod
     def shortened(order: Sequence[int]) -> "Layers":
-        """As few as are enough."""
+        """The fewest layers that give the same result."""
         period = next((size for size in range(1, len(order)) if order[size:] == order[:-size]), len(order))
         between = len(order) // period - 4
         if between < 2:
@@ -103,10 +103,10 @@ class Layers(NamedTuple):
 
 @dataclass
 class Walk:
-    """One micro-batch, unit by unit. `order` names the block of each layer, `middle` the units that stand for many.
+    """One micro-batch, unit by unit. `order` is the block of each layer, `middle` the units that represent many.
 
-    `summed` is the second gradient of a tied embedding: autograd adds it to the head's, which waited for it, in a new
-    tensor (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`).
+    `summed` is the second gradient of a tied embedding: autograd adds it to the head's gradient in a new tensor
+    (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`).
     """
 
     meter: Meter
@@ -124,7 +124,7 @@ class Walk:
 
     @classmethod
     def of(cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "Self":
-        """Puts it together."""
+        """Prepares the engine, the blocks' replays and the layers to walk through."""
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
@@ -143,7 +143,7 @@ class Walk:
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
-        """The whole step; returns what lives between steps."""
+        """Walks through the whole step; returns the memory allocated between steps."""
         self.meter.enter("between steps")
         self.meter.add(BUFFERS, buffers_bytes)
         self.meter.add(WORKSPACE, workspace_bytes)
@@ -156,15 +156,15 @@ class Walk:
         return steady
 
     def micro_batches(self, more: str = "") -> None:
-        """All of a step, whose phases end in `more`."""
+        """Walks through the micro-batches of a step; the names of their phases end in `more`."""
         last = self.recipe.accumulation
-        for number in sorted({1, min(2, last), last}):  # those between are like the second
+        for number in sorted({1, min(2, last), last}):  # those in between equal the second
             self.engine.syncs = number == last
             name = f" of micro-batch {number}" if last > 1 else ""
             self.micro_batch(name + more)
 
     def micro_batch(self, name: str) -> None:
-        """Forward and backward."""
+        """Walks through forward, loss and backward."""
         tokens = self.recipe.rows * self.recipe.length
         self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
         self.meter.enter(f"forward{name}")
@@ -193,9 +193,9 @@ class Walk:
             self.meter.mark()
 
     def _each(self, units: range) -> Iterator[int]:
-        """The units, in order or backwards; what those in the middle leave behind is multiplied when they are done.
+        """Yields the units, in order or backwards; multiplies the memory that the middle units leave after them.
 
-        Equal layers change what is alive by equal amounts, so the highest of all is at their beginning or at their end.
+        Equal layers change the memory by equal amounts, so the peak is at the first or the last of them.
         """
         middle = [unit for unit in units if unit in self.middle]
         before: Mapping[str, int] = {}
@@ -210,11 +210,11 @@ class Walk:
         self.meter.touch({ACTIVATIONS: peak})
 
     def _kept(self, played: Replay) -> int:
-        """What a block leaves for backward: with checkpointing its output alone, which is the next one's input."""
+        """The bytes that a block keeps for backward: with checkpointing only its output, the next block's input."""
         return played.output if self.recipe.recomputes else played.forward_end
 
     def _holds_input(self, played: Replay) -> bool:
-        """Whether a block's input lives until its backward: for its own sake, or to compute it again."""
+        """Whether a block's input is kept until its backward: as a saved tensor, or for recomputation."""
         return played.keeps_input or self.recipe.recomputes
 
     def _output_before(self, unit: int) -> int:
@@ -232,29 +232,29 @@ class Walk:
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
             self.meter.add(ACTIVATIONS, -hidden)
-        if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's from its first chunk on
+        if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's, from the first chunk on
             self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
         self.engine.before_head_backward(self.head_unit)
         if self.recipe.chunked_loss:
             self._play_back(self.head, LOSS, self.head_unit)
         else:
             self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
-        # hidden states that it keeps go when their gradient comes, of the same size
+        # kept hidden states are freed when their gradient, of the same size, is allocated
         gradient = 0 if self.head.keeps_input else hidden
-        # a tied one's gradient waits for the embedding's, which is the same parameter's
+        # a tied head's gradient waits for the embedding's, which belongs to the same parameter
         born = self.head.born if self.summed else self._born(self.head, self.head_unit)
         self.meter.change({GRADIENTS: born, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
         if self.head_unit:
             self.engine.after_backward(self.head_unit, self.head.born)
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """The block of each layer, and how many layers that is."""
+        """Yields the block of each layer, and how many layers it represents."""
         return zip(self.order, self.engine.counts[1 : len(self.order) + 1], strict=True)
 
     def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
-        """Its highest point. The tape begins by releasing the output, not counted any more by then: `released`.
+        """Counts the peak of a backward. Its tape starts with the output, which `released` adds: it was freed before.
 
-        (It went with the block after it; reentrant checkpointing's copy of it stays to the end.)
+        The next block's backward freed it; the copy of reentrant checkpointing stays to the end.
         """
         if self.engine.adds(unit):
             self.meter.touch({kind: released + played.adding_peak})
@@ -263,14 +263,14 @@ class Walk:
             self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
 
     def _born(self, played: Replay, unit: int) -> int:
-        """The gradients that a backward leaves."""
+        """The bytes of gradients after a backward."""
         return 0 if self.engine.adds(unit) else played.born
 
     def _backward(self) -> None:
-        """Frees what each block saved, and its input: its output went with the block after it."""
+        """Frees the saved tensors and the input of each block; the next block has freed its output."""
         for unit in self._each(range(len(self.order), 0, -1)):
             played = self.blocks[self.order[unit - 1]]
-            held = self._output_before(unit) if self._holds_input(played) else 0
+            input_bytes = self._output_before(unit) if self._holds_input(played) else 0
             self.engine.before_backward(unit)
             saved = played.forward_end - played.output
             if self.recipe.recomputes:
@@ -278,7 +278,7 @@ class Walk:
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
             self._play_back(played, ACTIVATIONS, unit, played.output)
-            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: -held - saved})
+            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: -input_bytes - saved})
             self.engine.after_backward(unit, played.born)
             self.meter.mark()
         self.engine.before_backward(0)
@@ -286,32 +286,32 @@ class Walk:
         self.meter.change({GRADIENTS: self._born(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end})
         born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
         self.meter.touch({GRADIENTS: self.summed})
-        self.meter.add(GRADIENTS, -self.summed)  # with `adds` it is the head's, of the same size
+        self.meter.add(GRADIENTS, -self.summed)  # with `adds` this is the head's gradient, of the same size
         self.engine.after_backward(0, born)
         self.engine.end_backward()
 
 
 def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
-    """The gradient of the embedding's table, in the dtype that the embedding is used in."""
+    """The bytes of the embedding's gradient, in the dtype that the embedding computes in."""
     low = Variant.of(variant_of(recipe, layout.engine)).weights == "bf16"
     return shape.vocab * shape.hidden * (state_bytes.LOW if low else state_bytes.MASTER)
 
 
 def block_order(shape: ModelShape) -> list[int]:
-    """The index of each layer's block, in forward order, without the layers that no text goes through."""
+    """The index of each layer's block, in forward order, without the layers that text rows skip."""
     traced = ((index, block) for index, block in enumerate(shape.blocks) if index not in shape.untraced)
     places = {layer: index for index, block in traced for layer in block.layers}
     return [places[layer] for layer in sorted(places)]
 
 
 def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
-    """The units in forward order, as Accelerate makes them with the blocks' classes to wrap."""
+    """The units in forward order, as Accelerate wraps them by the blocks' classes."""
     blocks, first, last = shards.distinct_units(shape, recipe, layout)
     inner = [blocks[index] for index in block_order(shape)]
     return [first, *inner, last] if last else [first, *inner]
 
 
 def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
-    """The units of layers that no text goes through: held like the others, and not run by rows of text."""
+    """The units of layers that text rows skip: held like the others, but not run."""
     blocks = shards.distinct_units(shape, recipe, layout).blocks
     return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]
