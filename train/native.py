@@ -54,7 +54,7 @@ class Job:
     fsdp_version: Literal[1, 2] = 2
     strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
     shard_ranks: int = 0  # hybrid: how many ranks share one copy of the model; 0: those of a machine
-    wrap: Literal["transformer", "size"] = "transformer"  # a unit is a decoder layer, or what has min_num_params
+    wrap: Literal["transformer", "size"] = "transformer"  # a unit is a decoder layer, or has min_num_params weights
     min_num_params: int = 100_000_000
     mixed_precision: Literal["no", "bf16"] = "no"  # weights, sums of gradients and Adam's state stay in float32
     cpu_offload: bool = False  # shards live in host memory between their uses
@@ -80,7 +80,7 @@ def start(job: Job) -> torch.device:
     """Joins the other ranks and returns this rank's device."""
     launch = LaunchEnvironment.now()
     if not launch.is_rank:
-        raise UserError("not started by torchrun", why="there is nobody to join", fix="torchrun --nproc-per-node N ...")
+        raise UserError("not started by torchrun", why="it has no peers", fix="torchrun --nproc-per-node N ...")
     if job.fsdp_version == 2 and job.strategy == "no_shard":
         raise UserError("fully_shard with --strategy no_shard", why="it always shards", fix="--fsdp_version 1")
     device = torch.device("cpu") if cpu.is_needed() else torch.device("cuda", launch.local_rank)
@@ -90,7 +90,7 @@ def start(job: Job) -> torch.device:
     return device
 
 
-# Data: each rank gets rows of its own; together they are the global batch
+# Data: each rank gets different rows; together they are the global batch
 def loader_of(job: Job, tokenizer: Any) -> DataLoader[Any]:
     """Batches of tokenized rows of the train split."""
     split = load.split(load.load(job.dataset_name), "train")
@@ -102,11 +102,11 @@ def loader_of(job: Job, tokenizer: Any) -> DataLoader[Any]:
 
 
 def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> Iterator[list[dict[str, Tensor]]]:
-    """This rank's part of each global batch, epoch after epoch, from `place` on, which it moves."""
+    """Yields this rank's part of each global batch, epoch after epoch, from `place` on, and updates `place`."""
     rows = job.per_device_train_batch_size * dist.get_world_size()
     while True:
         loader.sampler.set_epoch(place["epoch"])  # another order in each epoch
-        place["row"] -= place["row"] % rows  # with other rows per step some come again, and none is left out
+        place["row"] -= place["row"] % rows  # after a change of the rows per step, some rows repeat and none is skipped
         batches = itertools.islice(loader, place["row"] // rows, None)
         while group := list(itertools.islice(batches, job.gradient_accumulation_steps)):
             for number, batch in enumerate(group):  # the sampler repeats rows at an epoch's end, which count once
@@ -117,9 +117,9 @@ def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> 
         place.update(epoch=place["epoch"] + 1, row=0)
 
 
-# Model: rank 0 reads the weights, the others make room for them without touching it
+# Model: rank 0 reads the weights, the others reserve memory for them without writing to it
 def load_model(job: Job) -> Any:
-    """The whole model in float32 on the CPU, whose values only rank 0 knows."""
+    """Returns the whole model in float32 on the CPU; only rank 0 has its values."""
     config = inspect_model.read_config(job.model_name_or_path)
     kind = inspect_model.text_class(config)
     if dist.get_rank() == 0:
@@ -130,13 +130,13 @@ def load_model(job: Job) -> Any:
         model.tie_weights()
     if job.lora_r == 0:
         return model
-    peft_patches.enable()  # PEFT alone doesn't find its tensors inside FSDP's wrappers
+    peft_patches.enable()  # PEFT doesn't find its tensors inside FSDP's wrappers by itself
     return get_peft_model(model, LoraConfig(r=job.lora_r, lora_alpha=2 * job.lora_r, target_modules="all-linear"))
 
 
-# Sharding: a unit is gathered when it computes, and dropped afterwards; what is in no unit belongs to the root's
+# Sharding: a unit is gathered when it computes, and freed afterwards; all other weights belong to the root unit
 def units_of(model: Any, job: Job) -> list[nn.Module]:
-    """The modules that become units, inner ones before those around them."""
+    """The modules that become units, inner modules before outer ones."""
     inside_out = list(reversed([*model.modules()][1:]))
     if job.wrap == "transformer":
         names = {layer.name for layer in inspect_model.wrap_classes(model)}
@@ -153,23 +153,25 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
 
 
 def mesh_of(job: Job, device: torch.device) -> dist.DeviceMesh:
-    """All ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
+    """A mesh of all ranks in a row; for a hybrid strategy a table with a copy of the model in each row."""
     world, shards = dist.get_world_size(), job.shard_ranks or LaunchEnvironment.now().local_world_size
     if shards == 1 and job.fsdp_version == 1 and job.strategy.startswith("hybrid"):
-        raise UserError("FSDP1 with copies on one rank each", why="they would never meet", fix="--strategy no_shard")
+        what, why = "FSDP1 with copies on one rank each", "the replicas would not exchange gradients"
+        raise UserError(what, why=why, fix="--strategy no_shard")
     shape = (world // shards, shards) if job.strategy.startswith("hybrid") else (world,)
     return dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def shard(model: Any, job: Job, device: torch.device) -> Any:
-    """Wraps the model; every rank then holds its share of rank 0's values."""
+    """Wraps the model; every rank then holds its shard of rank 0's values."""
     units, mesh = units_of(model, job), mesh_of(job, device)
     low = torch.bfloat16 if job.mixed_precision == "bf16" else None
     offload = job.cpu_offload and device.type != "cpu"
     if job.fsdp_version == 1:
+        strategy = "_HYBRID_SHARD_ZERO2" if job.strategy == "hybrid_shard_zero2" else job.strategy.upper()
         return fsdp.FullyShardedDataParallel(
             model,
-            sharding_strategy=fsdp.ShardingStrategy["_" * job.strategy.endswith("zero2") + job.strategy.upper()],
+            sharding_strategy=fsdp.ShardingStrategy[strategy],
             auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda module: module in units),
             mixed_precision=fsdp.MixedPrecision(param_dtype=low, reduce_dtype=torch.float32) if low else None,
             cpu_offload=fsdp.CPUOffload(offload_params=offload),
@@ -193,12 +195,12 @@ def shard(model: Any, job: Job, device: torch.device) -> Any:
     return model
 
 
-# One step: the loss is the mean over all tokens of the global batch, whoever has them
+# One step: the loss is the mean over all tokens of the global batch, on all ranks
 def train_step(model: Any, batches: list[dict[str, Tensor]], job: Job, device: torch.device) -> float:
-    """Leaves the clipped gradients of a global batch in the parameters and returns its mean loss per token.
+    """Computes the clipped gradients of a global batch and returns its mean loss per token.
 
-    FSDP averages gradients over ranks, which is right only for equally many tokens each: hence `world / tokens`. It
-    does so after each micro-batch; `no_sync` would save that traffic and hold the gradients unsharded.
+    FSDP averages gradients over ranks, which is right only if all have equally many tokens: hence `world / tokens`. It
+    does so after each micro-batch; `no_sync` would save that traffic, but keep the gradients unsharded.
     """
     tokens = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum().to(device)
     dist.all_reduce(tokens)
@@ -225,7 +227,7 @@ def train_step(model: Any, batches: list[dict[str, Tensor]], job: Job, device: t
 # Checkpoints: every rank writes its shards, and any number of ranks can read them
 @dataclass
 class State(dcp.stateful.Stateful):
-    """What a resumed run needs. The place in the data is counted in rows, so it means the same to all world sizes."""
+    """A run's state. It counts the place in the data in rows, so that any world size can resume it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -233,13 +235,13 @@ class State(dcp.stateful.Stateful):
     place: dict[str, int]
 
     def state_dict(self) -> dict[str, Any]:
-        """For `dcp.save`; and for `dcp.load`, which reads into it."""
+        """Called by `dcp.save`, and by `dcp.load`, which reads into the returned tensors."""
         trained = states.StateDictOptions(ignore_frozen_params=True)
         model, optimizer = states.get_state_dict(self.model, self.optimizer, options=trained)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "place": self.place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by `dcp.load` with what it has read."""
+        """Called by `dcp.load` with the values that it has read."""
         read = {"model_state_dict": state_dict["model"], "optim_state_dict": state_dict["optimizer"]}
         states.set_state_dict(self.model, self.optimizer, **read, options=states.StateDictOptions(strict=False))
         self.scheduler.load_state_dict(state_dict["scheduler"])
@@ -247,11 +249,11 @@ class State(dcp.stateful.Stateful):
 
 
 def checkpoint_of(job: Job) -> Path | None:
-    """The newest complete checkpoint if one is to be resumed."""
+    """Returns the newest complete checkpoint with --resume, else None."""
     complete = [path for path in file_names.checkpoints(job.output_dir) if completeness.is_whole_dcp(path)]
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
-        raise UserError(what, why="a run resumes one, or begins where none is", fix="add or drop --resume")
+        raise UserError(what, why="a run resumes one, or begins in a folder without any", fix="add or drop --resume")
     return complete[-1] if complete else None
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with `Trainer` under whatever the Accelerate YAML says.
+"""Supervised fine-tuning with `Trainer`, with the engine and strategy of an Accelerate YAML.
 
 accelerate launch --config_file FILE.yaml train/sft.py \\
     --model_name_or_path MODEL --dataset_name DATA --output_dir runs/first
@@ -23,15 +23,15 @@ def main() -> None:
     model_args, data_args, training_args = arguments.parse()
     output = Path(training_args.output_dir)
 
-    with together.Peers(training_args.ddp_timeout) as ranks:  # which end together if one fails, or was told otherwise
+    with together.Peers(training_args.ddp_timeout) as ranks:  # all ranks end if one fails or has other settings
         ranks.compare("arguments", together.of_arguments(model_args, data_args, training_args))
         checkpoint = resuming.chosen(training_args)
         atomic_files.check_writable(output)
         training.begin(training_args)
-        given = run_record.arguments_of(model_args, data_args, training_args)
-        record = run_record.RunRecord(output, given, first_rank=training_args.process_index == 0)
+        arguments_used = run_record.arguments_of(model_args, data_args, training_args)
+        record = run_record.RunRecord(output, arguments_used, first_rank=training_args.process_index == 0)
 
-        # Data: one rank per node tokenizes on all cores, the others read its cache
+        # Data: one rank per node tokenizes on all cores, and the others read its cache
         tokenizer = load_model.load_tokenizer(model_args)
         chat_template.use_template(tokenizer, data_args.chat_template_path)
         tokens, longest = tokenize(tokenizer, data_args, training_args)
@@ -53,14 +53,14 @@ def main() -> None:
             data_collator=collator,
             history=history,
         )
-        if data_args.packing:  # after the check of the sharding: a forward pass leaves FSDP's root gathered
+        if data_args.packing:  # runs after the sharding check: a forward pass leaves FSDP's root unit gathered
             trainer.add_callback(batching.IsolationCheck(collator))
         record.begin(trainer.report.plan())
     record.lap("model")
 
     # Train
     try:
-        with load.reading(data_args.dataset_name):  # a stream may break only now
+        with load.reading(data_args.dataset_name):  # streams are read during training
             trainer.train(resume_from_checkpoint=checkpoint)
     except Diverged:
         record.trained(history.account(trainer.state.global_step))
@@ -86,14 +86,14 @@ def main() -> None:
 def tokenize(
     tokenizer: Any, data_args: DataArguments, training_args: arguments.SftArguments
 ) -> tuple[dict[str, Any], int]:
-    """The rows to train on and to evaluate on, and the length of the longest that is known: a stream's come later."""
-    wanted = {"train": data_args.dataset_train_split}
+    """Returns the training and evaluation rows, and the longest known length; a stream's lengths are unknown."""
+    split_names = {"train": data_args.dataset_train_split}
     if training_args.eval_strategy != "no":
-        wanted["test"] = data_args.dataset_test_split
+        split_names["test"] = data_args.dataset_test_split
     tokens, longest = {}, 0
     with training_args.main_process_first(desc="tokenizing"), load.reading(data_args.dataset_name):
         splits = load.load(data_args.dataset_name, data_args.dataset_config, streaming=data_args.streaming)
-        for role, name in wanted.items():
+        for role, name in split_names.items():
             rows = load.split(splits, name)
             if data_args.streaming and role == "train":
                 tokens[role] = tokenizing.stream(rows, tokenizer, data_args, training_args.seed)

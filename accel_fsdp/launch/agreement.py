@@ -1,7 +1,7 @@
-"""What the machines of a job must have been told alike, and the comparison of it before anything is trained.
+"""Compares the settings that all machines of a job must share, before anything is trained.
 
-Each member (a launcher, a rank) leaves its settings in the store at which the job meets. The first one compares them,
-and all members of a job that differs end with the same table.
+Each member (a launcher, a rank) puts its settings into the job's store. The first one compares them, and if they
+differ, all members end with the same table.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ LIBRARIES = (
     *("deepspeed", "bitsandbytes", "liger-kernel", "flash-attn", "torchao", "triton"),
 )
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""The packages that torch's wheels bring it in."""
+"""The packages with NCCL that torch's wheels depend on."""
 VARIABLES = re.compile(
     r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|CUBLAS|CUBLASLT|CUDNN|TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|DS|LIGER"
     r"|FLASH_ATTENTION|ROCBLAS|HIPBLASLT|MIOPEN|TRITON)_\w+"
@@ -44,9 +44,9 @@ OWN_VARIABLES = re.compile(
     r"\w+_(DIR|PATH|HOME|FILE|ADDR|PORT|ACCELERATOR)|\w*(CACHE|LOG|DEBUG)\w*|ACCELERATE_(TORCH_DEVICE|ENABLE_RICH)"
     r"|TORCHINDUCTOR_COMPILE_THREADS|DS_BUILD_\w+"
 )
-"""Of those, variables that may differ between machines: paths, caches, logs, devices."""
+"""Exceptions, which may differ between machines: paths, caches, logs, devices."""
 CONFIG_FILES = ("ACCELERATE_DEEPSPEED_CONFIG_FILE",)
-"""Variables that name a file, whose content is compared."""
+"""Variables that name a file; its content is compared."""
 OWN_ARGUMENTS = re.compile(
     r"(out|output|log|logs|logging|cache|tmp|temp|scratch)|(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)"
     r"_(dir|path|folder|root|file)"
@@ -58,13 +58,13 @@ OWN_ARGUMENTS = re.compile(
 )
 """Arguments that may differ between machines: places, logs, trackers, how fast data are read, how long to wait."""
 SECRET_FLAGS = re.compile(r"([\w.]*[_.])?(token|password|secret|key)")
-"""Flags whose values are compared and not shown."""
+"""Flags whose values are compared, but not shown."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
-"""The variable that names, on any machine, what else may differ."""
+"""The variable that names, on any machine, other settings that may differ."""
 NAMED = ("arguments", "environment", "versions")
-"""Groups of which the variable names one thing; of others it names the group."""
+"""Groups whose settings the variable names one by one; of other groups it names the whole group."""
 SHOWN_NAMES = 6
-"""Of each group: thousands of tensors may differ."""
+"""At most, of each group: thousands of tensors may differ."""
 SHOWN_MACHINES = 4
 LONGEST_VALUE = 60
 POLL_SECONDS, LEAVE_SECONDS = 0.05, 10.0
@@ -72,7 +72,7 @@ POLL_SECONDS, LEAVE_SECONDS = 0.05, 10.0
 
 @dataclass(frozen=True)
 class Member:
-    """One of those that compare: its number among them, and its machine."""
+    """A process that takes part in the comparison: its number and its machine."""
 
     number: int
     machine: int
@@ -87,7 +87,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Difference:
-    """A name under which there are several values, and the numbers of those who hold each."""
+    """A setting with several values, and the numbers of the members that have each."""
 
     group: str
     name: str
@@ -95,8 +95,8 @@ class Difference:
 
 
 def differences(settings: Mapping[int, Settings]) -> list[Difference]:
-    """The names whose values differ, with who holds which; a group that somebody hasn't is not compared with theirs."""
-    found = []
+    """The settings whose values differ; a group is compared among the members that have it."""
+    different = []
     for group in dict.fromkeys(group for own in settings.values() for group in own):
         tables = {number: own[group] for number, own in settings.items() if group in own}
         for name in dict.fromkeys(name for table in tables.values() for name in table):
@@ -104,12 +104,12 @@ def differences(settings: Mapping[int, Settings]) -> list[Difference]:
             for number, table in tables.items():
                 values.setdefault(_shown(table.get(name)), []).append(number)
             if len(values) > 1:
-                found.append(Difference(group, name, values))
-    return found
+                different.append(Difference(group, name, values))
+    return different
 
 
 def _shown(value: Any) -> str:
-    """In full: two long values may differ at their ends alone."""
+    """The value as text, in full: two long values may differ at their ends alone."""
     if isinstance(value, float):
         return f"{value:.12g}"
     return "none" if value is None or value == "" else str(value)
@@ -119,8 +119,8 @@ def _shown(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = versions_of((*LIBRARIES, *NCCL))
-    return {"accel-fsdp": __version__} | {"nccl" if name in NCCL else name: found[name] for name in found}
+    installed = versions_of((*LIBRARIES, *NCCL))
+    return {"accel-fsdp": __version__} | {"nccl" if name in NCCL else name: installed[name] for name in installed}
 
 
 def is_compared(variable: str) -> bool:
@@ -134,7 +134,7 @@ def is_own(argument: str) -> bool:
 
 
 def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
-    """What is known of a job on this machine, whatever its script is: `variables` are those of its ranks."""
+    """The settings of a job with any script, on this machine; `variables` are those of its ranks."""
     plain = {name: _portable(value) for name, value in variables.items() if is_compared(name)}
     files = {name: digest_of(Path(value)) for name, value in variables.items() if name in CONFIG_FILES}
     return {
@@ -146,49 +146,49 @@ def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()
 
 
 def digest_of(content: Path | bytes) -> str:
-    """A short hash of bytes, or of a file's; of a file that can't be read, that it is missing."""
+    """A short hash of bytes or of a file's content; "missing" for a file that can't be read."""
     try:
-        found = content if isinstance(content, bytes) else content.read_bytes()
+        data = content if isinstance(content, bytes) else content.read_bytes()
     except OSError:
         return "missing"
-    return hashlib.sha256(found).hexdigest()[:16]
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found.update({f"{name}.{key}": inner for key, inner in flat(value).items()})
+            flattened.update({f"{name}.{key}": inner for key, inner in flat(value).items()})
         else:
-            found[name] = value if value is None or isinstance(value, (str, int, float)) else str(value)
-    return found
+            flattened[name] = value if value is None or isinstance(value, (str, int, float)) else str(value)
+    return flattened
 
 
 def flags_of(words: Sequence[str]) -> dict[str, str]:
-    """The arguments of a script by flag, or by the name before `=`, without those that are each machine's own."""
-    found: dict[str, list[str]] = {}
+    """The arguments of a script by flag, or by the name before `=`, without those that may differ."""
+    values_of: dict[str, list[str]] = {}
     flag = "arguments"
     for word in words:
         name, _, value = word.partition("=")
         if re.match(r"--?[A-Za-z]", word):
             flag = name if name.startswith("--") else word
-            found.setdefault(flag, []).extend([value] if value and flag == name else [])
+            values_of.setdefault(flag, []).extend([value] if value and flag == name else [])
         elif value and re.fullmatch(r"[A-Za-z_][\w.]*", name):
-            found.setdefault(name, []).append(value)
+            values_of.setdefault(name, []).append(value)
         else:
-            found.setdefault(flag, []).append(word)
-    told = {flag: " ".join(map(_portable, values)) or "given" for flag, values in found.items()}
+            values_of.setdefault(flag, []).append(word)
+    joined = {flag: " ".join(map(_portable, values)) or "given" for flag, values in values_of.items()}
     return {
         flag: digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
-        for flag, value in told.items()
+        for flag, value in joined.items()
         if not is_own(flag)
     }
 
 
 def _portable(value: str) -> str:
-    """A value as another machine would have it: of each path the last part, and no host name.
+    """A value without what differs between machines: paths become their last parts, this host's name becomes HOST.
 
-    A host that is called by a plain word, such as train, stays: the word may mean something else.
+    A host name that is a plain word, such as train, stays: the word may mean something else.
     """
     host = socket.gethostname()
     text = re.sub(rf"\b{re.escape(host)}\b", "HOST", value) if re.search(r"[\d.-]", host) else value
@@ -207,7 +207,7 @@ def _key(name: str) -> str:
 
 
 class Differs(UserError):
-    """Raised by all members alike; `lines` are those of a table."""
+    """Raised by all members alike; `lines` make the table."""
 
     def __init__(self, what: str, *, why: str, fix: str, lines: Sequence[str] = ()) -> None:
         super().__init__(what, why=why, fix=fix)
@@ -221,12 +221,12 @@ class Differs(UserError):
 def compare(
     store: "Store", name: str, own: Member, members: int, settings: Settings, seconds: float, wait: str = ""
 ) -> None:
-    """Goes on if all members were told the same. Call on all of them; `name` is that of one comparison.
+    """Compares the settings of all members. Call on all of them; `name` names this comparison in the store.
 
     `wait` is what to type for more than these seconds.
 
     Raises:
-        Differs: they differ, or not all come in time.
+        Differs: the settings differ, or some members don't come in time.
         UserError: the store is gone.
     """
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -257,28 +257,28 @@ def compare(
 
 
 def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -> dict[str, Any]:
-    """The error of all, and the numbers of those who will hear it; empty where the members agree."""
+    """The error of all members, and the numbers of those who will read it; empty if the settings agree."""
     came, deadline = list[Member](), time.monotonic() + seconds
     for number in range(members):
         while not (here := store.check([f"{name}/{number}"])) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)  # not store.wait, which prints a warning when its time is over
+            time.sleep(POLL_SECONDS)  # not store.wait, which prints a warning after its timeout
         came += [Member(**json.loads(store.get(f"{name}/{number}")))] if here else []
-    numbers = [one.number for one in came]
+    numbers = [member.number for member in came]
     if len(came) < members:
         what = f"{len(came)} of {counted(members, 'process', 'processes')} came to compare settings"
         why = f"the others have ended, or are {seconds:.0f} s behind machine {_places(came, by_rank=True)}"
         fix = f"look at the logs of all machines{wait}"
         return {"what": what, "why": why, "fix": fix, "members": numbers}
-    first = {one.digest: one.number for one in reversed(came)}
+    first = {member.digest: member.number for member in reversed(came)}
     if len(first) == 1:
         return {}
-    told = {number: json.loads(store.get(f"{name}/settings/{digest}")) for digest, number in first.items()}
-    allowed = {one for member in came for one in member.may_differ}
-    odd = [one for one in differences(told) if _key(one.name) not in allowed and _key(one.group) not in allowed]
+    settings = {number: json.loads(store.get(f"{name}/settings/{digest}")) for digest, number in first.items()}
+    allowed = {key for member in came for key in member.may_differ}
+    odd = [diff for diff in differences(settings) if _key(diff.name) not in allowed and _key(diff.group) not in allowed]
     if not odd:
         return {}
-    holders = {number: [one for one in came if one.digest == digest] for digest, number in first.items()}
-    named = list(dict.fromkeys(_key(one.name) if one.group in NAMED else one.group for one in odd))
+    holders = {number: [member for member in came if member.digest == digest] for digest, number in first.items()}
+    named = list(dict.fromkeys(_key(diff.name) if diff.group in NAMED else diff.group for diff in odd))
     names = ",".join(named[:SHOWN_NAMES]) + (",..." if len(named) > SHOWN_NAMES else "")
     return {
         "what": "the machines of this job were told different things",
@@ -291,22 +291,22 @@ def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -
 
 
 def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -> list[str]:
-    """A line for each value of each name, the value of the first machine first."""
+    """A line for each value of each setting, the value of the first machine first."""
     rows, shown, left = [("what", "value", "machine")], dict[str, int](), dict[str, int]()
-    for one in odd:
-        shown[one.group] = shown.get(one.group, 0) + 1
-        if shown[one.group] > SHOWN_NAMES:
-            left[one.group] = left.get(one.group, 0) + 1
+    for diff in odd:
+        shown[diff.group] = shown.get(diff.group, 0) + 1
+        if shown[diff.group] > SHOWN_NAMES:
+            left[diff.group] = left.get(diff.group, 0) + 1
             continue
-        told = {
-            value: sorted((m for number in one.values[whole] for m in holders[number]), key=lambda m: m.machine)
-            for value, whole in zip(_shortened(list(one.values)), one.values, strict=True)
+        holders_of = {
+            value: sorted((m for number in diff.values[whole] for m in holders[number]), key=lambda m: m.machine)
+            for value, whole in zip(_shortened(list(diff.values)), diff.values, strict=True)
         }
-        by_rank = len({m.place for members in told.values() for m in members}) < sum(
-            len({m.place for m in members}) for members in told.values()
+        by_rank = len({m.place for members in holders_of.values() for m in members}) < sum(
+            len({m.place for m in members}) for members in holders_of.values()
         )
-        name = f"{one.group}: {one.name}"
-        for value, members in sorted(told.items(), key=lambda item: item[1][0].machine):
+        name = f"{diff.group}: {diff.name}"
+        for value, members in sorted(holders_of.items(), key=lambda item: item[1][0].machine):
             rows.append((name, value, _places(members, by_rank)))
             name = ""
     rows += [(f"{group}: {count} more", "", "") for group, count in left.items()]
@@ -315,7 +315,7 @@ def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -
 
 
 def _places(members: Sequence[Member], by_rank: bool) -> str:
-    """Machines, or ranks where those of one machine differ."""
+    """Names the machines, or the ranks if those of one machine differ."""
     named = list(dict.fromkeys(f"{m.place} rank {m.number}" if by_rank else m.place for m in members))
     more = len(named) - SHOWN_MACHINES
     return ", ".join(named[:SHOWN_MACHINES]) + (f" and {more} more" if more > 0 else "")

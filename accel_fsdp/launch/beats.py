@@ -1,6 +1,6 @@
-"""What ranks tell each other through the job's store while they train: signs of life, and why one of them ends.
+"""The messages of ranks to each other through the job's store: signs of life, and why one of them ends.
 
-The store's client of the main thread is held while that thread waits in it, so all this goes over a client of its own.
+They use a separate client of the store: the main thread's client is locked while that thread waits in it.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ RELIES_ON = (
     Internal("torch.distributed:Store.clone"),
 )
 GONE, STOPPED, COMPUTES, DEBUGGED = "gone", "stopped", "computes", "debugged"
-"""What a rank sees of the process of another one on its host."""
+"""States of another rank's process on the same host."""
 
 
 @dataclass(frozen=True)
 class Beat:
     """A sign of life. `idle` and `still` are seconds: since the last finished step, and at the same instruction.
 
-    `doing` is empty in a step. `step` is None where steps aren't known: then `quiet` counts the seconds without
-    computing or reading, and `allowed` is how long the `collective` that it waits in may take. `address`: where other
-    machines reach this one. `mates` tells what this rank sees of silent ones on its host.
+    `doing` is empty in a step. `step` is None if steps aren't known: then `quiet` counts the seconds without
+    computing or reading, and `allowed` is the timeout of the `collective` that it waits in. `address`: where other
+    machines reach this one. `mates`: the states of the silent ranks on its host.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Beat:
 
     @property
     def standing(self) -> float:
-        """Seconds without anything done, where steps aren't known. On a GPU a rank that waits may seem to compute."""
+        """Seconds without activity, if steps aren't known. A rank that waits for a GPU may seem to compute."""
         return self.still if self.collective else min(self.still, self.quiet)
 
     def __str__(self) -> str:
@@ -64,9 +64,9 @@ class Beat:
 
 
 def own_beat(rank: int) -> Beat:
-    """The first one of this process. `machine` is the same for those whose processes it sees."""
+    """The first beat of this process. Ranks with the same `machine` see each other's processes."""
     host = machine = socket.gethostname()
-    with contextlib.suppress(OSError):  # which aren't there but on Linux
+    with contextlib.suppress(OSError):  # these files exist on Linux only
         machine += os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text()
     main, address = LaunchEnvironment.now().main_address, ""
     with contextlib.suppress(OSError, UnicodeError):
@@ -75,16 +75,16 @@ def own_beat(rank: int) -> Beat:
 
 
 def store_of_job(prefix: str) -> Any:
-    """A client of its own for the store of this job; of a process alone, a store of its own."""
+    """A separate client of this job's store; for a single process, a local store."""
     store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
     return dist.PrefixStore(prefix, store.clone() if store else dist.HashStore())  # type: ignore[attr-defined]
 
 
 class Board:
-    """The place where ranks read what the others wrote; each call goes to the job's store.
+    """Reads and writes the messages of all ranks in the job's store.
 
-    Calls raise `torch.distributed.DistError`, or a RuntimeError, where that has gone. Where its machine is off, they
-    last for many minutes.
+    Calls raise `torch.distributed.DistError`, or a RuntimeError, if the store has gone. If its machine is off, they
+    block for many minutes.
     """
 
     def __init__(self, rank: int, ranks: int, prefix: str) -> None:
@@ -92,25 +92,25 @@ class Board:
         self._store = store_of_job(f"{prefix}/{LaunchEnvironment.now().restarts}")
 
     def put(self, beat: Beat, stack: str) -> None:
-        """Shows this rank's sign of life, and where it stands."""
+        """Publishes this rank's sign of life and its stack."""
         self._store.set(f"stack/{self.rank}", stack)
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def beats(self) -> list[Beat]:
-        """The last one of each rank; none until all have shown one."""
+        """The last beat of each rank; empty until all have published one."""
         keys = [f"beat/{rank}" for rank in range(self.ranks)]
         return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)] if self._store.check(keys) else []
 
     def stacks(self) -> dict[int, str]:
-        """Where all ranks stood when they gave their last signs."""
+        """The stacks of all ranks at their last signs."""
         return self._of_ranks("stack")
 
     def put_words(self, words: Mapping[str, Any]) -> None:
-        """The last that this rank tells."""
+        """Publishes this rank's last report."""
         self._store.set(f"words/{self.rank}", json.dumps(words))
 
     def words(self) -> dict[int, dict[str, Any]]:
-        """The last of those that have told it."""
+        """The last reports that ranks have published."""
         return {rank: json.loads(text) for rank, text in self._of_ranks("words").items()}
 
     def _of_ranks(self, kind: str) -> dict[int, str]:
@@ -120,9 +120,9 @@ class Board:
         return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
 
     def agree(self, name: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Says something that one rank alone can say for all: the first one's content, which may be another's."""
-        found: dict[str, Any] = json.loads(self._store.compare_set(name, "", json.dumps(content)))
-        return found
+        """Publishes content that one rank sets for all; returns that of the first rank, which may be another one."""
+        agreed: dict[str, Any] = json.loads(self._store.compare_set(name, "", json.dumps(content)))
+        return agreed
 
     def agreed(self, name: str) -> dict[str, Any] | None:
         return json.loads(self._store.get(name)) if self._store.check([name]) else None

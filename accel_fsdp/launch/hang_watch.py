@@ -1,7 +1,7 @@
-"""Watches from inside each rank that a job goes on; ends one that hangs, or whose host is lost, and says where.
+"""Watches a job from inside each rank, and ends one that hangs or has lost a host, with a report of where.
 
-Two threads do it. One talks to the job's store, which may take for ever where its machine is off; the other looks
-every second whether the first one still gets answers, and where the main thread stands.
+Two threads do it. One talks to the job's store, which may block for ever if its machine is off; the other checks
+every second whether the first one still gets answers, and where the main thread is.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import hangs, rendezvous
 from accel_fsdp.launch.beats import GONE, STOPPED, Beat, Board, Mates, own_beat
-from accel_fsdp.launch.hangs import Patience, Seen, Told
+from accel_fsdp.launch.hangs import LastSeen, Patience, Seen
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 BEAT_SECONDS = 2.0
 RANKS_PER_SECOND = 100
-"""Signs of life that a store is to take: each rank reads those of all."""
+"""Signs of life that the store has to handle: each rank reads those of all."""
 LOST_BEATS = 3
-"""Signs that are missing from a rank that surely has gone, once a collective says that one has."""
+"""A rank counts as gone after this many missing signs, once a collective has failed."""
 DISK_SECONDS = 3.0
-"""How long the disk is asked for the newest checkpoint: one that hangs may be the reason for it all."""
+"""How long to wait for the disk to name the newest checkpoint: a hanging disk may be the cause of the hang."""
 RECORDS = "hang"
 """The folder in `output_dir` for torch's flight recorder, which `torchfrtrace` reads."""
 NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
@@ -43,12 +43,12 @@ NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
 
 
 class Watch:
-    """Its threads run from `begin` to `end`. Without an `output_dir` nothing is known of checkpoints."""
+    """Its threads run from `begin` to `end`. Without an `output_dir`, reports name no checkpoint."""
 
     advice = ""
     """The flag that sets how long ranks may take."""
     prefix = "accel_fsdp/hang"
-    """Of this watch's keys in the job's store."""
+    """The prefix of this watch's keys in the job's store."""
 
     def __init__(self, patience: Patience, output_dir: Path | None = None) -> None:
         self.patience, self.output_dir = patience, output_dir
@@ -65,7 +65,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def begin(self, main: int | None = None) -> None:
-        """Begins to watch a thread of this process, else the one that calls. Call on all ranks."""
+        """Begins to watch a thread of this process, by default the calling one. Call on all ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.board, self._main = Board(self.rank, ranks, self.prefix), main or threading.get_ident()
         self.every = max(BEAT_SECONDS, ranks / RANKS_PER_SECOND)
@@ -77,11 +77,11 @@ class Watch:
             thread.start()
 
     def end(self) -> None:
-        """Ends the watch: from here on nothing ends this process."""
+        """Ends the watch: from here on it doesn't end this process."""
         self._over.set()
 
     def trained(self) -> None:
-        """Says for the other ranks that this one may end at any time."""
+        """Reports to the other ranks that this one may end at any time."""
         self._doing, self._since = hangs.AFTER, time.monotonic()
         if self.board is not None:
             with contextlib.suppress(RuntimeError, OSError):
@@ -106,9 +106,8 @@ class Watch:
 
     def _round(self, board: Board) -> None:
         began, before = time.monotonic(), self._last_round
-        if began - before > max(
-            self.patience.silence / 2, LOST_BEATS * self.every
-        ):  # it was stopped, or cut off: it knows nothing
+        longest = max(self.patience.silence / 2, LOST_BEATS * self.every)
+        if began - before > longest:  # this process was stopped or cut off, so what it knows is old
             self._forget()
         self._last_round = began
         board.put(*self._own())
@@ -120,12 +119,12 @@ class Watch:
                 self._stop(failure["what"])
         if agreed := board.agreed("verdict"):
             self._stop(agreed["what"])
-        if found := self.verdict():
-            self._stop(found)
+        if verdict := self.verdict():
+            self._stop(verdict)
 
     @property
     def _grace(self) -> float:
-        """Seconds for the main thread to see by itself that another rank has gone."""
+        """Seconds for the main thread to notice by itself that another rank has gone."""
         return 2 * LOST_BEATS * self.every
 
     def _own(self) -> tuple[Beat, str]:
@@ -145,9 +144,9 @@ class Watch:
         return beat, stand.stack if stand else ""
 
     def _looks(self) -> dict[str, str]:
-        """What this rank sees of silent ones on its machine."""
-        silent = (one.beat for one in self.seen.values() if one.silent > self.patience.silence / 2)
-        return {str(one.rank): self._mates.look(one.pid) for one in silent if one.machine == self._first.machine}
+        """The states of the silent ranks' processes on this machine."""
+        silent = (peer.beat for peer in self.seen.values() if peer.silent > self.patience.silence / 2)
+        return {str(beat.rank): self._mates.look(beat.pid) for beat in silent if beat.machine == self._first.machine}
 
     def _read(self, board: Board, now: float) -> None:
         changed, seen = self._changed, dict[int, Seen]()
@@ -174,7 +173,7 @@ class Watch:
                 self._place, self._place_since = place, now
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
             still = min(now - self._place_since, now - self._since)
-            own = self._first.has_store  # by a launcher here, which somebody may have stopped for a while
+            own = self._first.has_store  # in a launcher here, which a user may have stopped for a while
             longest = self.patience.seconds(self._doing) if own else self.patience.silence
             self._looked(now)
             if waited >= longest and still >= self.patience.silence / 2 and self._needs_others():
@@ -188,32 +187,32 @@ class Watch:
         return True
 
     def _why_no_sign(self, own: bool) -> str:
-        """What is seen of the machine with the store, or of the launcher here that has it."""
+        """The state of the machine with the store, or of the launcher here that holds it."""
         if not own:
             launched = LaunchEnvironment.now()
-            return hangs.said_of_machine(rendezvous.answers(launched.main_address, launched.main_port))
+            return hangs.describe_machine(rendezvous.answers(launched.main_address, launched.main_port))
         stopped = Mates().look(os.getppid()) == STOPPED
         return ": a signal has stopped the launcher here" if stopped else ": the launcher here doesn't answer"
 
     def _of_store(self) -> str:
         """The host of the job's store, with its ranks."""
-        has = next((one.beat for one in self.seen.values() if one.beat.has_store), None)
+        has = next((peer.beat for peer in self.seen.values() if peer.beat.has_store), None)
         if has is None:
             return f"{LaunchEnvironment.now().main_address}, where the job's store is"
-        ranks = [rank for rank, one in self.seen.items() if one.beat.machine == has.machine]
+        ranks = [rank for rank, peer in self.seen.items() if peer.beat.machine == has.machine]
         return f"{has.host} ({hangs.ranks_words(ranks)}), where the job's store is"
 
     # The main thread, when its work has failed
 
     def tell(self, error: BaseException) -> None:
-        """Says for the other ranks that this one has failed, and ends the watch."""
+        """Reports to the other ranks that this one has failed, and ends the watch."""
         if self.board is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
-            said = in_a_line(error)
+            reason = in_a_line(error)
             with contextlib.suppress(RuntimeError, OSError):
                 beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
                 self.board.put_words({"record": "", "beat": dataclasses.asdict(beat), "stack": stack, "failed": True})
-            self._blame(f"rank {self.rank} of {self._first.host} failed: {said}", stack)
+            self._blame(f"rank {self.rank} of {self._first.host} failed: {reason}", stack)
         self.end()
 
     def _blame(self, what: str, stack: str = "") -> None:
@@ -222,21 +221,21 @@ class Watch:
             self.board.agree("failure", {"rank": self.rank, "what": what, "stack": stack})
 
     def culprit(self) -> tuple[str, str]:
-        """Which rank or host has gone, and the stack of one that failed; empty where nobody knows. Waits some seconds.
+        """Returns which rank or host has gone, and the stack if it failed; empty where unknown. Waits some seconds.
 
-        A collective has failed for want of a rank. One that raised has said so; another one gives no more signs. Ends
-        the watch.
+        Call after a failed collective. A rank that raised has reported it; a lost one gives no more signs. Ends the
+        watch.
         """
         if self.board is None:
             return "", ""
-        until, found = time.monotonic() + self._grace, ("", "")
-        while not any(found) and time.monotonic() < until:
-            found = self._known()
+        until, culprit = time.monotonic() + self._grace, ("", "")
+        while not any(culprit) and time.monotonic() < until:
+            culprit = self._known()
             time.sleep(0.2)
-        if found[0]:
-            self._blame(*found)
+        if culprit[0]:
+            self._blame(*culprit)
         self.end()
-        return found
+        return culprit
 
     def _known(self) -> tuple[str, str]:
         assert self.board is not None
@@ -248,23 +247,23 @@ class Watch:
         if self._store_is_gone:
             return f"no connection to {self._of_store()}", ""
         seen = dict(self.seen)
-        for rank, one in seen.items():
-            if rank != self.rank and one.beat.machine == self._first.machine:
-                state = Mates().look(one.beat.pid)
+        for rank, peer in seen.items():
+            if rank != self.rank and peer.beat.machine == self._first.machine:
+                state = Mates().look(peer.beat.pid)
                 if state in (GONE, STOPPED):
-                    return hangs.said_of_process(one, state), ""
+                    return hangs.describe_process(peer, state), ""
         gone = hangs.silent_ranks(seen, LOST_BEATS * self.every)
-        return (hangs.said_of_silent(gone, seen, machine_answers) if gone else ""), ""
+        return (hangs.describe_silent(gone, seen, machine_answers) if gone else ""), ""
 
     # The end
 
     def _stop(self, what: str) -> NoReturn:
-        """Ends this rank as all others do; the lowest that still gives signs collects what they tell."""
+        """Ends this rank, as all others do; the lowest that still gives signs collects and prints their reports."""
         board = self.board
         assert board is not None
         if self._over.is_set():
-            sys.exit()  # of this thread: the main one has seen it itself
-        told: dict[int, Told] = {}
+            sys.exit()  # ends this thread: the main one has noticed by itself
+        states: dict[int, LastSeen] = {}
         speaks = late = False
         try:
             late = board.agreed("said") is not None
@@ -274,77 +273,78 @@ class Watch:
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
             self._wait_for(lambda: living <= board.words().keys())
-            told = self._collected(board)
+            states = self._collected(board)
             speaks = self.rank == min(living) and not late
             if not speaks:
                 self._wait_for(lambda: board.agreed("said") is not None)
         except (RuntimeError, OSError):
             pass
         self._wake_stopped()
-        self._leave(what, told, speaks, silently=late)
+        self._leave(what, states, speaks, silently=late)
 
     def _wake_stopped(self) -> None:
-        """Lets ranks of this machine that a signal stopped go on, to end too: their launcher would wait for them."""
-        for one in self.seen.values():
-            here = one.beat.machine == self._first.machine and one.beat.pid != os.getpid()
-            if here and one.silent and Mates().look(one.beat.pid) == STOPPED:
+        """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
+        for peer in self.seen.values():
+            here = peer.beat.machine == self._first.machine and peer.beat.pid != os.getpid()
+            if here and peer.silent and Mates().look(peer.beat.pid) == STOPPED:
                 with contextlib.suppress(OSError):
-                    os.kill(one.beat.pid, signal.SIGCONT)
+                    os.kill(peer.beat.pid, signal.SIGCONT)
 
     def _wait_for(self, done: Callable[[], bool]) -> None:
         until = time.monotonic() + 2 * self.every + DISK_SECONDS
         while not done() and time.monotonic() < until:
             time.sleep(0.1)
 
-    def _collected(self, board: Board) -> dict[int, Told]:
-        last, said = board.stacks(), board.words()
-        told = {}
-        for rank, one in sorted(self.seen.items()):
-            if own := said.get(rank):
-                told[rank] = Told(**{**own, "beat": Beat(**own["beat"])})
+    def _collected(self, board: Board) -> dict[int, LastSeen]:
+        last, reports = board.stacks(), board.words()
+        states = {}
+        for rank, peer in sorted(self.seen.items()):
+            if own := reports.get(rank):
+                states[rank] = LastSeen(**{**own, "beat": Beat(**own["beat"])})
             else:
-                told[rank] = Told(one.beat, last.get(rank, ""), ago=one.silent)
-        return told
+                states[rank] = LastSeen(peer.beat, last.get(rank, ""), ago=peer.silent)
+        return states
 
     def _stop_alone(self, what: str) -> NoReturn:
-        """Where the store doesn't answer, a rank knows of no other any more. The lowest of a machine speaks."""
+        """Ends this rank when the store doesn't answer. The lowest rank of each machine reports."""
         beat, stack = self._own()
-        here = [one.beat for one in self.seen.values() if one.beat.machine == self._first.machine]
-        speaker = min(here, key=lambda one: one.rank, default=self._first)
+        here = [peer.beat for peer in self.seen.values() if peer.beat.machine == self._first.machine]
+        speaker = min(here, key=lambda neighbour: neighbour.rank, default=self._first)
         if speaker.rank != self.rank:
             self._wait_for(lambda: Mates().look(speaker.pid) == GONE)
         silently = speaker.rank != self.rank and Mates().look(speaker.pid) == GONE
-        self._leave(what, {self.rank: Told(beat, stack, _record())}, speaks=not silently, silently=silently)
+        self._leave(what, {self.rank: LastSeen(beat, stack, _record())}, speaks=not silently, silently=silently)
 
-    def _leave(self, what: str, told: dict[int, Told], speaks: bool, silently: bool = False) -> NoReturn:
-        error = self._error(what, told)
+    def _leave(self, what: str, states: dict[int, LastSeen], speaks: bool, silently: bool = False) -> NoReturn:
+        error = self._error(what, states)
         errors.tell_launcher(error)
-        first_here = min((rank for rank, one in told.items() if self._is_here(one)), default=self.rank) == self.rank
+        ranks_here = [rank for rank, state in states.items() if self._is_here(state)]
+        first_here = min(ranks_here, default=self.rank) == self.rank
         if (speaks or first_here) and not silently:
-            console.say(f"{error}\n{hangs.stacks(told)}" if speaks else str(error), lines=True)
-        if speaks and self.board is not None and len(told) > 1:
+            console.say(f"{error}\n{hangs.stacks(states)}" if speaks else str(error), lines=True)
+        if speaks and self.board is not None and len(states) > 1:
             with contextlib.suppress(RuntimeError, OSError):
                 self.board.agree("said", {})
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)
 
-    def _is_here(self, one: Told) -> bool:
-        return one.beat.machine == self._first.machine and one.ago is None
+    def _is_here(self, state: LastSeen) -> bool:
+        return state.beat.machine == self._first.machine and state.ago is None
 
-    def _error(self, what: str, told: dict[int, Told]) -> UserError:
+    def _error(self, what: str, states: dict[int, LastSeen]) -> UserError:
         folder = self.output_dir
         newest: Path | None = in_time(lambda: completeness.choose(folder).newest) if folder else None
         kept = f"; {newest} is the newest complete checkpoint" if newest else ""
         resume = "the same command with --resume_from_checkpoint true" if newest else "start again"
         return UserError(
             what,
-            why=f"{hangs.differences(told) or 'no rank can go on'}{kept}",
+            why=f"{hangs.differences(states) or 'no rank can go on'}{kept}",
             fix=f"mend the cause, then {resume}; {self.advice}",
         )
 
     def _keep_record(self) -> None:
-        """torch's own record of all collectives of this rank, for its tool."""
+        """Writes torch's record of this rank's collectives, for `torchfrtrace`."""
         dump, _ = newest_record("", pickle.loads) if self.output_dir else (b"", {})
         if dump and self.output_dir:
             folder = self.output_dir / RECORDS
@@ -353,28 +353,28 @@ class Watch:
 
 
 def machine_answers(beat: Beat) -> bool | None:
-    """Whether the machine of a rank takes a connection; None where its address isn't known."""
+    """Whether the machine of a rank takes a connection; None if its address is unknown."""
     return rendezvous.answers(beat.address, LaunchEnvironment.now().main_port) if beat.address else None
 
 
 def in_time(act: Callable[[], Any]) -> Any:
-    """What it returns; None where the disk takes too long, or refuses."""
-    found: list[Any] = []
+    """Returns the result of `act`; None if the disk takes too long or refuses."""
+    results: list[Any] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            found.append(act())
+            results.append(act())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(DISK_SECONDS)
-    return next(iter(found), None)
+    return next(iter(results), None)
 
 
 def _records(form: str) -> Iterator[bytes]:
-    """What torch's flight recorders hold, pickled or, with the form "_json", as JSON.
+    """The dumps of torch's flight recorders, pickled or, with the form "_json", as JSON.
 
-    A CUDA build has one for NCCL beside that of the other backends; torch 2.15 has one for each backend.
+    A CUDA build has a recorder for NCCL and one for all other backends; torch 2.15 has one for each backend.
     """
     from torch._C import _distributed_c10d as recorders
 
@@ -386,7 +386,7 @@ def _records(form: str) -> Iterator[bytes]:
 
 
 def newest_record(form: str, load: Callable[[bytes], Any]) -> tuple[bytes, dict[str, Any]]:
-    """The record with the latest collective, and that collective; both empty where none was recorded."""
+    """The record with the latest collective, and that collective; both empty if none was recorded."""
     newest: tuple[bytes, dict[str, Any]] = b"", {}
     for dump in _records(form):
         entries = load(dump).get("entries")
@@ -396,7 +396,7 @@ def newest_record(form: str, load: Callable[[bytes], Any]) -> tuple[bytes, dict[
 
 
 def _record() -> str:
-    """The last collective that torch has recorded, as the end of a sentence; empty where it records none."""
+    """The last collective that torch has recorded, as the end of a sentence; empty if it records none."""
     with contextlib.suppress(Exception):
         _, last = newest_record("_json", json.loads)
         if last:

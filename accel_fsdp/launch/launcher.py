@@ -1,4 +1,4 @@
-"""Starts a job through Accelerate's own launcher, with the failures that a user can read."""
+"""Starts a job through Accelerate's launcher, and reports failures in words that a user can act on."""
 
 import ast
 import contextlib
@@ -25,47 +25,47 @@ from accel_fsdp.launch_environment import MACHINE_RANK, MEETING, LaunchEnvironme
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
-"""How the launcher stops at what it can't use."""
+"""What the launcher raises for values that it can't use."""
 
 TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
-"""What torchrun has told the ranks itself."""
+"""The variables that torchrun sets for the ranks itself."""
 
 ON_CPU = str(Path(ranks.__file__).with_name("__main__.py"))
-"""What stands before a script that is to shard on CPU processes: a program that prepares them and then runs it."""
+"""The program that prepares CPU processes for sharding and then runs the script; it goes before the script's path."""
 
 WATCHED = str(Path(__file__).with_name("__main__.py"))
-"""What stands before a script that is watched: a program that runs it, as Python would."""
+"""The program that runs a script, as Python would, under the hang watch; it goes before the script's path."""
 BY_COLLECTIVES = "auto"
-"""In place of seconds: as long as collectives may take. Accelerate fails on an empty first argument of a script."""
+"""Stands for the timeout of collectives. Not an empty word: Accelerate fails on an empty first argument of a script."""
 
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
 """Values of `distributed_type` for which Accelerate calls torchrun."""
 
 TELL_SECONDS = 2.0
-"""To reach the other launchers, of which one may have ended."""
+"""How long to try to reach the other launchers, of which one may have ended."""
 
 C10D = "c10d"
-"""torchrun's rendezvous in which machines may come in any order."""
+"""torchrun's rendezvous in which machines may join in any order."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""What torchrun hands on to the ranks, and SLURM's warning, which would else end the launcher and not the ranks."""
+"""What torchrun forwards to the ranks, and SLURM's warning, which would otherwise end the launcher alone."""
 
 
 def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
-    """Accelerate's own parsed launch arguments for this YAML and script, on one machine or as the YAML says.
+    """Accelerate's parsed launch arguments for this YAML and script, on as many machines as the YAML says.
 
     Raises:
-        UserError: the YAML can't be read, or Accelerate's parser refuses it; there is no such script, or no Accelerate.
+        UserError: the YAML can't be read, Accelerate's parser refuses it, or the script or Accelerate is missing.
     """
     yaml_file.load(config_file)  # for errors that say where they are
     return parse(config_file, launcher_words(config_file, script, script_args))
 
 
 def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
-    """Accelerate's own parsed launch arguments of words for it.
+    """Parses the words of an `accelerate launch` command with Accelerate's parser.
 
     Raises:
-        UserError: Accelerate's parser refuses the YAML, or it isn't there.
+        UserError: Accelerate's parser refuses the YAML, or Accelerate is missing.
     """
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -75,7 +75,7 @@ def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
     except REFUSALS as error:
         raise _refused(config_file, error) from error
     if args.main_process_port is None and args.num_machines == 1:
-        args.main_process_port = 0  # a free port, so that two jobs on one machine don't meet
+        args.main_process_port = 0  # a free port, so that two jobs on one machine don't clash
     fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if named else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
     args.launcher_words, args.place = words, place
@@ -90,10 +90,10 @@ def launcher_words(
     place: Place = NOWHERE,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """What `accelerate launch` takes for a script that is there; `place` beside what the YAML's `values` say.
+    """The arguments of `accelerate launch` for this script, with what `place` says beyond the YAML's `values`.
 
     Raises:
-        UserError: there is no such script, or the place can't be one of this YAML's.
+        UserError: the script is missing, or the place doesn't fit the YAML.
     """
     if not script.is_file():
         raise UserError(
@@ -106,12 +106,12 @@ def launcher_words(
 
 
 def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
-    """What the YAML doesn't say of this machine's place.
+    """The flags for this machine's place that the YAML leaves open.
 
-    Several machines meet by c10d: it waits for those that come late, and the first tells where its rank 0 is reached.
+    Several machines meet by c10d: it waits for late machines, and the first announces the address of its rank 0.
 
     Raises:
-        UserError: DeepSpeed would start the other machines' ranks itself, which an engine does already.
+        UserError: DeepSpeed would start the other machines' ranks, which an engine does already.
     """
     words = [word for name, value in place.beside(values).items() for word in (f"--{name}", str(value))]
     section = values.get("deepspeed_config")
@@ -138,7 +138,7 @@ def _refused(config_file: Path, error: Exception) -> UserError:
 
 
 def environment(args: Any) -> dict[str, str]:
-    """The variables that Accelerate's launcher would set for the ranks, without those that are set already."""
+    """The variables that Accelerate's launcher would set for the ranks, except those that are set already."""
     from accelerate.utils import (
         check_cuda_p2p_ib_support,
         prepare_deepspeed_cmd_env,
@@ -174,7 +174,7 @@ def _has_torchruns_ranks(args: Any) -> bool:
 
 
 def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) -> None:
-    """Goes on if a rank that Ray starts will shard.
+    """Checks that a rank that Ray starts will shard.
 
     Raises:
         UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
@@ -184,16 +184,16 @@ def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) 
 
 
 def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
-    """The variables for a rank that torchrun or Ray started; those say how many processes and machines there are."""
+    """The variables for a rank of torchrun or Ray, which themselves set the numbers of processes and machines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = launcher_args(config_file, script, ())
-        args.num_machines, args.main_process_port = 1, 0  # else it would look for the port, which torchrun may hold
+        args.num_machines, args.main_process_port = 1, 0  # otherwise it checks the port, which torchrun may hold
         return {name: value for name, value in environment(args).items() if name not in TORCHRUNS}
 
 
 def _refuse_unsharded(args: Any) -> None:
-    """Stops where every rank would train the whole model alone: Accelerate has no FSDP, or DDP, without accelerator.
+    """Stops if every rank would train the whole model alone: without an accelerator, Accelerate runs no FSDP or DDP.
 
     Raises:
         UserError: there is no accelerator, and the script doesn't ask for `cpu.enable`.
@@ -213,7 +213,7 @@ def _refuse_unsharded(args: Any) -> None:
 
 
 def _runs_on_cpu(script: Path) -> bool:
-    """Whether a script imports what makes gloo on CPU an FSDP device: `accel_fsdp.cpu`, or what train/sft.py uses."""
+    """Whether a script imports `accel_fsdp.cpu` or `accel_fsdp.training`, which make gloo on CPU an FSDP device."""
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -226,18 +226,18 @@ def _runs_on_cpu(script: Path) -> bool:
 
 
 def _asks_for_cpu(args: Any) -> bool:
-    """Whether a script, or its arguments, ask Accelerate or Trainer for the CPU, on which plain DDP works."""
+    """Whether a script or its arguments ask Accelerate or Trainer for the CPU, on which plain DDP works."""
     text = Path(args.training_script).read_text(encoding="utf-8", errors="replace")
     return bool(re.search(r"cpu\s*=\s*True", text)) or "--use_cpu" in args.training_script_args
 
 
 def _check_ranks(args: Any) -> str:
-    """The address at which several machines meet, empty for one, if the ranks of this machine can start and share."""
+    """Checks that the ranks of this machine can start and shard; returns where machines meet, empty for one machine."""
     meeting = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
     if meeting:
         port = int(args.place.value("main_process_port", DEFAULT_PORT))
         rendezvous.check(meeting, port, int(args.place.value("machine_rank", 0)))
-    with warnings.catch_warnings():  # the launcher itself repeats them
+    with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         environment(copy.copy(args))
     _refuse_unsharded(args)
@@ -249,9 +249,9 @@ def command(words: list[str]) -> list[str]:
 
 
 def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = None) -> int:
-    """Runs the job and returns its exit code. The ranks say what went wrong; the launcher's traceback is dropped.
+    """Runs the job and returns its exit code. The ranks report what went wrong; the launcher's traceback is dropped.
 
-    Several machines wait so long for each other before any rank starts. A job that hangs ends after `hang_seconds`,
+    Machines wait for each other for `wait_seconds` before any rank starts. A job that hangs ends after `hang_seconds`,
     by default before torch would end it; 0: never.
 
     Raises:
@@ -266,7 +266,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     from accel_fsdp.launch import leaving  # with psutil, which the light installation lacks
 
     meeting = _check_ranks(args) if distributed(args) else ""
-    parsed = launch_command_parser().parse_args(args.launcher_words)  # to be validated once, or it counts as given
+    parsed = launch_command_parser().parse_args(args.launcher_words)  # fresh: validation fills in values as if given
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = SIGNALS
     if hang_seconds != 0 and _has_torchruns_ranks(args):
@@ -274,21 +274,21 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         words = [seconds, parsed.training_script, *parsed.training_script_args]
         parsed.training_script, parsed.training_script_args = WATCHED, words
     if meeting:
-        parsed.local_addr = rendezvous.own_address(meeting) or None  # else what its name is resolved to elsewhere
+        parsed.local_addr = rendezvous.own_address(meeting) or None  # otherwise its host name, resolved elsewhere
     if meeting and parsed.rdzv_backend == C10D:
         _meet(args, meeting, wait_seconds)
-    logging.disable(logging.ERROR)  # torchrun's account of which process it ended; this process logs nothing else
+    logging.disable(logging.ERROR)  # torchrun's report of which process it ended; this process logs nothing else
     try:
         with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
-            parsed.log_dir = parsed.log_dir or folder  # else torchrun leaves one of its own behind
+            parsed.log_dir = parsed.log_dir or folder  # otherwise torchrun leaves one behind
             with leaving.ends_after_its_ranks(Path(folder)) if meeting else contextlib.nullcontext():
                 launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        said = f"rank {rank} ended with exit code {failure.exitcode}"
-        print(f"accel-fsdp: {said}", file=sys.stderr)
+        failure_words = f"rank {rank} ended with exit code {failure.exitcode}"
+        print(f"accel-fsdp: {failure_words}", file=sys.stderr)
         if meeting:
-            _tell_failure(said)
+            _tell_failure(failure_words)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
@@ -298,30 +298,30 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     except (DistError, RendezvousError) as error:
         if not meeting:
             raise
-        said = f"the launchers of the machines lost each other at {meeting}: {first_line(error)}"
-        print(f"accel-fsdp: {said}", file=sys.stderr)
+        failure_words = f"the launchers of the machines lost each other at {meeting}: {first_line(error)}"
+        print(f"accel-fsdp: {failure_words}", file=sys.stderr)
         return 1
     return 0
 
 
 def _meet(args: Any, address: str, seconds: float) -> None:
-    """Waits until all machines have connected, and compares what each was told."""
+    """Waits until all machines have connected, and compares their settings."""
     place: Place = args.place
     own = roll_call.Machine.here(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
-    with warnings.catch_warnings():  # which the launcher itself repeats
+    with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         variables = {**os.environ, **environment(copy.copy(args))}
     words = [args.training_script, *args.training_script_args]
     script, *words = words[1:] if words[0] == ON_CPU else words
-    told = agreement.of_job(variables, Path(script), words)
+    settings = agreement.of_job(variables, Path(script), words)
     port = int(place.value("main_process_port", DEFAULT_PORT))
-    roll_call.attend(own, address, port, seconds, told)
+    roll_call.attend(own, address, port, seconds, settings)
     os.environ[MACHINE_RANK] = str(own.rank)  # torchrun numbers the machines by itself
     os.environ[MEETING] = f"{port} {address}"
 
 
 def _tell_failure(what: str) -> None:
-    """Says for the ranks of the other machines what has failed on this one, at the place where the launchers meet."""
+    """Reports this machine's failure to the ranks of the other machines, through the store where the launchers meet."""
     launch = LaunchEnvironment.now()
     address, port = launch.meeting
     if not address:

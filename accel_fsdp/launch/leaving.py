@@ -1,6 +1,6 @@
-"""The end of a launcher whose ranks have failed, where torch's own waits for a machine that is off.
+"""Ends a launcher whose ranks have failed, as torch's own would wait for a machine that is off.
 
-It asks the store at which the machines met, by a connection that nobody answers and nobody closes (torch 2.13).
+It would ask the store at which the machines met, over a connection that is neither answered nor closed (torch 2.13).
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from accel_fsdp import console
 from accel_fsdp.launch_environment import FAILURE_FILE
 
 LAUNCHER_SECONDS = 5.0
-"""How long torch's launcher may take to end once it has no rank any more."""
+"""How long torch's launcher may take to end once its last rank has ended."""
 RANKS_SECONDS = 45.0
-"""And once a rank has failed: it lets the others take 30 to end."""
+"""How long it may take once a rank has failed: it gives the others 30 to end."""
 
 
 @contextlib.contextmanager
 def ends_after_its_ranks(folder: Path) -> Iterator[None]:
-    """Ends this process with code 1, when a rank has failed, none is left, and the block doesn't return.
+    """Ends this process with code 1 if a rank has failed, all have ended, and the block doesn't return.
 
     The folder is for the failed rank's note, and is removed with the process.
     """
@@ -54,7 +54,7 @@ def _watch(note: Path, over: threading.Event) -> None:
 
 
 def _ranks() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if _runs(one)]
+    return [child for child in psutil.Process().children() if _runs(child)]
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -65,7 +65,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _longest() -> float:
-    """Unless the launcher was told to let its ranks take longer."""
+    """`RANKS_SECONDS`, or longer if the launcher's own variable lets ranks take longer."""
     with contextlib.suppress(ValueError):
         return RANKS_SECONDS - 30.0 + float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     return RANKS_SECONDS

@@ -1,6 +1,6 @@
-"""Where a launcher runs: which machine of how many, as flags, SLURM, Kubernetes, SkyPilot or dstack say it.
+"""Finds out which of how many machines a launcher runs on, from flags, SLURM, Kubernetes, SkyPilot or dstack.
 
-Each engine's variables are read here alone. The names are those of `accelerate launch`.
+Only this module reads the engines' variables. The names are those of `accelerate launch`.
 """
 
 import os
@@ -18,14 +18,14 @@ from accel_fsdp.units import counted
 
 SCONTROL_SECONDS = 30
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Of SLURM jobs: by their number, so that two of them on one machine don't meet; below what Linux gives away itself."""
+"""For SLURM jobs, by job number, so that two on a machine don't clash; below the ports that Linux hands out itself."""
 FLAGS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
-"""What a place consists of, as `accel-fsdp launch` and `accelerate launch` call it."""
+"""The parts of a place, by the names of `accel-fsdp launch` and `accelerate launch`."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """A value, and the variable, flag or key that it comes from. `at_most`: a flag may say less."""
+    """A value, and the variable, flag or key that it comes from. `at_most`: a flag may lower it."""
 
     value: Any
     source: str
@@ -34,7 +34,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Place:
-    """What is known of it, by the names of FLAGS; `engine` is empty where none says anything."""
+    """The known parts of a place, by the names of FLAGS; `engine` is empty if none has set variables."""
 
     engine: str = ""
     said: Mapping[str, Said] = field(default_factory=dict)
@@ -57,18 +57,18 @@ class Place:
 
 
 NOWHERE = Place()
-"""Nothing says anything: a launch on one machine."""
+"""No part is known: a launch on one machine."""
 
 
 def find(variables: Mapping[str, str]) -> Place:
-    """What the engine that started this process says.
+    """The place according to the engine that started this process.
 
     Raises:
-        UserError: a variable holds no number, or this process was started in a way that leaves machines out.
+        UserError: a variable isn't a number, or this process was started in a way that leaves machines out.
     """
     for engine, reader in ENGINES.items():
-        if found := reader(Variables(engine, variables)):
-            return Place(engine, found)
+        if values := reader(Variables(engine, variables)):
+            return Place(engine, values)
     return NOWHERE
 
 
@@ -76,48 +76,48 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     """The place of this launch: flags, else the engine, else the YAML's `values`.
 
     Raises:
-        UserError: a flag or the YAML contradicts the engine; several machines, and nothing says which of them this is.
+        UserError: a flag or the YAML contradicts the engine, or the rank of this machine among several is unknown.
     """
     by_flag = {name: Said(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None}
     in_file = {name: said for name in FLAGS if (said := _in_file(name, values.get(name), file)) is not None}
     if place.engine:
         for name in by_flag.keys() & place.said.keys():
             _refuse_contradiction(place, name, by_flag[name], "leave out the flag")
-    told = {**place.said, **by_flag}
-    for name in [one for one in FLAGS if one in in_file and one in told]:
-        _compare_with_file(place, name, told[name], in_file[name])
-    settled = Place(place.engine, {name: said for name in FLAGS if (said := told.get(name) or in_file.get(name))})
-    _check_rank(settled, told, in_file, file)
+    stated = {**place.said, **by_flag}
+    for name in [known for known in FLAGS if known in in_file and known in stated]:
+        _compare_with_file(place, name, stated[name], in_file[name])
+    settled = Place(place.engine, {name: said for name in FLAGS if (said := stated.get(name) or in_file.get(name))})
+    _check_rank(settled, stated, in_file, file)
     if isinstance(processes := settled.value("num_processes"), int):
         of_each(settled.machines, processes, ": accel-fsdp launch --num-processes N FILE SCRIPT")
     return settled
 
 
 def _in_file(name: str, value: Any, file: str) -> Said | None:
-    """What the YAML says; None where it says nothing that could be meant, which Accelerate's parser refuses."""
+    """The YAML's value; None if it is missing or of a wrong type, which Accelerate's parser refuses."""
     if name == "main_process_ip":
         return Said(value, file) if isinstance(value, str) and value else None
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     return Said(number, file) if isinstance(number, int) and not isinstance(number, bool) else None
 
 
-def _compare_with_file(place: Place, name: str, told: Said, in_file: Said) -> None:
-    """A flag replaces what the file says, but for the machine's number, where one of the two is another machine's.
+def _compare_with_file(place: Place, name: str, stated: Said, in_file: Said) -> None:
+    """A flag replaces the file's value, except for the machine's rank, where one of the two is another machine's.
 
     An address in a file may be an older job's. `accelerate config` writes machine_rank: 0 into files for all machines.
     """
-    if name in ("main_process_ip", "main_process_port") or told.value == in_file.value:
+    if name in ("main_process_ip", "main_process_port") or stated.value == in_file.value:
         return
     if name == "machine_rank":
         if in_file.value != 0:
             raise UsageError(
-                f"{told.source} {told.value}, and machine_rank: {in_file.value} in {in_file.source}",
+                f"{stated.source} {stated.value}, and machine_rank: {in_file.value} in {in_file.source}",
                 why="one of them is another machine's",
                 fix="remove machine_rank from the YAML, which all machines can then share",
             )
-    elif not told.source.startswith("--"):
+    elif not stated.source.startswith("--"):
         _refuse_contradiction(
-            place, name, in_file, f"{name}: {told.value} in the YAML, or {flag_words.flag_of(name)} {told.value}"
+            place, name, in_file, f"{name}: {stated.value} in the YAML, or {flag_words.flag_of(name)} {stated.value}"
         )
 
 
@@ -130,13 +130,13 @@ def _refuse_contradiction(place: Place, name: str, other: Said, fix: str) -> Non
     there = f"{other.source} {other.value}" if other.source.startswith("--") else f"{name}: {other.value}"
     where = "" if other.source.startswith("--") else f" in {other.source}"
     raise UserError(
-        f"{place.engine} says {name} {said.value} ({said.source}), and {there} stands{where or ' on the command line'}",
+        f"{place.engine} says {name} {said.value} ({said.source}), and {there} is{where or ' on the command line'}",
         why="some ranks would wait for others that never come, or each machine would train alone",
         fix=fix,
     )
 
 
-def _check_rank(settled: Place, told: Mapping[str, Said], in_file: Mapping[str, Said], file: str) -> None:
+def _check_rank(settled: Place, stated: Mapping[str, Said], in_file: Mapping[str, Said], file: str) -> None:
     machines, rank = settled.machines, settled.value("machine_rank")
     fix = f"accel-fsdp launch --machine-rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
     if rank is None and machines > 1:
@@ -145,7 +145,7 @@ def _check_rank(settled: Place, told: Mapping[str, Said], in_file: Mapping[str, 
             why="each would start as the first one, and wait for the others until a timeout",
             fix=fix,
         )
-    if rank is not None and not 0 <= rank < machines and ("machine_rank" in told or machines > 1):
+    if rank is not None and not 0 <= rank < machines and ("machine_rank" in stated or machines > 1):
         raise UsageError(
             f"{settled.said['machine_rank'].source} {rank} of {counted(machines, 'machine')}",
             why="the machines are numbered from 0",
@@ -154,7 +154,7 @@ def _check_rank(settled: Place, told: Mapping[str, Said], in_file: Mapping[str, 
 
 
 def of_each(machines: int, processes: int, fix: str) -> int:
-    """How many of the processes each machine starts; `fix` is what to do where they can't be shared out."""
+    """The number of processes that each machine starts; `fix` is what to type if they can't be divided evenly."""
     if processes % machines:
         raise UsageError(
             f"num_processes {processes} on {counted(machines, 'machine')}",
@@ -169,7 +169,7 @@ class Variables:
         self.engine, self.all = engine, variables
 
     def number(self, *names: str) -> Said | None:
-        """The first of them that is set."""
+        """The value of the first variable that is set."""
         said = self.text(*names)
         if said is None:
             return None
@@ -186,14 +186,14 @@ class Variables:
 
 
 def _known(**said: Said | None) -> dict[str, Said]:
-    return {name: one for name, one in said.items() if one is not None}
+    return {name: value for name, value in said.items() if value is not None}
 
 
-def _times(each: Said | None, machines: Said | None, at_most: bool = True) -> Said | None:
-    """Processes of all machines, a GPU each."""
-    if each is None or machines is None or not each.value:
+def _times(per_node: Said | None, machines: Said | None, at_most: bool = True) -> Said | None:
+    """The number of processes on all machines, one per GPU."""
+    if per_node is None or machines is None or not per_node.value:
         return None
-    return Said(each.value * machines.value, f"{each.source} x {machines.source}", at_most)
+    return Said(per_node.value * machines.value, f"{per_node.source} x {machines.source}", at_most)
 
 
 def _of_skypilot(variables: Variables) -> dict[str, Said]:
@@ -232,8 +232,8 @@ def _of_kubeflow(variables: Variables) -> dict[str, Said]:
             fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun train/sft.py --accelerate_config FILE ... "
             "--resume_from_checkpoint auto, which reads the same variables; or a number of machines",
         )
-    machines, each = variables.number("PET_NNODES"), variables.text("PET_NPROC_PER_NODE")
-    several = each is not None and each.value not in ("auto", "gpu", "cpu")  # words for what torchrun finds there
+    machines, per_node = variables.number("PET_NNODES"), variables.text("PET_NPROC_PER_NODE")
+    several = per_node is not None and per_node.value not in ("auto", "gpu", "cpu")  # torchrun counts devices for these
     return _known(
         num_machines=machines,
         num_processes=_times(variables.number("PET_NPROC_PER_NODE"), machines, at_most=False) if several else None,
@@ -244,7 +244,7 @@ def _of_kubeflow(variables: Variables) -> dict[str, Said]:
 
 
 def _of_pytorchjob(variables: Variables) -> dict[str, Said]:
-    """PyTorchJobs of older operators: WORLD_SIZE counts pods there, and RANK is the pod's. No rank of torchrun."""
+    """PyTorchJobs of older operators, where WORLD_SIZE counts pods and RANK is the pod's; not a rank of torchrun."""
     if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
         return {}
     return _known(
@@ -283,7 +283,7 @@ def _of_slurm(variables: Variables) -> dict[str, Said]:
 
 
 def _first_host(variables: Variables) -> Said | None:
-    """Of the step's machines. SLURM writes them short, n[1-4,7]; its own tool knows all that may stand there."""
+    """The step's first machine. SLURM shortens the list, as n[1-4,7]; scontrol expands every form of it."""
     hosts = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     if hosts is None or not re.search(r"[\[,]", hosts.value):
         return hosts
@@ -296,9 +296,9 @@ def _first_host(variables: Variables) -> Said | None:
 
 
 def _first_of(hosts: str) -> str:
-    """The first name of n[01-04,7],m1, where scontrol isn't there."""
-    found = re.match(r"(?P<before>[^\[,]*)(?:\[(?P<first>\d+)[^\]]*\](?P<behind>[^\[,]*))?", hosts)
-    return "".join(part or "" for part in found.group("before", "first", "behind")) if found else hosts
+    """The first name of n[01-04,7],m1, without scontrol."""
+    match = re.match(r"(?P<before>[^\[,]*)(?:\[(?P<first>\d+)[^\]]*\](?P<behind>[^\[,]*))?", hosts)
+    return "".join(part or "" for part in match.group("before", "first", "behind")) if match else hosts
 
 
 ENGINES: Mapping[str, Callable[[Variables], dict[str, Said]]] = {
@@ -308,9 +308,8 @@ ENGINES: Mapping[str, Callable[[Variables], dict[str, Said]]] = {
     "PyTorchJob": _of_pytorchjob,
     "SLURM": _of_slurm,
 }
-"""Who may have started this process. SkyPilot and dstack may run on top of the others, and then know best."""
+"""The engines that may have started this process. SkyPilot and dstack come first, as they may run on the others."""
 
 
 def now() -> Place:
-    """What the engine says that started this process."""
     return find(os.environ)

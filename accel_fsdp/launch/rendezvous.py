@@ -17,23 +17,23 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check(address: str, port: int, rank: int) -> None:
-    """Looks from this machine at what the launch of a job needs.
+    """Checks from this machine what the launch of a job needs.
 
     Raises:
-        UserError: there is no such network interface as a variable names; and as `check_place`.
+        UserError: a variable names a network interface that doesn't exist; and as `check_place`.
     """
     check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
     check_place(address, port, rank)
 
 
 def check_place(address: str, port: int, rank: int) -> None:
-    """Looks from this machine at the place where all of them meet, that of machine 0.
+    """Checks from this machine the address and port of machine 0, where all machines meet.
 
     Raises:
-        UserError: its name can't be resolved, or is this machine's own for all; its port is taken.
+        UserError: the name can't be resolved, or is a loopback address; the port is taken.
     """
     own = _resolved(address)
-    if all(ip_address(one).is_loopback for one in own):
+    if all(ip_address(ip).is_loopback for ip in own):
         raise UserError(
             f"{address} is {own[0]} on this machine, which no other machine reaches",
             why=f"{WAIT}; /etc/hosts may map a machine's own name so",
@@ -48,12 +48,12 @@ def check_place(address: str, port: int, rank: int) -> None:
 
 
 def is_own(address: str) -> bool:
-    """Whether it is one of this machine: only then a socket can be bound to it, and something listen there."""
+    """Whether this machine has the address: only then a socket can be bound to it."""
     try:
-        found = _look_up(address)
+        infos = _look_up(address)
     except (OSError, UnicodeError):
         return False
-    for family, kind, number, _, place in found:
+    for family, kind, number, _, place in infos:
         with closing(socket.socket(family, kind, number)) as probe:
             try:
                 probe.bind((place[0], 0))
@@ -64,7 +64,7 @@ def is_own(address: str) -> bool:
 
 
 def wait_for(address: str, port: int, seconds: float) -> str:
-    """Waits until somebody listens there; returns why nobody was reached, empty if somebody was."""
+    """Waits until the port takes a connection; returns why it didn't, empty if it did."""
     deadline, last = time.monotonic() + seconds, ""
     while True:
         try:
@@ -78,7 +78,7 @@ def wait_for(address: str, port: int, seconds: float) -> str:
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether the system of a machine takes a connection, or refuses it, which it does only while it runs."""
+    """Whether a machine takes or refuses a connection: its system does either only while it runs."""
     try:
         socket.create_connection((address, port), timeout=ANSWER_SECONDS).close()
     except OSError as error:
@@ -87,7 +87,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """The address with which this machine reaches another; empty where it doesn't. Nothing is sent."""
+    """The address with which this machine reaches another; empty if it can't. Nothing is sent."""
     for family, kind, number, _, place in _look_up(towards):
         with closing(socket.socket(family, kind, number)) as probe:
             try:
@@ -103,39 +103,39 @@ def _look_up(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a name is resolved to on this machine.
+    """The addresses to which this machine resolves a name.
 
     Raises:
-        OSError: it is unknown. UnicodeError: it can't be the name of a host.
+        OSError: the name is unknown. UnicodeError: it isn't a valid host name.
     """
-    return list(dict.fromkeys(str(found[4][0]).partition("%")[0] for found in _look_up(name)))
+    return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in _look_up(name)))
 
 
 def _resolved(address: str) -> list[str]:
     try:
         return addresses_of(address)
     except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
-        said = getattr(error, "strerror", None) or "it is no name of a host"
-        raise UserError(f"the name {address} is unknown on this machine: {said}", why=WAIT, fix=FIX_ADDRESS) from error
+        why = getattr(error, "strerror", None) or "it is no name of a host"
+        raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
 
 
 def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:
-    """Holds what variables name against the network interfaces that are there."""
+    """Compares the names in variables with the network interfaces of this machine."""
     for variable in INTERFACES:
-        for wanted in _wanted(variable, variables.get(variable, "")):
-            if not _named_by(variable, wanted, there):
+        for name in _wanted(variable, variables.get(variable, "")):
+            if not _named_by(variable, name, there):
                 raise UserError(
-                    f"{variable}={variables[variable]}: this machine has no interface {wanted.removeprefix('=')}",
+                    f"{variable}={variables[variable]}: this machine has no interface {name.removeprefix('=')}",
                     why=f"it has {', '.join(there)}",
                     fix=f"unset {variable}, or name an interface that each machine has",
                 )
 
 
 def chosen_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> dict[str, list[str]]:
-    """Of each variable that names interfaces, those that are there."""
+    """The existing interfaces that each variable names."""
     chosen = {
         variable: [
-            name for wanted in _wanted(variable, variables[variable]) for name in _named_by(variable, wanted, there)
+            name for pattern in _wanted(variable, variables[variable]) for name in _named_by(variable, pattern, there)
         ]
         for variable in INTERFACES
         if variable in variables
@@ -143,14 +143,14 @@ def chosen_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> dic
     return {variable: names for variable, names in chosen.items() if names}
 
 
-def _named_by(variable: str, wanted: str, there: Sequence[str]) -> list[str]:
-    begins = variable.startswith("NCCL") and not wanted.startswith("=")  # NCCL takes all that begin so
-    name = wanted.removeprefix("=")
-    return [one for one in there if (one.startswith(name) if begins else one == name)]
+def _named_by(variable: str, pattern: str, there: Sequence[str]) -> list[str]:
+    begins = variable.startswith("NCCL") and not pattern.startswith("=")  # NCCL takes all that begin so
+    name = pattern.removeprefix("=")
+    return [interface for interface in there if (interface.startswith(name) if begins else interface == name)]
 
 
 def _wanted(variable: str, value: str) -> list[str]:
-    """The interfaces that must be there: a ^ names those to leave out, and a name may have a port behind a colon."""
+    """The interfaces that must exist: a ^ names those to leave out, and a port may follow a name after a colon."""
     if value.startswith("^"):
         return []
     exact = "=" if value.startswith("=") and variable.startswith("NCCL") else ""

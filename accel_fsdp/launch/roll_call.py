@@ -1,4 +1,4 @@
-"""The machines of a job meet before ranks start, and say who has connected and who is missing.
+"""The machines of a job meet before ranks start, and report which have connected and which are missing.
 
 Machine 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
 """
@@ -19,18 +19,18 @@ from accel_fsdp.launch.store import Address, Board
 from accel_fsdp.units import counted
 
 SAY_SECONDS = 10.0
-"""Between two lines about what is waited for."""
+"""Between two lines about which machines are missing."""
 ASK_SECONDS = 0.2
 OPEN_SECONDS = 60.0
-"""Until a store is opened, or a machine that has connected has seen that all have."""
+"""Timeout for opening a store, and for a connected machine to confirm that all have connected."""
 OWN_SECONDS = 60.0
-"""How long a machine with another rank waits for machine 0 at an address that is its own."""
+"""How long a machine with another rank waits for machine 0 at its own address."""
 OTHER_SECONDS = 30.0
 """How long machine 0 tries to reach itself at an address that none of its interfaces has."""
 HEARD_SECONDS = 2.0
-"""How long machine 0 keeps the store open, for the others to read what it says."""
+"""How long machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
-"""The name of what ends the roll call, and its value once machine 0 lets ranks start."""
+"""The name of the value that ends the roll call, and its content if machine 0 lets ranks start."""
 FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which tells each its own"
 
 
@@ -51,10 +51,10 @@ class Machine:
 
 
 def attend(own: Machine, address: str, port: int, seconds: float, told: Settings) -> None:
-    """Waits until all machines have connected and compared what they were told, and the port is free again.
+    """Waits until all machines have connected and compared their settings, and the port is free again.
 
     Raises:
-        UserError: some didn't connect in time, two have one rank, or they were told different things.
+        UserError: some didn't connect in time, two have the same rank, or their settings differ.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -113,10 +113,10 @@ def _reach(own: Machine, address: str, port: int, seconds: float) -> Board:
         if not problem:
             return Address(address, port, hosts=False).open(OPEN_SECONDS)
         waited = time.monotonic() - began
-        said = f"machine 0 at {_endpoint(address, port)} has not been reached for {waited:.0f} s: {problem}{note}"
+        report = f"machine 0 at {_endpoint(address, port)} has not been reached for {waited:.0f} s: {problem}{note}"
         if waited >= limit:
-            raise UserError(said, why=_why_not_reached(problem, here), fix=FIX_RANKS if here else _FIX_REACH)
-        console.say(f"accel-fsdp: {said}")
+            raise UserError(report, why=_why_not_reached(problem, here), fix=FIX_RANKS if here else _FIX_REACH)
+        console.say(f"accel-fsdp: {report}")
 
 
 _FIX_REACH = "start machine 0, or look at what it printed; accel-fsdp doctor on both shows what is between them"
@@ -130,7 +130,7 @@ def _why_not_reached(problem: str, here: bool) -> str:
     return "nothing answers: often a firewall drops the port, or the address is another machine's"
 
 
-# Who is there
+# Which machines have connected
 
 
 def _key(rank: int) -> str:
@@ -157,13 +157,13 @@ def _call(board: Board, own: Machine, seconds: float, deadline: float) -> None:
 
 
 def _wait_for_all(board: Board, own: Machine, seconds: float, deadline: float) -> None:
-    began = said = time.monotonic()
+    began = last_report = time.monotonic()
     while True:
         if refusal := board.get(REFUSED):
             if own.rank == 0:
                 time.sleep(HEARD_SECONDS)
             raise _refusal(*refusal)
-        present = {rank: Machine(**told) for rank in range(own.machines) if (told := board.get(_key(rank)))}
+        present = {rank: Machine(**machine) for rank in range(own.machines) if (machine := board.get(_key(rank)))}
         if difference := _difference(present):
             _refuse(board, difference, "the same YAML and flags on all machines")
         if len(present) == own.machines:
@@ -175,14 +175,14 @@ def _wait_for_all(board: Board, own: Machine, seconds: float, deadline: float) -
             if own.rank == 0:
                 _refuse(board, late, fix)
             raise _refusal(late, fix)
-        if now - said >= SAY_SECONDS:
-            said = now
+        if now - last_report >= SAY_SECONDS:
+            last_report = now
             console.say(f"accel-fsdp: {_roll(present, own.machines)}, {now - began:.0f} s")
         time.sleep(ASK_SECONDS)
 
 
 def _part(board: Board, own: Machine) -> None:
-    """Machine 0 keeps the store until all have seen that they are complete; the others stay until it is closed."""
+    """Machine 0 keeps the store until all know that none is missing; the others stay until it is closed."""
     if own.rank:
         board.put(_seen_key(own.rank), True)
         with contextlib.suppress(RuntimeError):
@@ -196,7 +196,7 @@ def _part(board: Board, own: Machine) -> None:
     if quiet:
         gone = Machine(**board.get(_key(quiet[0])))
         _refuse(board, f"{gone} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
-    if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one is its sender's alone
+    if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one ends its sender alone
         time.sleep(HEARD_SECONDS)
         raise _refusal(*refusal)
 
@@ -209,7 +209,7 @@ def _roll(present: Mapping[int, Machine], machines: int) -> str:
 
 
 def _difference(present: Mapping[int, Machine]) -> str:
-    """What two of them were told differently; empty where it is the same."""
+    """The first setting in which two machines differ; empty if they agree."""
     first = next(iter(present.values()))
     for machine in present.values():
         for name in ("machines", "processes"):
@@ -220,7 +220,7 @@ def _difference(present: Mapping[int, Machine]) -> str:
 
 
 def _refuse(board: Board, what: str, fix: str = FIX_RANKS) -> NoReturn:
-    """Ends this machine's part, and that of all that still wait."""
+    """Ends the roll call for this machine and for all that still wait."""
     refusal = board.agree(REFUSED, [what, fix]) or [what, fix]
     time.sleep(HEARD_SECONDS)
     raise _refusal(*refusal)

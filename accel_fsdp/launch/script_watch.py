@@ -1,7 +1,7 @@
-"""The watch against hangs for a script of which nothing is known: do its ranks do anything, and do some wait?
+"""The watch against hangs for any script: it checks whether ranks do anything, and whether some wait.
 
-A rank does something as long as its main thread moves, or its processes compute, read or write. It waits for the others
-in a collective, as its stack says or, for what C++ and GPUs wait in, torch's record of collectives.
+A rank does something as long as its main thread moves, or its processes compute, read or write. Its stack shows
+whether it waits in a collective, or torch's record of collectives if C++ or a GPU waits.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ RELIES_ON = (
     Internal("torch.distributed.distributed_c10d:_get_default_group", ""),
 )
 SILENCE_SECONDS = 300.0
-"""C code of a script that nobody knows may hold Python's lock for long."""
+"""C code of an unknown script may hold Python's lock for long."""
 PART_OF_TIMEOUT = 0.9
-"""Of the time that the script's own process group gives a collective, after which torch ends it, and names no rank."""
+"""The share of the process group's own timeout, after which torch ends the job without naming a rank."""
 TORCHS_SECONDS = 1800.0
-"""What torch gives gloo."""
+"""torch's default timeout for gloo."""
 MEASURE_SECONDS = 10.0
-"""Between two measurements of a rank that stands still. They look at all processes of the machine."""
+"""Between two measurements of a rank that doesn't move. They look at all processes of the machine."""
 BUSY, BYTES_PER_SECOND = 0.05, 16_384
-"""The part of a core, and the bytes read and written, above which a rank does something."""
+"""The share of a core, and the bytes read and written, above which a rank counts as busy."""
 
 
 class ScriptWatch(Watch):
-    """Ends nothing that would go on: without `seconds`, ranks may wait nearly as long as their collectives allow."""
+    """Ends only jobs that torch would end: without `seconds`, ranks may wait for 0.9 of their collectives' timeout."""
 
     advice = "accel-fsdp launch --hang-timeout SECONDS ends a job sooner or later, 0 never"
     prefix = "accel_fsdp/script"
@@ -51,7 +51,7 @@ class ScriptWatch(Watch):
         self._timeouts: dict[str, float] = {}
 
     def try_to_begin(self, main: int) -> None:
-        """Begins to watch the script's thread; says so where that can't be done."""
+        """Begins to watch the script's thread; logs why if that isn't possible."""
         problem = next(filter(None, map(flaw, RELIES_ON)), "")
         if not problem:
             try:
@@ -63,11 +63,11 @@ class ScriptWatch(Watch):
             console.say(f"accel-fsdp: the watch against hangs is off: {problem}")
 
     def failed(self, error: BaseException) -> None:
-        """Says for the other ranks why this one ends: its end may last, and they may be on other machines."""
+        """Reports to the other ranks why this one ends: exiting may take long, and they may be on other machines."""
         in_time(lambda: self.tell(error))
 
     def leave(self) -> None:
-        """Ends the watch with the script; the other ranks hear of it, and none waits for that."""
+        """Ends the watch with the script, and reports that to the other ranks."""
         if self.board is not None and not self._over.is_set():
             in_time(self.trained)
         self.end()
@@ -101,7 +101,7 @@ class ScriptWatch(Watch):
         self._quiet_since = time.monotonic()
 
     def _looked(self, now: float) -> None:
-        """Measures what this rank does besides, while its main thread stands still."""
+        """Measures what this rank's other threads and processes do while its main thread doesn't move."""
         every = min(MEASURE_SECONDS, self.patience.silence / 8)
         if now - self._place_since < every:
             self._measured, self._quiet_since = None, now
@@ -113,7 +113,7 @@ class ScriptWatch(Watch):
                 self._quiet_since, self._measured = now, work
 
     def _work(self) -> tuple[float, float]:
-        """The seconds that this rank has computed and the bytes that it has moved, without those of measuring."""
+        """The seconds that this rank has computed and the bytes that it has moved, without the cost of measuring."""
         begin = _moved_bytes()
         computed = hang.computed_seconds() - time.thread_time()
         moved = begin - self._own_bytes
@@ -122,18 +122,18 @@ class ScriptWatch(Watch):
 
 
 def _timeouts() -> dict[str, float]:
-    """The seconds that each backend of the script's process group gives a collective."""
-    found: dict[str, float] = {}
+    """The timeout of collectives for each backend of the script's process group, in seconds."""
+    timeouts: dict[str, float] = {}
     with contextlib.suppress(AttributeError, RuntimeError):
         group = distributed_c10d._get_default_group()
         for device in group._device_types:
             backend = group._get_backend(device)
-            found[backend.name()] = backend.options._timeout.total_seconds()
-    return found
+            timeouts[backend.name()] = backend.options._timeout.total_seconds()
+    return timeouts
 
 
 def _pending_collective(still: float) -> str:
-    """`gloo:all_reduce`: the last one that torch has recorded, if it isn't over, and began when this rank stopped."""
+    """The last collective in torch's record, as `gloo:all_reduce`, if it is pending since this rank stopped."""
     with contextlib.suppress(Exception):
         _, last = newest_record("_json", json.loads)
         age = time.time() - last["time_created_ns"] / 1e9
@@ -143,7 +143,7 @@ def _pending_collective(still: float) -> str:
 
 
 def _moved_bytes() -> float:
-    """What this process has read and written, where the system counts that."""
+    """The bytes that this process has read and written; 0 if the system doesn't count them."""
     with contextlib.suppress(AttributeError, psutil.Error):
         counted = psutil.Process().io_counters()
         return float(getattr(counted, "read_chars", 0) + getattr(counted, "write_chars", 0))

@@ -1,4 +1,4 @@
-"""Where the machines of a job leave what they know for each other: torch's store, held by machine 0."""
+"""The store through which the machines of a job exchange values: torch's TCPStore, held by machine 0."""
 
 import contextlib
 import json
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 PREFIX = "accel_fsdp/machines"
 EVERY_SECONDS = 0.05
 FAILED = "failed"
-"""The name under which a launcher says that a rank of its machine has failed."""
+"""The name under which a launcher reports that a rank of its machine has failed."""
 ANSWER_SECONDS = 3.0
-"""Beyond the time that a store gives itself."""
+"""Added to the store's own timeout."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the store is; `hosts`: this process holds it, at a free port if that is 0."""
+    """Where the store is; `hosts`: this process holds it, at a free port if `port` is 0."""
 
     host: str
     port: int
     hosts: bool
 
     def open(self, seconds: float) -> "Board":
-        """Connects to it, for at most so long.
+        """Connects to the store, or starts it, within `seconds`.
 
         Raises:
-            RuntimeError: nobody holds it there, or another program does.
+            RuntimeError: nothing listens there, or another program does.
         """
         if not self.hosts and (problem := rendezvous.wait_for(self.host, self.port, seconds)):
             raise RuntimeError(problem)
@@ -60,7 +60,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Board:
-    """Values by name, as JSON. Every method raises RuntimeError where machine 0 is gone."""
+    """Values by name, as JSON. Every method raises RuntimeError if machine 0 is gone."""
 
     store: "Store"
     address: Address
@@ -69,7 +69,7 @@ class Board:
         self.store.set(name, json.dumps(value))
 
     def agree(self, name: str, value: Any) -> Any:
-        """Puts it for all to read, unless another one has been put before; returns the one that is there."""
+        """Stores the value unless one is stored already; returns the stored one."""
         return json.loads(self.store.compare_set(name, "", json.dumps(value)))
 
     def remove(self, name: str) -> None:
@@ -79,10 +79,10 @@ class Board:
         return json.loads(self.store.get(name)) if self.store.check([name]) else None
 
     def wait(self, names: Iterable[str], seconds: float) -> dict[str, Any]:
-        """Those that are there when all are, or when the time is over."""
-        wanted, found, deadline = list(names), dict[str, Any](), time.monotonic() + seconds
+        """Waits until all names have values, at most for `seconds`; returns the values that are there."""
+        needed, values, deadline = list(names), dict[str, Any](), time.monotonic() + seconds
         while True:
-            found |= {name: self.get(name) for name in wanted if name not in found and self.store.check([name])}
-            if len(found) == len(wanted) or time.monotonic() > deadline:
-                return found
+            values |= {name: self.get(name) for name in needed if name not in values and self.store.check([name])}
+            if len(values) == len(needed) or time.monotonic() > deadline:
+                return values
             time.sleep(EVERY_SECONDS)

@@ -1,6 +1,6 @@
-"""Runs a script of which nothing is known as one rank, exactly as Python would, with a watch against hangs beside it.
+"""Runs any script as one rank, exactly as Python would, with a watch against hangs beside it.
 
-The watch begins when the script has started torch's process group; it imports nothing before the script does.
+The watch begins when the script has started torch's process group; it imports torch only after the script does.
 """
 
 import os
@@ -27,7 +27,7 @@ _over = threading.Event()
 
 
 def run() -> None:
-    """Runs the script that the command line names after the seconds, in `__main__`; ends as Python ends with it."""
+    """Runs the script that the command line names after the seconds, in `__main__`; ends as Python would."""
     _, seconds, *sys.argv = sys.argv
     path = sys.argv[0]
     if not sys.flags.safe_path:
@@ -45,7 +45,7 @@ def run() -> None:
     except Exception as error:
         if _watches:
             _watches[0].failed(error)
-        error.__traceback__ = _below_this_file(error.__traceback__)  # which alone is shown
+        error.__traceback__ = _below_this_file(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     finally:
@@ -53,7 +53,7 @@ def run() -> None:
 
 
 def end() -> None:
-    """Ends the watch, if there is one: the script has ended, or watches itself."""
+    """Ends the watch, if it has begun: the script has ended, or watches itself."""
     _over.set()
     while _watches:
         _watches.pop().leave()
@@ -65,7 +65,7 @@ def _names_of_script(path: str) -> dict[str, Any]:
 
 
 def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames in which this module runs the script; of an error in its syntax nothing is left."""
+    """The traceback without the frames of this module; None for an error in the script's syntax."""
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace

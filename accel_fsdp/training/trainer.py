@@ -9,10 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-)
+from transformers import EarlyStoppingCallback, Trainer
 
 from accel_fsdp import atomic_files, console, library_internals
 from accel_fsdp.checkpoints import clean_name, file_names
@@ -81,20 +78,20 @@ GROUPING = ("group_by_length", "batch_rebalance")
 
 
 def check_libraries() -> None:
-    """Stops where what this Trainer overrides or calls isn't there; early, as a method that nobody calls says nothing.
+    """Checks that the internals that this Trainer overrides or calls exist: an unused override fails silently.
 
     Raises:
-        UserError: transformers, torch or accelerate have changed inside.
+        UserError: the internals of transformers, torch or accelerate have changed.
     """
     modules = (load_model, loading, preemption, beats, gather, holdings, profiling)
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
-    library_internals.check(*used, why="losses, checkpoints and the check of the sharding rest on it")
+    library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
 
 
 class SftTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` that refuses unsharded training, keeps its checkpoints whole, and exports a verified folder.
+    """`Trainer` that refuses unsharded training, writes complete checkpoints, and exports a verified folder.
 
-    Its methods only say when something happens. What happens is in `losses`, `divergence`, `loading`, `saving`,
+    Its methods only decide when something happens. The work is done in `losses`, `divergence`, `loading`, `saving`,
     `disk_room`, `export`, and in callbacks.
     """
 
@@ -155,19 +152,19 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def on_tpu(self) -> bool:
-        """Whether torch_xla runs the ranks."""
+        """Whether the ranks run on torch_xla."""
         return bool(self.accelerator.distributed_type == DistributedType.XLA)
 
-    # Training, from its beginning to its end
+    # Training, from start to end
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        """Trains, from the checkpoint where one is given.
+        """Trains, from `resume_from_checkpoint` if given.
 
         Raises:
-            UserError: the checkpoint can't be resumed as this run is set up, the disk is too small, or a rank is gone.
-            Stopped: SIGTERM, SIGUSR1 or Ctrl-C came, and there is a checkpoint to go on from.
+            UserError: the checkpoint doesn't fit the settings of this run, the disk is too small, or a rank is gone.
+            Stopped: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint was saved to resume from.
         """
-        if resume_from_checkpoint is not None and not self.on_tpu:  # its files are others again
+        if resume_from_checkpoint is not None and not self.on_tpu:  # a TPU's checkpoint has other files
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             here, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
             resuming.check(Path(resume_from_checkpoint), here, grouping, skips_data)
@@ -193,7 +190,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.stop.release()
 
     def _blame(self, error: BaseException) -> NoReturn:
-        """Raises a UserError that says who is gone, as far as known; rank 0 shows the stack of a failure."""
+        """Raises a UserError that names the lost rank or host, if known; local rank 0 shows the stack of a failure."""
         who, stack = self.watch.culprit()
         if stack and self.args.local_process_index == 0:
             console.say(f"{who}\n{stack.rstrip()}", lines=True)
@@ -219,16 +216,16 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         return prepared
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """Trainer takes one step too many when it resumes a run whose steps were all done (transformers 5.23)."""
+        """Skips the extra step that Trainer takes when it resumes a finished run (transformers 5.23)."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(**kwargs)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
-        """Ends with finite weights only; those of the best checkpoint are, whatever came after it.
+        """Checks that the weights are finite, before and after the best checkpoint is loaded, and corrects the rate.
 
-        Trainer's rate counts every step as a whole one, as a share of `num_train_samples`.
+        Trainer's rate counts every step as a full one, as a share of `num_train_samples`.
         """
         if self.stop.agreed:
             raise Stopped(
@@ -248,14 +245,14 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         return result
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """The parameters that decay: none that text doesn't reach, to which FSDP1 gives gradients of zeros."""
+        """The parameters that decay, without those that text doesn't reach, as FSDP1 gives them gradients of zeros."""
         names: list[str] = super().get_decay_parameter_names(model)
         return [name for name in names if clean_name(name) not in self.beside_text]
 
     # A step
 
     def get_train_dataloader(self) -> Any:
-        """Each row of an epoch once: the last step is a mean over the rows that are left, on any number of ranks."""
+        """Yields each row of an epoch once: the last step takes the mean over the remaining rows of all ranks."""
         return batching.even_out(super().get_train_dataloader())
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -263,7 +260,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Trains on one micro-batch, and counts it."""
+        """Trains on one micro-batch, and counts its tokens."""
         self.report.tally.count(inputs)
         if self.profiler is not None:
             self.profiler.micro_batch(inputs)
@@ -284,44 +281,44 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The last moment before the optimizer's step; all ranks' gradients are there."""
+        """Checks the gradient norm, in the last call before the optimizer's step."""
         norm = super()._get_grad_norm(model, grad_norm)
         self.finite.check_step(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         return norm
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Trainer sets the sum of losses back by subtracting it from itself, and NaN stays."""
+        """Resets the sum of losses: Trainer subtracts it from itself, which keeps NaN."""
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self._globalstep_last_logged == self.state.global_step:
             tr_loss.zero_()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as `Trainer` does, with rate, memory and accuracy beside the loss. Call on all ranks."""
+        """Logs as `Trainer` does, and adds rate, memory and accuracy. Call on all ranks."""
         self.report.add_metrics(logs)
         self.losses.add_accuracy(logs)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Six per weight and token, of the whole model; transformers would count its parameters at each batch."""
+        """Six per weight and token of the whole model; transformers would count the parameters for each batch."""
         return int(6 * inputs["input_ids"].numel() * self.losses.computing_weights)
 
     # Held-out rows
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """All held-out rows, each once."""
+        """Yields each held-out row once."""
         return batching.even_out(super().get_eval_dataloader(eval_dataset), keep_last=True)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluates as `Trainer` does."""
+        """Evaluates as `Trainer` does, with the timeout of an evaluation."""
         with self.watch.doing("an evaluation"):
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
             return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The mean over the held-out tokens of all ranks: no smoothing, no router's loss, no row twice.
+        """The mean loss over the held-out tokens of all ranks: without smoothing, router loss or repeated rows.
 
         Raises:
-            Diverged: it is NaN or infinite.
+            Diverged: the mean is NaN or infinite.
         """
         self.losses.begin_evaluation()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
@@ -335,7 +332,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, None, None]:
-        """Counts a batch of held-out rows; nothing of it is kept."""
+        """Adds the loss of a batch of held-out rows; keeps no predictions."""
         self.losses.add_held_out(model, inputs)
         return None, None, None
 
@@ -363,11 +360,11 @@ class SftTrainer(Trainer):  # type: ignore[misc]
                 self.checkpoints.save(trial, lambda: write(model, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer` does; of a checkpoint, makes the folder on every rank first.
+        """Saves as `Trainer` does; for a checkpoint, creates the folder on every rank first.
 
-        With sharded state dicts nothing else makes it until each rank has looked whether the best checkpoint is there
-        (transformers 5.23, `_save_checkpoint`): the best one isn't noted where it is the newest, and ranks that differ
-        hang in `load_best_model_at_end`.
+        With sharded state dicts, the folder would appear after each rank has looked for the best checkpoint
+        (transformers 5.23, `_save_checkpoint`): a rank that misses the newest one doesn't record it as the best, and
+        ranks that differ hang in `load_best_model_at_end`.
         """
         if _internal_call and output_dir is not None:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -382,6 +379,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         Call on all ranks. `target` appears complete and verified, with `card` as its README.md, or not at all.
 
         Raises:
-            UserError: the host lacks memory to gather it; what was written is not what was trained, or can't be.
+            UserError: the host lacks memory to gather the model, or the written model isn't the trained one.
         """
         return self.exporter.write(target, card)

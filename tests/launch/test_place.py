@@ -101,7 +101,7 @@ def test_a_yaml_without_numbers_takes_the_engines(engine: str, dry: Dry) -> None
 def test_another_number_of_machines_is_refused_with_both(engine: str, dry: Dry) -> None:
     said = dry(f"{YAML}num_machines: 1\nnum_processes: 8\n", ENGINES[engine])
     assert f"{engine} says num_machines 2 (" in said
-    assert "num_machines: 1 stands in" in said
+    assert "num_machines: 1 is in" in said
     assert "num_machines: 2 in the YAML" in said
 
 
@@ -109,17 +109,17 @@ def test_another_number_of_machines_is_refused_with_both(engine: str, dry: Dry) 
 def test_another_number_of_processes_is_refused_with_both(engine: str, dry: Dry) -> None:
     said = dry(f"{YAML}num_machines: 2\nnum_processes: 16\n", ENGINES[engine])
     assert f"{engine} says num_processes 8 (" in said
-    assert "num_processes: 16 stands in" in said
+    assert "num_processes: 16 is in" in said
 
 
 def test_a_flag_may_leave_gpus_idle_but_not_contradict_processes(dry: Dry) -> None:
     assert "--num_processes 4 " in dry(TWO, SLURM, "--num-processes", "4")
-    assert "--num-processes 16 stands on the command line" in dry(TWO, SLURM, "--num-processes", "16")
+    assert "--num-processes 16 is on the command line" in dry(TWO, SLURM, "--num-processes", "16")
 
 
 def test_flags_contradict_neither_kubernetes(dry: Dry) -> None:
-    assert "--num-processes 4 stands on" in dry(TWO, ENGINES["Kubeflow"], "--num-processes", "4")
-    assert "--machine-rank 0 stands on" in dry(TWO, ENGINES["Kubeflow"], "--machine-rank", "0")
+    assert "--num-processes 4 is on" in dry(TWO, ENGINES["Kubeflow"], "--num-processes", "4")
+    assert "--machine-rank 0 is on" in dry(TWO, ENGINES["Kubeflow"], "--machine-rank", "0")
 
 
 def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:

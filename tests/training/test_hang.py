@@ -11,7 +11,7 @@ from reference import job_words
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.launch import hangs
 from accel_fsdp.launch.beats import COMPUTES, GONE, Beat
-from accel_fsdp.launch.hangs import Patience, Seen, Told
+from accel_fsdp.launch.hangs import LastSeen, Patience, Seen
 
 HANGING = ROOT / "tests" / "hanging.py"
 SECONDS, STEPS, SAVED, FAULT_AFTER = 8, 8, 2, 3
@@ -100,9 +100,9 @@ def test_what_is_said_of_ranks_is_what_was_seen() -> None:
     beats = [
         Beat(rank, f"n{rank // 2}", "", 7, step=8, collective="all_gather", caller="a.py:1 in f") for rank in range(4)
     ]
-    told = {rank: Told(beat, "") for rank, beat in enumerate(beats)}
-    told[3] = Told(dataclasses.replace(beats[3], step=6, doing="a save"), "", ago=41.2)
-    told[1] = Told(dataclasses.replace(beats[1], collective="", caller="data.py:9 in __getitem__"), "", failed=True)
+    told = {rank: LastSeen(beat, "") for rank, beat in enumerate(beats)}
+    told[3] = LastSeen(dataclasses.replace(beats[3], step=6, doing="a save"), "", ago=41.2)
+    told[1] = LastSeen(dataclasses.replace(beats[1], collective="", caller="data.py:9 in __getitem__"), "", failed=True)
     assert hangs.differences(told) == (
         "rank 1 of n0 failed after step 8 at data.py:9 in __getitem__; "
         "rank 3 of n1 was last seen after step 6, a save in all_gather at a.py:1 in f, 41 s ago; "

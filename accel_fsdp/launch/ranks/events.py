@@ -1,4 +1,4 @@
-"""What a rank tells the process that watches it: one line of JSON for each event, in a file of its own."""
+"""The events that a rank reports to the process that watches it: one line of JSON each, in one file per rank."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from typing import Any
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 EVENTS = "ACCEL_FSDP_EVENTS"
-"""The variable that names the folder; where it isn't set, nothing is written."""
+"""The variable that names the folder of events; if it isn't set, nothing is written."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """`kind` names it, `content` is what belongs to that kind; `seconds` is the machine's monotonic clock."""
+    """`content` depends on the `kind`; `seconds` is the machine's monotonic clock."""
 
     rank: int
     seconds: float
@@ -24,7 +24,7 @@ class Event:
 
 
 def tell(kind: str, **content: Any) -> None:
-    """Appends an event of this rank; a line is written as a whole, so that a reader sees all of it or nothing."""
+    """Appends an event of this rank. A reader skips a line until it is complete."""
     folder = os.environ.get(EVENTS)
     if not folder:
         return
@@ -35,14 +35,14 @@ def tell(kind: str, **content: Any) -> None:
 
 
 class EventReader:
-    """Reads what the ranks tell while they tell it."""
+    """Reads the events of all ranks while they are written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._read_bytes: dict[Path, int] = {}
 
     def new(self) -> list[Event]:
-        """What they have told since the last call, in the order in which it happened."""
+        """The events since the last call, in order of time."""
         events = []
         for path in self.folder.glob("*.jsonl"):
             with open(path, "rb") as file:
@@ -56,5 +56,5 @@ class EventReader:
 
 
 def read(folder: Path) -> list[Event]:
-    """All that the ranks have told so far, in the order in which it happened."""
+    """All events so far, in order of time."""
     return EventReader(folder).new()

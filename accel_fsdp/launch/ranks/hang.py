@@ -1,4 +1,4 @@
-"""Sees when a rank waits for others: which collective, since when, and where in the script."""
+"""Detects that a rank waits for others: in which collective, since when, and where in the script."""
 
 import os
 import sys
@@ -17,22 +17,22 @@ from accel_fsdp.launch.ranks import events, script
 
 EVERY_SECONDS = 1.0
 COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 40.0
-"""How long a rank stands on the same lines, without computing, before that is told: in a collective, and in anything
-else, such as a download."""
+"""How long a rank may stay on the same lines without computing before it reports that: in a collective, and in
+anything else, such as a download."""
 BUSY = 0.2
 """The part of a core above which a process counts as computing."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 DEBUGGERS = ("bdb.py", "pydevd.py", "pydevd_frame.py")
 LIBRARIES = ("torch", "accelerate")
-"""What calls collectives for others."""
+"""Packages that call collectives for a script."""
 
 
 Place = tuple[tuple[CodeType, int], ...]
-"""Of each frame of a stack, the code and the instruction in it."""
+"""The code and the instruction of each frame of a stack."""
 
 
 class Stand(NamedTuple):
-    """Where a rank stands: the line of the script, the collective that it waits in, and the stack."""
+    """Where a rank is: the line of the script, the collective that it waits in, and the stack."""
 
     line: str
     collective: str
@@ -41,18 +41,18 @@ class Stand(NamedTuple):
     """The innermost code that isn't torch's, Accelerate's or Python's own, as file:line in function."""
 
     def __str__(self) -> str:
-        return f"waits in {self.collective} at {self.line}" if self.collective else f"stands at {self.line}"
+        return f"waits in {self.collective} at {self.line}" if self.collective else f"is at {self.line}"
 
 
 def begin() -> None:
-    """Starts a thread that watches the main one."""
+    """Starts a thread that watches the main thread."""
     if os.environ.get(events.EVENTS):
         events.tell("began")
         threading.Thread(target=_watch, args=(threading.get_ident(),), daemon=True).start()
 
 
 def _watch(main: int) -> None:
-    place, since, busy, told = "", time.monotonic(), computed_seconds(), False
+    place, since, busy, reported = "", time.monotonic(), computed_seconds(), False
     while True:
         time.sleep(EVERY_SECONDS)
         stand = stand_of(main)
@@ -60,16 +60,16 @@ def _watch(main: int) -> None:
             return
         now, computed, here = time.monotonic(), computed_seconds(), stand.stack
         if here != place or computed - busy > BUSY * (now - since):
-            if told:
+            if reported:
                 events.tell("moved")
-            place, since, busy, told = here, now, computed, False
-        elif not told and now - since > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS):
+            place, since, busy, reported = here, now, computed, False
+        elif not reported and now - since > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS):
             events.tell("still", stack=here, collective=stand.collective, line=stand.line)
-            told = True
+            reported = True
 
 
 def stand_of(thread: int, caller: str = "") -> Stand | None:
-    """That of a thread of this process; None if it has ended. The text begins below the last frame of `caller`."""
+    """Where a thread of this process is; None if it has ended. The stack begins below the last frame of `caller`."""
     stack = frames.stack_of(thread)
     if not stack:
         return None
@@ -79,7 +79,7 @@ def stand_of(thread: int, caller: str = "") -> Stand | None:
 
 
 def place_of(thread: int) -> Place:
-    """Equal to an earlier one's where a thread of this process still is, or is again, at the same instruction."""
+    """The instruction at which a thread of this process is, to be compared with an earlier one."""
     return tuple((at.code, at.instruction) for at in frames.stack_of(thread))
 
 
@@ -89,9 +89,9 @@ def is_debugged(place: Place) -> bool:
 
 
 def computed_seconds() -> float:
-    """What this process and its children have computed: one that tokenizes in others doesn't stand still."""
-    times = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
-    return time.process_time() + float(sum(one.user + one.system for one in times))
+    """The CPU time of this process and its children, which may tokenize for it."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + float(sum(child.user + child.system for child in times))
 
 
 def caller_of_error(error: BaseException) -> str:
@@ -114,8 +114,8 @@ def _caller(stack: Sequence[Spot]) -> str:
 
 def _collective(stack: Sequence[Spot]) -> str:
     """The outermost function of torch's collectives on the stack; empty where it waits for something else."""
-    found = ""
+    name = ""
     for at in stack:
         if os.path.basename(at.code.co_filename) in COLLECTIVES:
-            found = found if at.code.co_name in ("wrapper", "wait") else at.code.co_name
-    return found
+            name = name if at.code.co_name in ("wrapper", "wait") else at.code.co_name
+    return name

@@ -1,4 +1,4 @@
-"""What one rank holds of a prepared model, unit by unit: read off the model itself, whoever wrapped it."""
+"""Measures what one rank holds of a prepared model, unit by unit, on the wrapped model itself."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ RELIES_ON = (
     Internal("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"),
 )
 DEEPSPEED_ALIGNMENT = 2
-"""Elements: DeepSpeed fills up each rank's part of a group of parameters to a multiple of so many
+"""DeepSpeed pads each rank's part of a group of parameters to a multiple of this many elements
 (`DeepSpeedZeroOptimizer.nccl_start_alignment_factor`)."""
 WRAPPERS = (*tensor_names.WRAPPERS, "module")
 """The last is DDP's and DeepSpeed's."""
@@ -30,12 +30,12 @@ WRAPPERS = (*tensor_names.WRAPPERS, "module")
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together. `weights` counts all of it, `held` this rank's part, `share` the most of any rank.
+    """Weights that are gathered together: `weights` in all, `held` on this rank, `share` at most on any rank.
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
-    `reshards`: its weights are parted again between forward and backward. `states_alone`: the optimizer's states are
-    parted, and the weights whole on each rank. `stored` counts the elements of this rank's part as tensors have them (a
-    packed one holds several weights), `trained` those of them that get gradients.
+    `reshards`: it is sharded again between forward and backward. `states_alone`: the optimizer's states are sharded,
+    and each rank holds all weights. `stored` counts the elements of this rank's tensors (an element of a packed tensor
+    holds several weights), `trained` those of them that get gradients.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds of one model. `whole`: weights that no unit shards, each of them complete on this rank.
+    """What a rank holds of one model. `whole`: the number of weights outside of units, which this rank holds in full.
 
-    `kinds` counts the model's modules by class, for those that have weights.
+    `kinds` counts the model's modules with weights by class.
     """
 
     model: str
@@ -65,35 +65,35 @@ class Holding:
 
     @property
     def weights(self) -> int:
-        """Of the whole model."""
+        """The number of weights of the whole model."""
         return self.whole + sum(unit.weights for unit in self.units if not unit.states_alone)
 
     @property
     def held(self) -> int:
-        """On this rank."""
+        """The number of weights on this rank."""
         return self.whole + sum(unit.held for unit in self.units if not unit.states_alone)
 
 
 def holdings(events: Iterable[Event]) -> dict[int, Holding]:
-    """What each rank held at its first step, or else when the model was prepared."""
-    found: dict[int, Holding] = {}
+    """What each rank held at its first step, or when the model was prepared if it took no step."""
+    by_rank: dict[int, Holding] = {}
     listed = list(events)
     for kind in ("prepared", "stepped"):
-        found |= {one.rank: _told(one.content["holding"]) for one in listed if one.kind == kind}
-    return found
+        by_rank |= {event.rank: _parse_holding(event.content["holding"]) for event in listed if event.kind == kind}
+    return by_rank
 
 
-def _told(content: Mapping[str, Any]) -> Holding:
-    return Holding(**{**content, "units": tuple(Unit(**one) for one in content["units"])})
+def _parse_holding(content: Mapping[str, Any]) -> Holding:
+    return Holding(**{**content, "units": tuple(Unit(**unit) for unit in content["units"])})
 
 
 def measure(model: "nn.Module") -> Holding:
-    """Reads it off a model as it is trained with, wrapped or not."""
+    """Measures a model, wrapped or not, as it is used in training."""
     units, counted = [], set()
     for unit, parameters in _units(model):
         units.append(unit)
         counted |= parameters
-    whole = sum(count for one, count in counting.weights(model).items() if id(one) not in counted)
+    whole = sum(count for parameter, count in counting.weights(model).items() if id(parameter) not in counted)
     inner = unwrapped(model)
     kinds = Counter(
         class_name(module)
@@ -123,7 +123,7 @@ def is_unit(module: "nn.Module") -> bool:
 
 
 def class_name(module: "nn.Module") -> str:
-    """The user's own class of a module; `fully_shard` makes another one of it, FSDPLinear of Linear."""
+    """The user's class of a module; `fully_shard` derives another one from it, FSDPLinear from Linear."""
     from torch.distributed.fsdp import FSDPModule
 
     kinds = type(unwrapped(module)).__mro__
@@ -139,7 +139,7 @@ def _wraps(model: Any, name: str) -> bool:
 
 
 def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
-    """Each unit, with the identities of the parameters that it shards."""
+    """Yields each unit with the ids of the parameters that it shards."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if from_run.is_deepspeed(model):
@@ -164,21 +164,21 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
     alone = module.sharding_strategy == ShardingStrategy.NO_SHARD
     reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
     ranks = 1 if alone else several
-    held, share = flat.numel() * weights // elements, _part(elements, ranks) * weights // elements
+    own_weights, share = flat.numel() * weights // elements, _part(elements, ranks) * weights // elements
     stored, trained = flat.numel(), flat.numel() * flat.requires_grad
-    unit = Unit(name, class_name(module), weights, held, share, ranks, reshards, stored=stored, trained=trained)
-    views = {id(one) for one in module.parameters(recurse=True)} if module._use_orig_params else set()
+    unit = Unit(name, class_name(module), weights, own_weights, share, ranks, reshards, stored=stored, trained=trained)
+    views = {id(view) for view in module.parameters(recurse=True)} if module._use_orig_params else set()
     return unit, {id(flat), *views}
 
 
 def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, set[int]]]:
-    """A module may have several groups, one for each mesh, and several modules one; `seen` are those that were told."""
+    """A module may have several groups, one per mesh, or share one with others; `seen` holds the ids of done ones."""
     for group in _groups(module._get_fsdp_state()):
         if id(group) in seen:
             continue
         seen.add(id(group))
-        parameters = [one.sharded_param for one in group.fsdp_params]
-        owned = {id(one.sharded_param): one._module_info for one in group.fsdp_params}
+        parameters = [param.sharded_param for param in group.fsdp_params]
+        owned = {id(param.sharded_param): param._module_info for param in group.fsdp_params}
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
         ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
         pairs = list(zip(parameters, several, strict=True))
@@ -197,31 +197,32 @@ def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, se
 
 
 def _groups(state: Any) -> list[Any]:
-    """Of a module: torch 2.11 has one at most."""
+    """The parameter groups of a module: torch 2.11 has one at most."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _part(whole: int, ranks: int) -> int:
-    """The largest of as many parts."""
+    """The size of the largest rank's part."""
     return -(-whole // ranks)
 
 
 def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
-    """DeepSpeed has no units: each module with weights of its own in stage 3; below it the optimizer's states alone."""
+    """Yields each module with direct weights as a unit in stage 3, and in stages 1 and 2 the optimizer's states."""
     import torch.distributed as dist
 
     ranks, stage = dist.get_world_size(), model.zero_optimization_stage()
     if stage in (1, 2):
         parts = model.optimizer.single_partition_of_fp32_groups
-        held = sum(one.numel() for one in parts)
-        trained = sum(one.numel() for one in model.module.parameters() if one.requires_grad)
+        held = sum(p.numel() for p in parts)
+        trained = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
         share = _part(trained, ranks) + DEEPSPEED_ALIGNMENT * len(parts)
         yield Unit("", "optimizer states", trained, held, share, ranks, states_alone=True), set()
-    for path, module in model.module.named_modules() if stage > 2 else ():
-        own = list(module.parameters(recurse=False))
-        if own:
-            total, held = sum(one.ds_numel for one in own), sum(one.ds_tensor.ds_numel for one in own)
-            share = sum(_part(one.ds_numel, ranks) for one in own)
-            yield Unit(path, type(module).__name__, total, held, share, ranks), {id(one) for one in own}
+    if stage < 3:
+        return
+    for path, module in model.module.named_modules():
+        if own := list(module.parameters(recurse=False)):
+            total, held = sum(p.ds_numel for p in own), sum(p.ds_tensor.ds_numel for p in own)
+            share = sum(_part(p.ds_numel, ranks) for p in own)
+            yield Unit(path, type(module).__name__, total, held, share, ranks), {id(p) for p in own}

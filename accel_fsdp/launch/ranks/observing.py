@@ -1,4 +1,4 @@
-"""What is observed inside of a rank, and what it takes of the libraries: where they have changed, one line says so."""
+"""What is observed inside a rank, and the library internals that it relies on; one line reports those that changed."""
 
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,14 +11,14 @@ from accel_fsdp.library_internals import Internal, flaw
 
 @dataclass(frozen=True)
 class Observation:
-    """`what` is observed, by what `relies_on` names."""
+    """`what` is observed through the internals in `relies_on`."""
 
     what: str
     relies_on: tuple[Internal, ...]
 
     @property
     def is_possible(self) -> bool:
-        """Whether the libraries have all of it; else one line says what isn't watched. Asked once, before patching."""
+        """Whether the libraries have all internals; if not, logs what isn't watched. Read it once, before patching."""
         for internal in self.relies_on:
             if lacking := flaw(internal):
                 why = f"{internal.library} {metadata.version(internal.library)} {lacking}"

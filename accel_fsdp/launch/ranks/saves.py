@@ -1,4 +1,4 @@
-"""Watches what a script saves: by which call, into which folder, in which line. What was written is read later."""
+"""Watches a script's saves: by which call, into which folder, in which line. The files are read later."""
 
 import functools
 import os
@@ -25,21 +25,21 @@ RELIES_ON = tuple(Internal(f"{module}:{kind}.{method}", "self *") for module, ki
 
 
 def _has_been_imported(module: str, kind: str) -> bool:
-    """Whether the script has imported it as a whole; a class that is gone from it is another matter."""
+    """Whether the script's import of a module is done, so that a missing class means that the library changed."""
     there = sys.modules.get(module)
     spec = getattr(there, "__spec__", None)
     return there is not None and (hasattr(there, kind) or not getattr(spec, "_initializing", False))
 
 
 class Saves:
-    """Tells of the outermost call that saves; Trainer's `save_model` calls `save_pretrained`."""
+    """Reports the outermost call that saves; Trainer's `save_model` calls `save_pretrained`."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.watched: set[tuple[str, str, str]] = set()
 
     def watch(self) -> None:
-        """Puts the watch around the methods of modules that the script has imported by now; imports none itself."""
+        """Wraps the methods of modules that the script has imported by now; imports none itself."""
         for call in CALLS:
             module, kind, method = call
             if call in self.watched or not _has_been_imported(module, kind):
@@ -64,9 +64,9 @@ class Saves:
         return saving
 
     def _tell(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        given = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
-        folder = given or next((one for one in args[1:] if isinstance(one, str | os.PathLike)), None)
-        if folder is None and isinstance(result, str | os.PathLike):  # save_state names a folder of its own
+        named = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
+        folder = named or next((argument for argument in args[1:] if isinstance(argument, str | os.PathLike)), None)
+        if folder is None and isinstance(result, str | os.PathLike):  # save_state returns the folder that it chose
             folder = result
         if folder is None and call == "Trainer.save_model":
             folder = args[0].args.output_dir

@@ -1,6 +1,6 @@
-"""Watches a training script from inside its rank: models that are prepared, batches, losses, steps, saves.
+"""Watches a training script from inside its rank: prepared models, batches, losses, steps, saves.
 
-It changes nothing. What is replaced here calls what it replaces with the same arguments, and then tells what it saw.
+It changes no behaviour: each replaced function calls the original with the same arguments and then reports an event.
 """
 
 import dataclasses
@@ -54,13 +54,13 @@ STEPS = Observation(
 )
 HOLDING = Observation("what each rank holds", holding.RELIES_ON)
 OBSERVED = (LOSSES, TORCH_SAVES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS)
-RELIES_ON = tuple(internal for one in OBSERVED for internal in one.relies_on)
+RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
-"""The variable that names a checkpoint: in the first step after it is complete a rank waits, to be killed there."""
+"""The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
 
 
 def begin() -> Callable[[], None]:
-    """Puts the watch in place, before the script imports anything; returns what to call when the script has ended."""
+    """Installs the watch before the script imports anything; returns the function to call when the script has ended."""
     import torch
 
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
@@ -81,7 +81,7 @@ def begin() -> Callable[[], None]:
 
 
 def tell_failure(error: BaseException) -> None:
-    """An event with what ended the script, and the innermost line of it that was running."""
+    """Reports the error that ended the script, and the innermost line of the script that was running."""
     events.tell(
         "failed",
         error=in_a_line(error),
@@ -91,7 +91,7 @@ def tell_failure(error: BaseException) -> None:
 
 
 def _of_wrapped(error: BaseException) -> str:
-    """The name of an attribute that a wrapper such as DDP lacks and that the model in it has; else empty."""
+    """The name of an attribute that the model has and its wrapper, such as DDP, lacks; empty for other errors."""
     import torch
 
     if not isinstance(error, AttributeError) or not isinstance(error.obj, torch.nn.Module):
@@ -114,15 +114,15 @@ def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
 
 
 def _tell_clipping(parameters: Any, *_: Any, **__: Any) -> None:
-    """By torch's own function, called in the script itself: it knows nothing of FSDP1's shards."""
+    """Reports a call of torch's own function in the script itself: it takes FSDP1's shards for whole gradients."""
     if script.is_calling(sys._getframe(2)):
         events.tell("clipped", line=script.line_of_stack(sys._getframe(2)))
 
 
 def _watch_checkpointing() -> None:
-    """Looks whether layers draw random numbers where those of their second run will be others.
+    """Reports layers that draw random numbers and will draw different ones when they are run again.
 
-    Accelerate's own wrapper for FSDP2 runs them so (1.15), which matters to dropout alone.
+    Accelerate's wrapper for FSDP2 runs layers like this (1.15), which affects dropout alone.
     """
     import torch
     import torch.utils.checkpoint as checkpointing
@@ -145,23 +145,24 @@ def _watch_checkpointing() -> None:
 
 
 def _watch_trackers() -> None:
-    """Accelerate drops a tracker that isn't installed, and logs nothing at the level that people see."""
+    """Reports trackers that Accelerate drops because they aren't installed, without a visible warning."""
     from accelerate import Accelerator
 
     parameters = inspect.signature(Accelerator.__init__)
 
-    def made(*args: Any, **kwargs: Any) -> None:
+    def check_trackers(*args: Any, **kwargs: Any) -> None:
         asked = parameters.bind(*args, **kwargs).arguments.get("log_with")
-        names = [str(getattr(one, "value", one)) for one in (asked if isinstance(asked, list | tuple) else [asked])]
-        kept = [str(getattr(one, "value", one)) for one in args[0].log_with]
+        asked_for = asked if isinstance(asked, list | tuple) else [asked]
+        names = [str(getattr(tracker, "value", tracker)) for tracker in asked_for]
+        kept = [str(getattr(tracker, "value", tracker)) for tracker in args[0].log_with]
         if asked is not None and (lacking := [name for name in names if name not in (*kept, "all")]):
             events.tell("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
 
-    _after(Accelerator, "__init__", made)
+    _after(Accelerator, "__init__", check_trackers)
 
 
 def _watch_prepare(measures: bool) -> None:
-    """Measures each model that Accelerate prepares, and looks before which of its modules share a weight."""
+    """Measures each model that Accelerate prepares, and notes before which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
 
@@ -169,12 +170,12 @@ def _watch_prepare(measures: bool) -> None:
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [_shared(one) for one in args if isinstance(one, torch.nn.Module)]
+        before = [_shared(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
-        made = result if isinstance(result, tuple | list) else (result,)
-        if any(isinstance(one, torch.utils.data.DataLoader) for one in made):
+        prepared = result if isinstance(result, tuple | list) else (result,)
+        if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
             events.tell("prepared-rows")
-        models = [one for one in made if isinstance(one, torch.nn.Module)]
+        models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         for model, shared in zip(models, before, strict=False) if measures else ():
             _tell_holding("prepared", model, shared=shared)
         return result
@@ -185,8 +186,8 @@ def _watch_prepare(measures: bool) -> None:
 def _shared(model: "nn.Module") -> list[list[str]]:
     """The names of each weight that has several, such as that of embedding and head."""
     names: dict[int, list[str]] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(one), []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     return [several for several in names.values() if len(several) > 1]
 
 
@@ -195,7 +196,7 @@ def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:
 
 
 def _only_makes_states() -> bool:
-    """Whether torch steps with gradients of 0, so that an optimizer that never stepped has states to save or load."""
+    """Whether torch takes a step with gradients of 0 to create an optimizer's states for a save or a load."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
@@ -203,7 +204,7 @@ def _only_makes_states() -> bool:
 
 
 class _Steps:
-    """What the first step of an optimizer trains: the outermost modules that ran forward before it, and their rows."""
+    """Observes the first step: the outermost modules that ran forward before it, and their rows."""
 
     def __init__(self, hold_after: str | None, measures: bool) -> None:
         self.measures = measures
@@ -242,7 +243,7 @@ class _Steps:
         if is_unit(module):
             self.units.append(id(module))
         self.depth += 1
-        if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # Transformers: what its embedding is given
+        if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # in Transformers the embedding's input
             self.awaits_rows = False
             self.rows_line = self.rows_line or script.line_of_stack(sys._getframe())
             self.rows.append(zlib.crc32(args[0].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
@@ -258,7 +259,7 @@ class _Steps:
         self.weights.ran_backward(self._outermost())
 
     def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
-        """After each `torch.save`; a library that saves shards knows how to read them."""
+        """Called after each `torch.save`. Saves by libraries are skipped: they can read their own shards."""
         file = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
         if isinstance(file, str | os.PathLike) and script.is_calling(sys._getframe(2)):
             shards, tensors = shards_in(saved, self.weights.shard_storages())
@@ -267,7 +268,7 @@ class _Steps:
                 events.tell("saved-shards", file=os.path.abspath(file), shards=shards, tensors=tensors, line=line)
 
     def tell_end(self) -> None:
-        """When the script has come to its end."""
+        """Called at the end of the script."""
         self.weights.tell_end(self._outermost())
 
     def _step(self, optimizer: Any, *_: Any) -> None:
@@ -284,7 +285,7 @@ class _Steps:
     def _tell_first(self, optimizer: Any) -> None:
         for hook in self.of_modules:
             hook.remove()
-        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model, own in self._trained_by(trained):
             name = type(unwrapped(model)).__name__
             line = self.weights.made_at.get(id(optimizer), "")
@@ -297,15 +298,15 @@ class _Steps:
         self.models.clear()
 
     def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
-        """The outermost modules of which an optimizer has parameters; all that can be trained, if it has of none.
+        """The outermost modules whose parameters an optimizer has; all trainable ones if it has parameters of none.
 
         A reference model of DPO has gradients and no optimizer.
         """
-        able = [(model, {id(one) for one in model.parameters() if one.requires_grad}) for model in self._outermost()]
+        able = [(model, {id(p) for p in model.parameters() if p.requires_grad}) for model in self._outermost()]
         able = [(model, own) for model, own in able if own]
         return [(model, own) for model, own in able if own & trained] or able
 
     def _outermost(self) -> list["nn.Module"]:
-        """Of the modules that ran forward: others ran again by themselves."""
-        inner = {id(one) for model in self.models.values() for one in model.modules() if one is not model}
+        """The modules that ran forward, without those that are parts of another one."""
+        inner = {id(module) for model in self.models.values() for module in model.modules() if module is not model}
         return [model for number, model in self.models.items() if number not in inner]

@@ -1,6 +1,6 @@
-"""What becomes of a rank's weights: with which values it began, how many steps its optimizers took, if any changed.
+"""Observes a rank's weights: their first values, how many steps the optimizers took, and whether any changed.
 
-Sums and checksums alone: no rank sends another one anything, so a script can't hang of it.
+It takes sums and checksums on each rank, without communication, so it can't hang a script.
 """
 
 import functools
@@ -35,12 +35,12 @@ FSDP1 = Observation(
     ),
 )
 FSDP2 = Observation("weights before FSDP2 shards them", (Internal(f"{SHARDED}._init_sharded_param", "self param *"),))
-RELIES_ON = tuple(internal for one in (OPTIMIZERS, FSDP1, FSDP2) for internal in one.relies_on)
+RELIES_ON = tuple(internal for observation in (OPTIMIZERS, FSDP1, FSDP2) for internal in observation.relies_on)
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What FSDP sharded together: sum and norm of each weight before, and the checksum of this rank's part after it."""
+    """A unit of FSDP: sum and norm of each weight before sharding, and the checksum of this rank's part after it."""
 
     of: Callable[[], Any]
     whole: Sequence[tuple[float, float]]
@@ -48,7 +48,7 @@ class _Begun:
 
 
 class Weights:
-    """Counts what optimizers do, and remembers what their weights were."""
+    """Counts backward passes and steps of optimizers, and records the weights' first values."""
 
     def __init__(self) -> None:
         self.begun: list[_Begun] = []
@@ -59,7 +59,7 @@ class Weights:
         self.made_at: dict[int, str] = {}
 
     def install(self) -> None:
-        """Looks at each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
+        """Reads each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
         if OPTIMIZERS.is_possible:
             self._watch_optimizers()
         if FSDP1.is_possible:
@@ -73,12 +73,12 @@ class Weights:
         original = Optimizer.__init__
 
         @functools.wraps(original)
-        def made(*args: Any, **kwargs: Any) -> None:
+        def init(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             self.optimizers += 1
             self.made_at[id(args[0])] = script.line_of_stack(sys._getframe())
 
-        Optimizer.__init__ = made  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign]
 
     def _watch_fsdp1(self) -> None:
         from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -101,17 +101,17 @@ class Weights:
         original = FSDPParam._init_sharded_param
 
         @functools.wraps(original)
-        def init(one: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        def init(sharded: Any, param: Any, *args: Any, **kwargs: Any) -> None:
             whole = [_sums(param)] if _is_plain(param) else []
-            original(one, param, *args, **kwargs)
+            original(sharded, param, *args, **kwargs)
             if whole:
                 self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
-                self.begun.append(_Begun(weakref.ref(one), whole, checksum(_part(one))))
+                self.begun.append(_Begun(weakref.ref(sharded), whole, checksum(_part(sharded))))
 
         FSDPParam._init_sharded_param = init  # type: ignore[method-assign, assignment]
 
     def ran_backward(self, models: Iterable["nn.Module"]) -> None:
-        """After a backward of the script or of a trainer; `models` are the outermost that ran."""
+        """Called after each backward pass; `models` are the outermost that ran."""
         if self.backwards == 0:
             self.backward_line = script.line_of_stack(sys._getframe(2))
             self._tell_begun(models)
@@ -119,15 +119,15 @@ class Weights:
         self.backwards += 1
 
     def steps_now(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
-        """Before a step of an optimizer."""
+        """Called before each step of an optimizer."""
         if self.steps == 0:
             events.tell("first-step", line=script.line_of_stack(sys._getframe(2)))
             self._tell_begun(models)
         self.steps += 1
-        self.sharded_steps += any(is_sharded(one) for group in optimizer.param_groups for one in group["params"])
+        self.sharded_steps += any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
 
     def tell_end(self, models: Iterable["nn.Module"]) -> None:
-        """At the end of the script: `models` are those that it still has, as long as no optimizer has stepped."""
+        """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
         kept = self.steps == 0 and self.first != 0 and self.first == _all(models)
         events.tell(
             "trained",
@@ -140,33 +140,33 @@ class Weights:
         )
 
     def shard_storages(self) -> set[int]:
-        """Where FSDP1 keeps this rank's parts, which its views with the names of whole weights show."""
-        handles = [one for begun in self.begun if hasattr(one := begun.of(), "flat_param")]
-        flats = [one.flat_param for one in handles if one.uses_sharded_strategy]
+        """The addresses of FSDP1's shards on this rank, to which its views with the names of whole weights point."""
+        handles = [handle for begun in self.begun if hasattr(handle := begun.of(), "flat_param")]
+        flats = [handle.flat_param for handle in handles if handle.uses_sharded_strategy]
         return {getattr(flat, "_local_shard", flat).untyped_storage().data_ptr() for flat in flats} - {0}
 
     def _tell_begun(self, models: Iterable["nn.Module"]) -> None:
-        """Those whose part is still what it was when it was sharded: others were loaded or sent since then."""
+        """Reports the first values of all units; None for one whose part was loaded or sent since it was sharded."""
         if self.has_told:
             return
         self.has_told = True
         names = {id(module): user_name(path) for model in models for path, module in model.named_modules()}
-        found = []
+        units = []
         for begun in self.begun:
-            one = begun.of()
-            if one is None:
+            sharded = begun.of()
+            if sharded is None:
                 continue
-            same = begun.part == checksum(_part(one))
-            of = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _own(one)]
+            same = begun.part == checksum(_part(sharded))
+            of = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _own(sharded)]
             weights = [[name, whole if same else None] for name, whole in zip(of, begun.whole, strict=False)]
-            found.append({"ranks": _ranks(one), "weights": weights})
-        if found:
-            events.tell("begun", units=found, line=self.sharded_at)
-        self.begun = [one for one in self.begun if hasattr(one.of(), "flat_param")]
+            units.append({"ranks": _ranks(sharded), "weights": weights})
+        if units:
+            events.tell("begun", units=units, line=self.sharded_at)
+        self.begun = [sharded for sharded in self.begun if hasattr(sharded.of(), "flat_param")]
 
 
 def checksum(values: "torch.Tensor") -> int:
-    """The same in float32 and in what was cast to it. Of a copy: NumPy would pin a storage that FSDP1 resizes."""
+    """A checksum that a cast to float32 keeps. It reads a copy: NumPy would pin a storage that FSDP1 resizes."""
     import torch
 
     plain = values.detach().as_subclass(torch.Tensor)
@@ -184,14 +184,14 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def _is_plain(parameter: Any) -> bool:
-    """Neither quantized, nor parted already, nor without values."""
+    """Whether it has values that are neither quantized nor sharded."""
     import torch
 
     return type(parameter) in (torch.Tensor, torch.nn.Parameter) and not parameter.is_meta
 
 
 def _sums(values: "torch.Tensor") -> tuple[float, float]:
-    """Sum and norm, which rounding leaves alone. Other random values change the sum by about as much as the norm is."""
+    """Sum and norm, which rounding hardly changes. Other random values change the sum by about the norm."""
     import torch
 
     plain = values.detach().as_subclass(torch.Tensor)
@@ -201,51 +201,51 @@ def _sums(values: "torch.Tensor") -> tuple[float, float]:
 
 
 def _sums_of_flat(flat: Any) -> list[tuple[float, float]]:
-    """Of each weight that FSDP1 has laid into a flat one."""
+    """Sum and norm of each weight in one of FSDP1's flat parameters."""
     if flat.is_meta:
         return []
     views = flat.detach().split(flat._numels_with_padding)
-    return [_sums(one) for one, padding in zip(views, flat._is_padding_mask, strict=True) if not padding]
+    return [_sums(view) for view, padding in zip(views, flat._is_padding_mask, strict=True) if not padding]
 
 
-def _part(one: Any) -> Any:
-    """This rank's, of what either version of FSDP calls so."""
-    if hasattr(one, "flat_param"):
-        return getattr(one.flat_param, "_local_shard", one.flat_param)
-    return one.sharded_param.to_local()
+def _part(unit: Any) -> Any:
+    """This rank's part of a unit of FSDP1 or FSDP2."""
+    if hasattr(unit, "flat_param"):
+        return getattr(unit.flat_param, "_local_shard", unit.flat_param)
+    return unit.sharded_param.to_local()
 
 
-def _own(one: Any) -> list[tuple["nn.Module", str]]:
-    """The module and the name of each weight."""
-    if hasattr(one, "flat_param"):
-        return [(info.module, info.param_name) for info in one.flat_param._param_infos]
-    return [(one._module_info.module, one._module_info.param_name)]
+def _own(unit: Any) -> list[tuple["nn.Module", str]]:
+    """The module and the name of each weight of a unit."""
+    if hasattr(unit, "flat_param"):
+        return [(info.module, info.param_name) for info in unit.flat_param._param_infos]
+    return [(unit._module_info.module, unit._module_info.param_name)]
 
 
-def _ranks(one: Any) -> list[int]:
-    """Those that must have had the same weights."""
+def _ranks(unit: Any) -> list[int]:
+    """The ranks that share the unit and must have begun with the same weights."""
     import torch.distributed as dist
 
-    if hasattr(one, "flat_param"):
-        return dist.get_process_group_ranks(one.process_group)
-    return sorted(one.mesh_info.mesh.mesh.flatten().tolist())
+    if hasattr(unit, "flat_param"):
+        return dist.get_process_group_ranks(unit.process_group)
+    return sorted(unit.mesh_info.mesh.mesh.flatten().tolist())
 
 
 def _all(models: Iterable["nn.Module"]) -> int:
-    """One checksum of what is trained on this rank; 0 where that is nothing."""
+    """One checksum of all trained weights on this rank; 0 if there are none."""
     from torch.distributed.tensor import DTensor
 
     total = 0
     for model in models:
-        for one in model.parameters():
-            if one.requires_grad and not one.is_meta:
-                local = one.to_local() if isinstance(one, DTensor) else one
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.is_meta:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 total = zlib.crc32(checksum(local).to_bytes(4, "little"), total)
     return total
 
 
 def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
-    """How many tensors of what is saved are a rank's part of one, and how many it has; looks into dicts and lists."""
+    """Counts the tensors in `saved`, including those in dicts and lists: shards of this rank, and all."""
     import torch
 
     if isinstance(saved, torch.nn.Module):
@@ -253,8 +253,8 @@ def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
     if isinstance(saved, Mapping):
         saved = list(saved.values())
     if isinstance(saved, list | tuple):
-        found = [shards_in(one, storages) for one in saved]
-        return sum(parts for parts, _ in found), sum(several for _, several in found)
+        counts = [shards_in(item, storages) for item in saved]
+        return sum(parts for parts, _ in counts), sum(several for _, several in counts)
     if type(saved).__name__ == "ShardedTensor":
         return 1, 1
     return (int(_is_part(saved, storages)), 1) if isinstance(saved, torch.Tensor) else (0, 0)
