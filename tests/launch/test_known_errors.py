@@ -79,6 +79,8 @@ def test_an_unknown_message() -> None:
     "message",
     [
         "BrokenPipeError: [Errno 32] Broken pipe",
+        "socket has failed to listen on any local network address. bind to [::]:520 (errno: 13 - Permission denied)",
+        "DistNetworkError: client socket has timed out after 600000ms while trying to connect to (PRIVATE_IP, PORT)",
         "RuntimeError: Connection reset by peer",
         "ConnectionRefusedError: [Errno 111] Connection refused",
         "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:410, unhandled system error, NCCL version 2.4.8",
@@ -115,6 +117,8 @@ def test_what_follows_from_others_or_harms_nothing_explains_nothing(message: str
 @pytest.mark.parametrize(
     ("message", "row"),
     [
+        ("The client socket has timed out after 60s while trying to connect to (10.0.0.1, 29500).", "rendezvous"),
+        ("socket has failed to listen\nbind to [::]:29500 (errno: 98 - Address already in use)", "port-taken"),
         ("Watchdog caught collective operation timeout\nCUDA out of memory. Tried to allocate 2 GiB", "gpu-memory"),
         ("unhandled cuda error\nFailed to bind NVLink SHARP: CUDA error 2 'out of memory'", "nvlink-sharp"),
         ("unable to open shared memory object </torch_1>\nOSError: [Errno 24] Too many open files", "open-files"),

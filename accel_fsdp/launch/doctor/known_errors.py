@@ -96,7 +96,8 @@ KNOWN = (
             r"DataLoader worker .* killed by signal: Bus error",
             r"exitcode\s*:\s*-7\b",
         ),
-        "/dev/shm is full or small: a container gets 64 MiB, and ended jobs leave files in it",
+        "/dev/shm is full or small: a container gets 64 MiB, and ended jobs leave files in it; "
+        "or the memory of the host, of which it is a part, is full",
         f"df -h /dev/shm; remove what is left there; {SHM}",
         ("NVIDIA/nccl#342", "NVIDIA/nccl#525", "pytorch/ci-infra#490"),
     ),
@@ -416,7 +417,7 @@ KNOWN = (
     ),
     KnownError(
         "port-taken",
-        (r"EADDRINUSE", r"address already in use", r"failed to listen on any local network address"),
+        (r"EADDRINUSE", r"address already in use"),
         "another job, the rest of one, or the launcher itself, listens on the port at which the ranks meet; "
         "or two processes take themselves for rank 0",
         "main_process_port: another one; ss -ltnp shows who has it",
@@ -531,7 +532,7 @@ KNOWN = (
     KnownError(
         "rendezvous",
         (
-            r"client socket has timed out",
+            r"client socket has timed out[^\n]*connect to \([^\s,()]+, \d+\)",
             r"client socket has failed to connect",
             r"\A(?!(?s:.)*_call_store)(?s:.)*RendezvousConnectionError",
             r"RendezvousTimeoutError",
