@@ -24,8 +24,8 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
     The command that makes the same file once more stands on a line of its own, by which `with_header` knows it.
     """
     again = made_by.startswith(COMMAND)
-    made = [f"{HEADER} {__version__}:", f"#   {made_by}"] if again else [f"{HEADER} {__version__}: {made_by}"]
-    return [f"# {title}", *made, LAUNCH, f"#   {launch}"]
+    origin = [f"{HEADER} {__version__}:", f"#   {made_by}"] if again else [f"{HEADER} {__version__}: {made_by}"]
+    return [f"# {title}", *origin, LAUNCH, f"#   {launch}"]
 
 
 def launch_line(
@@ -53,12 +53,12 @@ def example_run(model: str, arguments: Iterable[str]) -> list[str]:
 def with_header(text: str, lines: list[str]) -> str:
     """Replaces the header of a file that was made here; another file keeps its own first lines."""
     old = text.splitlines(keepends=True)
-    found = _made_here(old)
-    if found is None:
+    place = _made_here(old)
+    if place is None:
         return text
-    says_launch = old[found + 1 : found + 2] == [f"{LAUNCH}\n"]
-    end = found + 3 if says_launch else found + 1
-    return "".join([*old[: max(found - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
+    says_launch = old[place + 1 : place + 2] == [f"{LAUNCH}\n"]
+    end = place + 3 if says_launch else place + 1
+    return "".join([*old[: max(place - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
 
 
 def script_arguments(text: str) -> tuple[str, ...]:
@@ -88,10 +88,10 @@ def made_with(text: str) -> dict[str, str]:
 def retitle(text: str, title: str) -> str:
     """Replaces the first line of our own header, which says what the file is; another file stays as it is."""
     old = text.splitlines(keepends=True)
-    found = _made_here(old)
-    if found is None or found < 2:
+    place = _made_here(old)
+    if place is None or place < 2:
         return text
-    return "".join([*old[: found - 2], f"# {title}\n", *old[found - 1 :]])
+    return "".join([*old[: place - 2], f"# {title}\n", *old[place - 1 :]])
 
 
 def _made_here(lines: list[str]) -> int | None:

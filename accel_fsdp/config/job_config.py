@@ -66,7 +66,7 @@ class JobConfig:
             return Engine.FSDP1 if first else Engine.FSDP2
         if kind in DDP_TYPES:
             return Engine.DDP
-        return {DISTRIBUTED_TYPES[one]: one for one in (Engine.DEEPSPEED, Engine.TPU)}.get(kind, Engine.NONE)
+        return {DISTRIBUTED_TYPES[engine]: engine for engine in (Engine.DEEPSPEED, Engine.TPU)}.get(kind, Engine.NONE)
 
     @cached_property
     def other_tool(self) -> str:
@@ -124,14 +124,14 @@ class JobConfig:
 
     def spelt(self, key: str, otherwise: str) -> str:
         """The word that stands behind a top-level key in the file, where it has a line of its own."""
-        found = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
-        return found[1] if found else otherwise
+        match = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
+        return match[1] if match else otherwise
 
     @property
     def fsdp_version(self) -> str:
         """The version that is meant, also where Accelerate can't read it, as 2.0 or v2; empty if not known."""
-        found = re.fullmatch(r"(?:v|fsdp)?(\d+)(?:\.0*)?", str(self.fsdp("fsdp_version")).lower())
-        return found[1] if found else ""
+        match = re.fullmatch(r"(?:v|fsdp)?(\d+)(?:\.0*)?", str(self.fsdp("fsdp_version")).lower())
+        return match[1] if match else ""
 
     def top(self, key: str) -> Any:
         """The value of a top-level key, or its default; a precision in small letters, as the launcher reads it."""

@@ -47,7 +47,7 @@ def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = 
         return 1
     if id(value) not in sizes:
         inner = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_expanded(one, above | {id(value)}, sizes) for one in inner)
+        sizes[id(value)] = 1 + sum(_expanded(item, above | {id(value)}, sizes) for item in inner)
     return sizes[id(value)]
 
 
@@ -57,12 +57,12 @@ def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
     named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     if not isinstance(named, str) or not named or "\0" in named or len(named) > LONGEST_PATH:
         return {}
-    given = Path(named).expanduser()
-    if given.exists():
+    target = Path(named).expanduser()
+    if target.exists():
         return {}
-    if (path.parent / given).exists():
+    if (path.parent / target).exists():
         return {"deepspeed_config_file": "beside"}
-    elsewhere = given.is_absolute() and not given.parent.exists()
+    elsewhere = target.is_absolute() and not target.parent.exists()
     return {"deepspeed_config_file": "elsewhere" if elsewhere else ""}
 
 

@@ -124,11 +124,11 @@ def _replaced(text: str, node: Any, key: str, value: Any) -> str:
     colon = COLON.match(text, name.end_mark.index).end()  # type: ignore[union-attr]
     line_end, end = _line_end(text, colon), _line_end(text, end)
     rest = text[colon:line_end] if _is_block(old) else text[_end(text, name, old) : line_end]
-    made = _block("", value, text).removesuffix("\n")
+    block = _block("", value, text).removesuffix("\n")
     inside = "".join(_comments(text[line_end:end]))
     if isinstance(value, dict):
-        return text[:colon] + rest + made.lstrip("\n") + "\n" + inside + text[end:]
-    return f"{text[:colon]} {made.strip()}{rest}{inside}{text[end:]}"
+        return text[:colon] + rest + block.lstrip("\n") + "\n" + inside + text[end:]
+    return f"{text[:colon]} {block.strip()}{rest}{inside}{text[end:]}"
 
 
 def _added(text: str, node: Any, key: str, value: Any) -> str:
@@ -203,8 +203,8 @@ def _comments(text: str) -> list[str]:
 
 def _block(key: str, value: Any, text: str) -> str:
     """`key: value` on lines of its own; without a key what stands behind the colon."""
-    made = yaml_file.text_of({key or "key": value}, yaml_file.indent_of(text))
-    return made if key else made.removeprefix("key:")
+    block = yaml_file.text_of({key or "key": value}, yaml_file.indent_of(text))
+    return block if key else block.removeprefix("key:")
 
 
 def _flow(value: Any) -> str:

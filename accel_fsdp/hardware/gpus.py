@@ -216,8 +216,8 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
             fix=f"one of {', '.join(dict.fromkeys(known.values()))}",
         )
     in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
-    told = memory_gib or next(in_name, rows[0].memory_gib)
-    nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - told))
+    size = memory_gib or next(in_name, rows[0].memory_gib)
+    nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - size))
     if memory_gib is None or memory_gib == nearest.memory_gib:
         return nearest
     reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # a driver said it, no vendor
@@ -232,8 +232,8 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 def with_size(name: str) -> str:
     """`H100-80` and `H100-80GB1` are `H100-80GB`; empty where no known GPU has a size behind it."""
-    found = re.fullmatch(r"(.+)[ -](\d+)(GI?B?\d*)?", name, re.I)
-    return f"{found[1]}-{found[2]}GB" if found and is_known(found[1]) else ""
+    match = re.fullmatch(r"(.+)[ -](\d+)(GI?B?\d*)?", name, re.I)
+    return f"{match[1]}-{match[2]}GB" if match and is_known(match[1]) else ""
 
 
 def sold_gib(name: str, reported_gib: float) -> float:

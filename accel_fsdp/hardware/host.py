@@ -85,10 +85,10 @@ def listed_gpus() -> MachineFacts:
     """The NVIDIA GPUs that a process started here would see, by the name and memory that their driver tells."""
     words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(words, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS).stdout.splitlines()
+        lines = subprocess.run(words, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return CPU
-    cards = [(name.strip(), mib.strip()) for name, _, mib in (line.rpartition(",") for line in told) if name]
+    cards = [(name.strip(), mib.strip()) for name, _, mib in (line.rpartition(",") for line in lines) if name]
     count = HereFacts(len(cards), os.environ.get("CUDA_VISIBLE_DEVICES")).usable_gpus
     if not count:
         return CPU
@@ -192,11 +192,11 @@ def free_port() -> int:
 
 
 def _torch_xla() -> bool:
-    wanted = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
-    return wanted and importlib.util.find_spec("torch_xla") is not None
+    enabled = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
+    return enabled and importlib.util.find_spec("torch_xla") is not None
 
 
 def _default_config() -> str:
     """The file that `accelerate launch` reads without `--config_file`, where there is one."""
-    found = (atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json"))
-    return next((str(path) for path in found if path.is_file()), "")
+    paths = (atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json"))
+    return next((str(path) for path in paths if path.is_file()), "")

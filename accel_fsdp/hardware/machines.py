@@ -50,8 +50,8 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     """
     if text.strip().lower() == "cpu":
         return CPU, 1
-    found = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip()) if len(text) < LONGEST else None
-    parts = found.groupdict() if found else {}
+    match = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip()) if len(text) < LONGEST else None
+    parts = match.groupdict() if match else {}
     count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
     if count * machines > MOST_GPUS:
         raise UsageError(
@@ -70,15 +70,15 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
 
 def parse_list(text: str, flag: str) -> dict[str, tuple[MachineFacts, int]]:
     """Each of several descriptions with commas between them, and what `parse` makes of it, in their order."""
-    found: dict[str, tuple[MachineFacts, int]] = {}
+    machines: dict[str, tuple[MachineFacts, int]] = {}
     for word in (part.strip() for part in text.split(",")):
         parsed = parse(word, flag)
-        if parsed in found.values():
+        if parsed in machines.values():
             raise UsageError(
                 f"{flag} has {word} twice", why="each machine needs one row", fix=f"{flag} with {word} once"
             )
-        found[word] = parsed
-    return found
+        machines[word] = parsed
+    return machines
 
 
 def describe(machine: MachineFacts) -> str:

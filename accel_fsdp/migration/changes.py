@@ -193,7 +193,7 @@ class Draft:
         written = [str(key) for key in self._content(self.section)]
         inside = [f"{self.section}.{name}" for key in written for name in (full_name(self.section, key), key)]
         order = [name for key in self.job.values for name in (str(key), *(inside if key == self.section else ()))]
-        ranked = sorted(self.changes, key=lambda one: order.index(one.key) if one.key in order else len(order))
+        ranked = sorted(self.changes, key=lambda change: order.index(change.key) if change.key in order else len(order))
         return Migration(source, target, self._edits(), tuple(ranked))
 
     def _edits(self) -> tuple[Edit, ...]:

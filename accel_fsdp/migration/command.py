@@ -64,31 +64,31 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
         changes = [asdict(change) for change in migration.changes]
         console.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2), lines=True)
         return
-    rows = [((one.kind + "!" * one.breaks), _becomes(one), _because(one)) for one in migration.changes]
+    rows = [((change.kind + "!" * change.breaks), _becomes(change), _because(change)) for change in migration.changes]
     if rows:
-        styles = ["red" if one.breaks else STYLES[one.kind] for one in migration.changes]
+        styles = ["red" if change.breaks else STYLES[change.kind] for change in migration.changes]
         console.show_table(("", "key", "why"), rows, styles, to_stderr=options.dry_run)
 
 
-def _becomes(one: Change) -> str:
+def _becomes(change: Change) -> str:
     """A key as it was and as it will be; an arrow only where something changes."""
-    key = one.key.rpartition(".")[2]
-    before = f"{key}: {one.old}" if one.old else key
-    after = f"{one.new_key}: {one.new}" if one.new_key else one.new
-    return f"{before} → {after}" if after and after != one.old else before
+    key = change.key.rpartition(".")[2]
+    before = f"{key}: {change.old}" if change.old else key
+    after = f"{change.new_key}: {change.new}" if change.new_key else change.new
+    return f"{before} → {after}" if after and after != change.old else before
 
 
-def _because(one: Change) -> str:
-    return f"{one.why}: {one.fix}" if one.fix else one.why
+def _because(change: Change) -> str:
+    return f"{change.why}: {change.fix}" if change.fix else change.why
 
 
 def _broken(path: Path, migration: Migration) -> UserError:
-    named = ", ".join(one.key.rpartition(".")[2] for one in migration.broken)
-    given = " ".join(one.fix for one in migration.broken if one.fix)
-    instead = f"give the script {given}, and write the file" if given else "write the file without that meaning"
+    named = ", ".join(change.key.rpartition(".")[2] for change in migration.broken)
+    flags = " ".join(change.fix for change in migration.broken if change.fix)
+    instead = f"give the script {flags}, and write the file" if flags else "write the file without that meaning"
     return UserError(
         f"{path}: {migration.target} can't keep the meaning of {named}",
-        why="; ".join(one.why for one in migration.broken),
+        why="; ".join(change.why for change in migration.broken),
         fix=f"change those keys first, or {instead}: --force. Nothing was written",
     )
 

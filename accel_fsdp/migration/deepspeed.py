@@ -238,9 +238,9 @@ def _loading_to_fsdp(draft: Draft, loads: bool) -> None:
 
 def add_wrapping(draft: Draft) -> None:
     draft.add("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "a unit per layer")
-    key, found = "fsdp_transformer_layer_cls_to_wrap", draft.layer_class
-    if found:
-        draft.add(key, found, "--layer-class")
+    key, name = "fsdp_transformer_layer_cls_to_wrap", draft.layer_class
+    if name:
+        draft.add(key, name, "--layer-class")
 
 
 def drop_use_cpu(draft: Draft) -> None:

@@ -145,10 +145,10 @@ def keep_layer_class(draft: Draft, named: bool) -> None:
     if draft.layer_class and named:
         draft.row(key, "changed", "--layer-class", value=draft.layer_class)
     elif key in draft.read:
-        given = draft.value(key)
-        parts = given if isinstance(given, list) else str(given).split(",")
+        classes = draft.value(key)
+        parts = classes if isinstance(classes, list) else str(classes).split(",")
         names = ",".join(str(part).strip() for part in parts if str(part).strip())
-        if names != given and names:
+        if names != classes and names:
             draft.row(key, "changed", "names joined by commas, without spaces", value=names)
         elif not names:
             draft.row(key, "lost", "names no class")

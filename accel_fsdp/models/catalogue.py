@@ -34,13 +34,13 @@ def canonical(name: str) -> str | None:
 def near(name: str) -> str:
     """The hub id that `name`, whole or its last part alone, was probably meant to be, else the empty string."""
     by_part = {known if "/" in name else known.rpartition("/")[2]: known for known in entries()}
-    found = by_part.get(nearest(name, by_part), "")
-    return "" if found == name else found
+    nearby = by_part.get(nearest(name, by_part), "")
+    return "" if nearby == name else nearby
 
 
 def did_you_mean(name: str) -> str:
-    found = near(name)
-    return f" Did you mean {found}?" if found else ""
+    nearby = near(name)
+    return f" Did you mean {nearby}?" if nearby else ""
 
 
 def hub_id(name: str) -> str:

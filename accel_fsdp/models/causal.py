@@ -36,35 +36,35 @@ def check_config(config: Any, name: str, remote_code: bool = False) -> None:
     Raises:
         UserError: it has an encoder, is of another kind, or a small random model of its kind sees the next token.
     """
-    made = str((config.architectures or [type(config).__name__.removesuffix("Config")])[0])
-    if getattr(config, "is_encoder_decoder", False) and not made.endswith("ForCausalLM"):
+    architecture = str((config.architectures or [type(config).__name__.removesuffix("Config")])[0])
+    if getattr(config, "is_encoder_decoder", False) and not architecture.endswith("ForCausalLM"):
         raise UserError(
-            f"{name} is a {made}, which has an encoder and a decoder",
+            f"{name} is a {architecture}, which has an encoder and a decoder",
             why="this script trains a model to go on with a text; its encoder would be left out or never trained",
             fix=f"--model_name_or_path with {DECODER}; or Trainer's Seq2SeqTrainer in a script of your own",
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote_code:
         raise UserError(
-            f"{name} is a {made}, of which transformers has no causal language model",
+            f"{name} is a {architecture}, of which transformers has no causal language model",
             why="this script trains a model to predict the next token",
             fix=f"--model_name_or_path with {DECODER}; or a script of your own for this kind",
         )
     if looks_ahead_by(config):
-        raise _looks_ahead(name, made)
+        raise _looks_ahead(name, architecture)
 
 
 def check_model(model: "nn.Module", name: str) -> None:
     """The same of a loaded model, where its kind is too large to be tried small; one pass of ten tokens."""
     parameters = list(model.parameters())
-    if any(hasattr(one, "ds_id") or not one.is_floating_point() for one in parameters):
+    if any(hasattr(parameter, "ds_id") or not parameter.is_floating_point() for parameter in parameters):
         return  # parted by ZeRO-3, or quantised: they compute on their own device only
     if looks_ahead(model):
         raise _looks_ahead(name, type(model).__name__)
 
 
-def _looks_ahead(name: str, made: str) -> UserError:
+def _looks_ahead(name: str, architecture: str) -> UserError:
     return UserError(
-        f"{name} is a {made} that sees the tokens after the one that it predicts",
+        f"{name} is a {architecture} that sees the tokens after the one that it predicts",
         why="it would learn to copy the next token: the loss falls to nothing, and the model can't write",
         fix=f'--model_name_or_path with {DECODER}; if it is meant as a decoder: "is_decoder": true in its config.json',
     )
@@ -83,7 +83,7 @@ def looks_ahead_by(config: Any) -> bool | None:
 def _random(config: Any) -> "nn.Module | None":
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if sum(one.numel() for one in shape.parameters()) > LARGEST:
+    if sum(parameter.numel() for parameter in shape.parameters()) > LARGEST:
         return None
     with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def _random(config: Any) -> "nn.Module | None":
 def _shrunk(config: Any) -> Any:
     """Two layers and a small vocabulary; lists with an entry for each layer are cut too."""
     small = copy.deepcopy(config)
-    for part in {id(one): one for one in (small, small.get_text_config())}.values():
+    for part in {id(config_part): config_part for config_part in (small, small.get_text_config())}.values():
         layers = getattr(part, "num_hidden_layers", None)
         if not isinstance(layers, int) or not hasattr(part, "vocab_size"):
             continue

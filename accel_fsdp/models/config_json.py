@@ -58,21 +58,21 @@ DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
 
 def settings_in(folder: Path) -> dict[str, Any]:
     """What the config of a folder says."""
-    found = untrusted_files.read_json(folder / file_names.CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
-    if found is None:
+    settings = untrusted_files.read_json(folder / file_names.CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
+    if settings is None:
         raise UserError(
             f"model folder {folder} has no {file_names.CONFIG}",
             why="the architecture can't be known without it",
             fix="give the folder that save_pretrained wrote, or a hub id",
         )
-    if "configuration_files" in found:
+    if "configuration_files" in settings:
         raise UserError(
             f"the config of {folder} names other files: configuration_files",
             why="transformers would read one of them in place of config.json",
             fix="remove configuration_files from config.json, or copy the file for your version over it",
         )
-    check(str(folder), found)
-    return found
+    check(str(folder), settings)
+    return settings
 
 
 def check_files(folder: Path) -> None:
@@ -97,11 +97,11 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
             if not isinstance(value, dict | None):
                 raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a mapping")
             continue
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, dict):
-                check(name, one, f"{place}{key}.")
-            elif wrong := _wrong(key, one):
-                raise contradictory(name, f"{place}{key} is {json.dumps(one)[:40]}: {wrong}")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                check(name, item, f"{place}{key}.")
+            elif wrong := _wrong(key, item):
+                raise contradictory(name, f"{place}{key} is {json.dumps(item)[:40]}: {wrong}")
     heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
         both = f"num_attention_heads is {heads}, {place}num_key_value_heads {groups}"
@@ -227,11 +227,11 @@ def quant_method(settings: Any) -> str:
 
     "unknown" where nothing says it.
     """
-    given = settings.to_dict() if hasattr(settings, "to_dict") else settings
-    if not isinstance(given, Mapping):
+    config = settings.to_dict() if hasattr(settings, "to_dict") else settings
+    if not isinstance(config, Mapping):
         return ""
-    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+    if config.get("load_in_4bit") or config.get("load_in_8bit"):
         return "bitsandbytes"
-    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "unknown")
-    online = method == "bitnet" and given.get("quantization_mode") == "online"
-    return "" if given.get("dequantize") is True or method in DEQUANTISED or online else method
+    method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")) or "unknown")
+    online = method == "bitnet" and config.get("quantization_mode") == "online"
+    return "" if config.get("dequantize") is True or method in DEQUANTISED or online else method

@@ -23,7 +23,7 @@ def embeddings(model: "nn.Module") -> set["nn.Parameter"]:
     from torch import nn
 
     tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-    return {one for table in tables for one in table.parameters(recurse=False)}
+    return {parameter for table in tables for parameter in table.parameters(recurse=False)}
 
 
 def per_element(layer: "nn.Module", name: str, parameter: "nn.Parameter") -> int:
@@ -34,9 +34,12 @@ def per_element(layer: "nn.Module", name: str, parameter: "nn.Parameter") -> int
 
 def packing(model: "nn.Module") -> dict["nn.Parameter", int]:
     """Every parameter of a model once, with how many weights lie in one of its elements."""
-    owned = ((layer, name, one) for layer in model.modules() for name, one in layer.named_parameters(recurse=False))
-    return {one: per_element(layer, name, one) for layer, name, one in owned}
+    elements = {}
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            elements[parameter] = per_element(layer, name, parameter)
+    return elements
 
 
 def weights(model: "nn.Module") -> dict["nn.Parameter", int]:
-    return {one: numel(one) * several for one, several in packing(model).items()}
+    return {parameter: numel(parameter) * several for parameter, several in packing(model).items()}

@@ -62,18 +62,18 @@ def model_facts(name: str, config: Any) -> ModelFacts:
 
 
 def _facts(name: str, config: Any, model: "nn.Module") -> ModelFacts:
-    found = wrap_classes(model)
+    classes = wrap_classes(model)
     reason = "found in the built model"
-    if not found:
+    if not classes:
         reason = "no repeated layer found: name the class"
     return ModelFacts(
         name=name,
         model_type=str(config.model_type),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        wrap_classes=found,
+        wrap_classes=classes,
         wrap_reason=reason,
         classes=class_names(model),
-        largest_layer_parameters=max((layer.parameters for layer in found), default=0),
+        largest_layer_parameters=max((layer.parameters for layer in classes), default=0),
         persistent_buffers=persistent_buffers(model),
         auto_class=auto_class(config),
         language_parameters=language_parameters(model),
@@ -109,8 +109,8 @@ def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> s
 
 
 def _dtype(config: Any, stored: Mapping[str, safetensors_header.Tensor]) -> str:
-    found = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), "")
-    return str(found).removeprefix("torch.")
+    dtype = config.dtype or next((DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in DTYPES), "")
+    return str(dtype).removeprefix("torch.")
 
 
 def _local_folder(name: str) -> Path:
@@ -129,7 +129,7 @@ def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
     patterns = [pattern for kind in kinds for pattern in getattr(model, kind, None) or ()]
     globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
     whole = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
-    return [name for name, _ in model.named_parameters() if any(one.search(name) for one in whole)]
+    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in whole)]
 
 
 def expert_classes(model: "nn.Module") -> frozenset[str]:
@@ -144,9 +144,9 @@ def _quantization(settings: Any) -> tuple[int, str]:
     """Bits and storage dtype of a bitsandbytes checkpoint; 0 for others, whose rules are not known."""
     if settings is None:
         return 0, ""
-    given = settings if isinstance(settings, dict) else settings.to_dict()
-    bits = 4 if given.get("load_in_4bit") else 8 if given.get("load_in_8bit") else 0
-    return bits, str(given.get("bnb_4bit_quant_storage") or "uint8") if bits == 4 else ""
+    config = settings if isinstance(settings, dict) else settings.to_dict()
+    bits = 4 if config.get("load_in_4bit") else 8 if config.get("load_in_8bit") else 0
+    return bits, str(config.get("bnb_4bit_quant_storage") or "uint8") if bits == 4 else ""
 
 
 def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
@@ -219,7 +219,7 @@ def language_parameters(model: Any) -> int:
     A language model is that part as a whole, and one with an encoder and a decoder is not told apart.
     """
     beside = beside_text(model)
-    read = (counting.numel(one) for name, one in model.named_parameters() if name not in beside)
+    read = (counting.numel(parameter) for name, parameter in model.named_parameters() if name not in beside)
     return sum(read) if beside else 0
 
 
@@ -231,8 +231,9 @@ def beside_text(model: Any) -> frozenset[str]:
         parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     except (AttributeError, NotImplementedError):
         return frozenset()
-    read = {one for part in parts if part is not None for one in part.parameters()}
-    return frozenset(name for name, one in model.named_parameters() if one not in read) if read else frozenset()
+    read = {parameter for part in parts if part is not None for parameter in part.parameters()}
+    unread = (name for name, parameter in model.named_parameters() if parameter not in read)
+    return frozenset(unread) if read else frozenset()
 
 
 def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:
@@ -251,7 +252,7 @@ def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:
     if head is None or getattr(head, "weight", None) is not getattr(table, "weight", head):
         return False
     inside = [set(module.modules()) for module in model.modules() if type(module).__name__ == name]
-    return any(table in one and head not in one for one in inside)
+    return any(table in inner and head not in inner for inner in inside)
 
 
 def _repeated_layer(model: "nn.Module") -> list[str]:
@@ -464,12 +465,12 @@ def auto_class(config: Any) -> str:
         return str(named.__name__)
     if CLASSIFIER in fits:
         return CLASSIFIER
-    other = BARE if _bare_class(config) else ""
+    bare = BARE if _bare_class(config) else ""
     if config.is_encoder_decoder:
-        return SEQ2SEQ if SEQ2SEQ in known else other
+        return SEQ2SEQ if SEQ2SEQ in known else bare
     if MASKED in known and not _is_decoder(config):
         return MASKED
-    return next(iter(known), other)
+    return next(iter(known), bare)
 
 
 def text_class(config: Any) -> Any:

@@ -57,7 +57,7 @@ def check_built_kernels(name: str, config: Any) -> None:
 
 
 def _check_kernel(name: str, key: str, value: Any) -> None:
-    if any("/" in str(one) for one in (value.values() if isinstance(value, dict) else [value])):
+    if any("/" in str(part) for part in (value.values() if isinstance(value, dict) else [value])):
         raise NeedsCode(
             f"the config of {name} names a repository of code: {key}: {value}",
             why="transformers would download it and run it, and no command runs code that comes with a model",

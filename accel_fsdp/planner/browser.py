@@ -68,16 +68,16 @@ class Input:
 def form() -> list[Input]:
     """The fields of the page's form, in their order."""
     hints = get_type_hints(PlanCommand, include_extras=True)
-    defaults = {one.name: one.default for one in fields(PlanCommand)}
+    defaults = {option.name: option.default for option in fields(PlanCommand)}
     return [_input(name, get_args(hints[name])[1], defaults[name]) for name in LABELS]
 
 
 def _input(name: str, note: Any, default: Any) -> Input:
     flag = _flags()[_word(name)]
-    choices = tuple(one for one in flag.choices if one not in RECORDED_LATER.get(name, ()))
-    given = "" if default in (None, MISSING, False) else str(default)
-    said = " ".join(text for text in (note.help, note.help_behavior_hint) if text)
-    return Input(_word(name), LABELS[name], said, _kind(flag, choices), choices, given)
+    choices = tuple(choice for choice in flag.choices if choice not in RECORDED_LATER.get(name, ()))
+    initial = "" if default in (None, MISSING, False) else str(default)
+    hint = " ".join(text for text in (note.help, note.help_behavior_hint) if text)
+    return Input(_word(name), LABELS[name], hint, _kind(flag, choices), choices, initial)
 
 
 def _kind(flag: Flag, choices: tuple[str, ...]) -> Kind:
@@ -100,25 +100,25 @@ def _flags() -> dict[str, Flag]:
 
 def models() -> dict[str, list[str]]:
     """The models of the catalogue by who published them; another one takes torch, which no browser has."""
-    found: dict[str, list[str]] = {}
+    by_publisher: dict[str, list[str]] = {}
     for name in catalogue.entries():
-        found.setdefault(name.partition("/")[0], []).append(name)
-    return found
+        by_publisher.setdefault(name.partition("/")[0], []).append(name)
+    return by_publisher
 
 
 def cards() -> list[str]:
     """Every known GPU, as `--gpus` takes it behind a number."""
-    return [f"{one.name}-{one.memory_gib:g}GB" for one in gpus.GPUS]
+    return [f"{gpu.name}-{gpu.memory_gib:g}GB" for gpu in gpus.GPUS]
 
 
 def answer(text: str) -> Iterator[str]:
     """Yields JSON for a JSON object of inputs: first `plan`, then a `section` of the page at a time, or an `error`."""
-    given, words = json.loads(text), list[str]()
+    inputs, words = json.loads(text), list[str]()
     try:
-        words = _words(given)
-        told = make_plan(options_of(_command(given, words)))
-        yield json.dumps({"plan": _plan(told, words)})
-        for section in html_report.sections(told.job, told.plan, told.headline(), list(told.advice())):
+        words = _words(inputs)
+        report = make_plan(options_of(_command(inputs, words)))
+        yield json.dumps({"plan": _plan(report, words)})
+        for section in html_report.sections(report.job, report.plan, report.headline(), list(report.advice())):
             yield json.dumps({"section": section})
     except NotInstalled:
         yield _refusal(_takes_torch("This choice", words))
@@ -148,20 +148,20 @@ def _takes_torch(what: str, words: list[str], question: str = "") -> UserError:
     )
 
 
-def _plan(told: PlanReport, words: list[str]) -> dict[str, Any]:
+def _plan(report: PlanReport, words: list[str]) -> dict[str, Any]:
     """What can be taken away: the YAML, empty where nothing fits, the numbers, and the command that prints the same."""
     return {
-        "title": html_report.title_of(told.job),
+        "title": html_report.title_of(report.job),
         "command": f"{COMMAND} {shlex.join(words)}",
-        "yaml": told.yaml(),
-        "json": json.dumps(told.as_json(), indent=2),
+        "yaml": report.yaml(),
+        "json": json.dumps(report.as_json(), indent=2),
     }
 
 
-def _words(given: Mapping[str, str]) -> list[str]:
+def _words(inputs: Mapping[str, str]) -> list[str]:
     """The inputs as the command line has them."""
     flags, words = _flags(), []
-    for name, value in given.items():
+    for name, value in inputs.items():
         switch = name in flags and flags[name].is_switch
         if switch and value == "true":
             words.append(f"--{name}")
@@ -170,21 +170,21 @@ def _words(given: Mapping[str, str]) -> list[str]:
     return words
 
 
-def _command(given: Mapping[str, str], words: list[str]) -> PlanCommand:
+def _command(inputs: Mapping[str, str], words: list[str]) -> PlanCommand:
     """What `accel-fsdp plan` would parse."""
     flag_words.refuse_wrong(COMMAND, PlanCommand, words)
     flags = _flags()
-    if others := [name for name in given if name not in flags]:
+    if others := [name for name in inputs if name not in flags]:
         raise UsageError(
             f"--{others[0]} isn't on this page",
             why="it writes or reads files, or needs torch, which a browser doesn't have",
             fix=f"{COMMAND} {shlex.join(words)}",
         )
-    if lacking := [name for name in ("model", "gpus") if not given.get(name)]:
+    if lacking := [name for name in ("model", "gpus") if not inputs.get(name)]:
         raise UsageError(f"--{lacking[0]} is missing", why="there is nothing to plan", fix="choose one")
-    if catalogue.canonical(given["model"]) is None:
-        raise _takes_torch(given["model"], words, catalogue.did_you_mean(given["model"]))
-    return PlanCommand(**{flag_words.field_name(name): _value(flags[name], value) for name, value in given.items()})
+    if catalogue.canonical(inputs["model"]) is None:
+        raise _takes_torch(inputs["model"], words, catalogue.did_you_mean(inputs["model"]))
+    return PlanCommand(**{flag_words.field_name(name): _value(flags[name], value) for name, value in inputs.items()})
 
 
 def _value(flag: Flag, text: str) -> Any:

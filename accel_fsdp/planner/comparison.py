@@ -59,12 +59,16 @@ class Comparison:
 
     @property
     def cheapest(self) -> Machine | None:
-        """The machine that takes the least money; None where no price is known."""
+        """The machine with the lowest cost; None if no price is known."""
         return self._least(lambda spent: spent.money)
 
+    @property
+    def _spent(self) -> list[tuple[Machine, cost.Cost]]:
+        return [(machine, machine.spent) for machine in self.machines if machine.spent]
+
     def _least(self, amount: Callable[[cost.Cost], cost.Span | None]) -> Machine | None:
-        told = [(found.expected, one) for one in self.machines if one.spent and (found := amount(one.spent))]
-        return min(told, key=lambda pair: pair[0])[1] if told else None
+        pairs = [(span.expected, machine) for machine, spent in self._spent if (span := amount(spent))]
+        return min(pairs, key=lambda pair: pair[0])[1] if pairs else None
 
     def headline(self) -> str:
         """What is compared, in a sentence."""
@@ -78,21 +82,21 @@ class Comparison:
         )
 
     def rows(self) -> list[list[str]]:
-        return [self._cells(one) for one in self.machines]
+        return [self._cells(machine) for machine in self.machines]
 
-    def _cells(self, one: Machine) -> list[str]:
-        if one.choice is None or one.spent is None:
-            return [one.name, "nothing fits", *[""] * (len(COLUMNS) - 2)]
-        money = one.spent.money
-        marks = [word for word, best in (("cheapest", self.cheapest), ("fastest", self.fastest)) if best is one]
+    def _cells(self, machine: Machine) -> list[str]:
+        if machine.choice is None or machine.spent is None:
+            return [machine.name, "nothing fits", *[""] * (len(COLUMNS) - 2)]
+        money = machine.spent.money
+        marks = [word for word, best in (("cheapest", self.cheapest), ("fastest", self.fastest)) if best is machine]
         return [
-            one.name,
-            one.choice.layout.name,
-            str(one.choice.recipe.rows),
-            one.choice.recipe.checkpointing,
-            f"{one.tokens_per_s:,.0f}",
-            cost_report.span(one.spent.hours),
-            cost_report.span(one.spent.gpu_hours),
+            machine.name,
+            machine.choice.layout.name,
+            str(machine.choice.recipe.rows),
+            machine.choice.recipe.checkpointing,
+            f"{machine.tokens_per_s:,.0f}",
+            cost_report.span(machine.spent.hours),
+            cost_report.span(machine.spent.gpu_hours),
             cost_report.span(money) if money else "",
             ", ".join(marks),
         ]
@@ -105,12 +109,13 @@ class Comparison:
         ):
             if best:
                 yield f"{word}: {best.name}, {self._told(best)}.{self._alike(best, amount)}"
-        for one in self.machines:
-            if one.why:
-                yield f"{one.name}: {one.why}."
-        if gaps := [one.name for one in self.machines if one.choice and one.choice.verdict == "expandable"]:
+        for machine in self.machines:
+            if machine.why:
+                yield f"{machine.name}: {machine.why}."
+        chosen = [(machine.name, machine.choice.verdict) for machine in self.machines if machine.choice]
+        if gaps := [name for name, verdict in chosen if verdict == "expandable"]:
             yield f"{', '.join(gaps)}: with {capacity.EXPANDABLE}, without which the allocator wastes too much."
-        if unpriced := [one.name for one in self.machines if one.spent and one.spent.money is None]:
+        if unpriced := [machine.name for machine, spent in self._spent if spent.money is None]:
             names = ", ".join(unpriced)
             yield f"{names}: --prices FILE has no price{'.' if self.cheapest else ', or none was given.'}"
         yield from self._energy()
@@ -119,35 +124,32 @@ class Comparison:
             yield f"accel-fsdp plan with --gpus {best.name} says more, and writes its YAML."
         yield "Assumed: " + " ".join((*dict.fromkeys(self._assumptions()), cost_report.FULL_ROWS))
 
-    def _told(self, one: Machine) -> str:
-        assert one.spent is not None
-        money = one.spent.money
-        paid = f", {cost_report.span(money)} at {cost_report.price(one.spent)} per GPU-hour" if money else ""
-        return f"{cost_report.hours(one.spent.hours)}{paid}"
+    def _told(self, machine: Machine) -> str:
+        assert machine.spent is not None
+        money = machine.spent.money
+        paid = f", {cost_report.span(money)} at {cost_report.price(machine.spent)} per GPU-hour" if money else ""
+        return f"{cost_report.hours(machine.spent.hours)}{paid}"
 
     def _alike(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
-        """The machines that a prediction can't tell from the best."""
+        """Names the machines whose predictions equal the best, within their error."""
         assert best.spent is not None
         least = amount(best.spent).expected
-        near = [
-            one.name
-            for one in self.machines
-            if one is not best and one.spent and (found := amount(one.spent)) and found.expected * search.TIE <= least
-        ]
+        spans = [(machine.name, amount(spent)) for machine, spent in self._spent if machine is not best]
+        near = [name for name, span in spans if span and span.expected * search.TIE <= least]
         return f" A prediction can't tell it from {', '.join(near)}." if near else ""
 
     def _energy(self) -> Iterator[str]:
-        told = [f"{one.name} {two_digits(one.spent.most_kwh)}" for one in self.machines if one.spent]
-        if told:
+        energies = [f"{machine.name} {two_digits(spent.most_kwh)}" for machine, spent in self._spent]
+        if energies:
             yield (
-                f"Energy in kWh, at most: {'; '.join(told)}. That is every GPU at the power of its datasheet for the "
-                "longest of these times; CPUs, network and cooling are not counted."
+                f"Energy in kWh, at most: {'; '.join(energies)}. That is every GPU at the power of its datasheet for "
+                "the longest of these times; CPUs, network and cooling are not counted."
             )
 
     def _assumptions(self) -> Iterator[str]:
         yield from self.job.notes
-        for one in self.machines:
-            yield from one.choice.step.assumptions if one.choice else ()
+        for machine in self.machines:
+            yield from machine.choice.step.assumptions if machine.choice else ()
 
     def show(self) -> None:
         console.put(self.headline(), wrap=True)
@@ -156,14 +158,13 @@ class Comparison:
             console.put(line, wrap=True)
 
     def page(self) -> str:
-        """The same as a page with figures."""
-        spent = [(one.name, one.spent) for one in self.machines if one.spent]
-        hours = [Range(name, *vars(one.hours).values()) for name, one in spent]
-        money = [Range(name, *vars(one.money).values()) for name, one in spent if one.money]
+        """The comparison as a page with figures."""
+        hours = [Range(machine.name, *vars(spent.hours).values()) for machine, spent in self._spent]
+        money = [Range(machine.name, *vars(spent.money).values()) for machine, spent in self._spent if spent.money]
         figures = {"Hours": hours, **({"Cost": money} if money else {})}
         title = f"{self.job.shape.name} on {len(self.machines)} machines"
         return html_report.make_comparison(
-            title, self.headline(), list(self.sentences()), figures if spent else {}, (COLUMNS, self.rows())
+            title, self.headline(), list(self.sentences()), figures if hours else {}, (COLUMNS, self.rows())
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -172,17 +173,18 @@ class Comparison:
             "model": self.job.shape.name,
             "method": self.job.recipe.method,
             "sequence_length": self.job.recipe.length,
-            "machines": [self._row(one) for one in self.machines],
+            "machines": [self._row(machine) for machine in self.machines],
             "cheapest": self.cheapest.name if self.cheapest else None,
             "fastest": self.fastest.name if self.fastest else None,
         }
 
-    def _row(self, one: Machine) -> dict[str, Any]:
-        choice = one.choice
-        found: dict[str, Any] = {"machine": one.name, "gpu": one.gpu.name, "gpus": one.ranks, "fits": bool(choice)}
+    def _row(self, machine: Machine) -> dict[str, Any]:
+        choice = machine.choice
+        row: dict[str, Any] = {"machine": machine.name, "gpu": machine.gpu.name, "gpus": machine.ranks}
+        row["fits"] = bool(choice)
         if choice is None:
-            return found | {"why": one.why}
-        return found | {
+            return row | {"why": machine.why}
+        return row | {
             "strategy": choice.layout.name,
             "batch_per_gpu": choice.recipe.rows,
             "accumulation": choice.recipe.accumulation,
@@ -190,9 +192,9 @@ class Comparison:
             "precision": choice.recipe.precision,
             "peak_bytes": choice.prediction.peak.total,
             "step_seconds": choice.step.step_seconds,
-            "tokens_per_s": one.tokens_per_s,
+            "tokens_per_s": machine.tokens_per_s,
             "assumptions": choice.step.assumptions,
-            "cost": cost_report.as_json(one.spent, one.gpu) if one.spent else None,
+            "cost": cost_report.as_json(machine.spent, machine.gpu) if machine.spent else None,
         }
 
 
@@ -200,15 +202,15 @@ def show_comparison(flags: PlanCommand) -> int:
     """Prints the comparison; returns 0 where something fits on a machine, 1 where nothing fits on any."""
     if flags.html and not flags.force:
         atomic_files.refuse_existing(flags.html, "it may be the page of another plan", "--html")
-    told = compare(flags)
+    comparison = compare(flags)
     if flags.json:
-        console.put(json.dumps(told.as_json(), indent=2), lines=True)
+        console.put(json.dumps(comparison.as_json(), indent=2), lines=True)
     else:
-        told.show()
+        comparison.show()
     if flags.html:
-        atomic_files.write_text(flags.html, told.page())
+        atomic_files.write_text(flags.html, comparison.page())
         console.say(f"written: {flags.html}")
-    return 0 if told.fastest else 1
+    return 0 if comparison.fastest else 1
 
 
 def compare(flags: PlanCommand) -> Comparison:
@@ -221,7 +223,7 @@ def compare(flags: PlanCommand) -> Comparison:
     asked = workload.job_of(flags)
     usual = asked.work == cost.Work()
     asked = replace(asked, work=USUAL) if usual else asked
-    found: list[Machine] = []
+    results: list[Machine] = []
     jobs: list[PlanJob] = []
     errors: list[UsageError] = []
     read, remembered = cache(by_name.read_shape), dict[tuple[Recipe, Any, int], Prediction]()
@@ -235,14 +237,14 @@ def compare(flags: PlanCommand) -> Comparison:
             job, _ = command.search_job(options, read)
         except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
             errors.append(error)
-            found.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
+            results.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
             continue
         job = replace(job, remembered=remembered)
         jobs.append(job)
-        found.append(_on(name, job, options))
+        results.append(_on(name, job, options))
     if not jobs:
         raise errors[0]
-    return Comparison(jobs[0], asked.work, tuple(found), usual)
+    return Comparison(jobs[0], asked.work, tuple(results), usual)
 
 
 def _on(name: str, job: PlanJob, options: command.PlanOptions) -> Machine:
@@ -253,14 +255,14 @@ def _on(name: str, job: PlanJob, options: command.PlanOptions) -> Machine:
 
 def _why_not(job: PlanJob) -> str:
     """Why nothing fits: what the smallest way needs, or why none works."""
-    one = search.least(job)
-    if one.refused:
-        return f"no strategy works: {one.refused}"
-    how = f"{one.layout.name}, {search.rows_in(one.recipe)} per GPU and {checkpointing_in(one.recipe)}"
-    need = f"the least that a GPU needs are {gib_of(one.device.needed, job.capacity_bytes)}, with {how}"
-    offloads = replace(one.layout, offload=one.layout.is_fsdp)
-    hosted = search.host_bytes(job, one.recipe, offloads)
-    if offloads != one.layout and hosted > job.host_bytes:
+    smallest = search.least(job)
+    if smallest.refused:
+        return f"no strategy works: {smallest.refused}"
+    how = f"{smallest.layout.name}, {search.rows_in(smallest.recipe)} per GPU and {checkpointing_in(smallest.recipe)}"
+    need = f"the least that a GPU needs are {gib_of(smallest.device.needed, job.capacity_bytes)}, with {how}"
+    offloads = replace(smallest.layout, offload=smallest.layout.is_fsdp)
+    hosted = search.host_bytes(job, smallest.recipe, offloads)
+    if offloads != smallest.layout and hosted > job.host_bytes:
         need += (
             f"; offload needs {about_gib(hosted)} of each machine's memory, and {about_gib(job.host_bytes)} are there"
         )

@@ -17,12 +17,12 @@ UNCOUNTED = "Loading the model, preparing the data and exporting come on top."
 
 def sentences(spent: cost.Cost, gpu: Gpu) -> Iterator[str]:
     """What a job takes, in a sentence or two a line."""
-    told = [f"about {hours(spent.hours)}", f"{span(spent.gpu_hours)} GPU-hours"]
+    amounts = [f"about {hours(spent.hours)}", f"{span(spent.gpu_hours)} GPU-hours"]
     if spent.money is not None:
-        told.append(f"at {price(spent)} each they cost {span(spent.money)}")
+        amounts.append(f"at {price(spent)} each they cost {span(spent.money)}")
     yield (
         f"All of it takes {counted(spent.steps, 'step')} of {spent.tokens // spent.steps:,} tokens: "
-        f"{'; '.join(told)}. {UNCOUNTED}"
+        f"{'; '.join(amounts)}. {UNCOUNTED}"
     )
     yield energy(spent, gpu)
     if spent.evaluations is not None:  # the script's arguments are known
@@ -80,21 +80,22 @@ def _stall(seconds: cost.Span | None) -> str:
     return f"Training waits about {wait} s for each at the disk's speed; that is in the hours, gathering is not."
 
 
-def _evaluations(found: cost.Evaluations) -> Iterator[str]:
-    if found.count == 0:
+def _evaluations(evaluations: cost.Evaluations) -> Iterator[str]:
+    if evaluations.count == 0:
         return
-    count = "Evaluations, whose number isn't known" if found.count is None else counted(found.count, "evaluation")
-    if found.each_seconds is None:
+    number = evaluations.count
+    count = "Evaluations, whose number isn't known" if number is None else counted(number, "evaluation")
+    if evaluations.each_seconds is None:
         yield f"{count}, whose rows aren't known without --eval-rows N: not in the hours."
     else:
-        each = f"{two_digits(found.each_seconds.least)} to {two_digits(found.each_seconds.most)} s each"
-        yield f"{count} of {each}{'; not in the hours' if found.count is None else ', which are in the hours'}."
+        seconds = f"{two_digits(evaluations.each_seconds.least)} to {two_digits(evaluations.each_seconds.most)} s each"
+        yield f"{count} of {seconds}{'; not in the hours' if number is None else ', which are in the hours'}."
 
 
 def as_json(spent: cost.Cost, gpu: Gpu) -> dict[str, Any]:
     """The cost as numbers; `range` are the least and the most."""
     saves, evaluations = spent.saves, spent.evaluations
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "steps": spent.steps,
         "tokens": spent.tokens,
         **_spans("hours", spent.hours),
@@ -106,7 +107,7 @@ def as_json(spent: cost.Cost, gpu: Gpu) -> dict[str, Any]:
         **_spans("money", spent.money),
     }
     if saves:
-        found |= {
+        numbers |= {
             "checkpoints": saves.count,
             "checkpoints_at_once": saves.at_once,
             "checkpoint_bytes": saves.each_bytes,
@@ -114,8 +115,8 @@ def as_json(spent: cost.Cost, gpu: Gpu) -> dict[str, Any]:
             **_spans("checkpoint_stall_seconds", saves.stall_seconds),
         }
     if evaluations:
-        found |= {"evaluations": evaluations.count, **_spans("evaluation_seconds", evaluations.each_seconds)}
-    return found
+        numbers |= {"evaluations": evaluations.count, **_spans("evaluation_seconds", evaluations.each_seconds)}
+    return numbers
 
 
 def _spans(name: str, amount: cost.Span | None) -> dict[str, Any]:

@@ -57,9 +57,9 @@ class Series:
     peaks: Mapping[str, Sequence[int]]
 
 
-def make_page(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> str:
+def make_page(job: PlanJob, plan: Plan, headline: str, advice: Sequence[str]) -> str:
     """The whole page; `headline` and `advice` are the sentences of the terminal."""
-    return html_page.page(title_of(job), "predicted memory", sections(job, found, headline, advice))
+    return html_page.page(title_of(job), "predicted memory", sections(job, plan, headline, advice))
 
 
 def make_comparison(
@@ -86,8 +86,8 @@ def make_comparison(
 
 
 def _ranges(name: str, rows: Sequence[Range]) -> str:
-    said = "; ".join(f"{row.name}: {two_digits(row.expected)}" for row in rows)
-    words = Words(f"{name} on each machine", said)
+    summary = "; ".join(f"{row.name}: {two_digits(row.expected)}" for row in rows)
+    words = Words(f"{name} on each machine", summary)
     return html_page.section(
         name,
         "The best way on each machine where something fits.",
@@ -102,16 +102,16 @@ def title_of(job: PlanJob) -> str:
     return f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
 
 
-def sections(job: PlanJob, found: Plan, headline: str, advice: Sequence[str]) -> Iterator[str]:
+def sections(job: PlanJob, plan: Plan, headline: str, advice: Sequence[str]) -> Iterator[str]:
     """What the page consists of, in its order: the answer and the figures first, what takes longest last."""
-    shown = found.choice or min(found.rows, key=lambda one: one.prediction.peak.total)
+    shown = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
     yield f"<header><h1>{escape(title_of(job))}</h1><p>{escape(headline)}</p></header>"
     yield f'<section class="advice">{"".join(map(_advised, advice))}</section>'
     if job.ranks > 1:
         yield _against(job)
-    yield _strategies(job, found)
-    yield _step(job, shown, chosen=found.choice is not None)
-    yield _numbers(job, found)
+    yield _strategies(job, plan)
+    yield _step(job, shown, chosen=plan.choice is not None)
+    yield _numbers(job, plan)
     by_gpus = _over_gpus(job, shown.recipe)
     yield _more_gpus(job, shown, by_gpus)
     by_tokens = _over_tokens(job, shown.recipe)
@@ -135,10 +135,11 @@ def _against(job: PlanJob) -> str:
     least = max(ddp.values()) * TOO_THIN
     kinds = [kind for kind in AGAINST if max(ddp[kind], fsdp[kind]) > least]
     rows = [(LETTERS[kind], AGAINST[kind], ddp[kind] / GIB, fsdp[kind] / GIB) for kind in kinds]
-    said = "; ".join(
-        f"{name}: {gib_in_figure(one)} with DDP, {gib_in_figure(other)} with FSDP" for _, name, one, other in rows
+    summary = "; ".join(
+        f"{name}: {gib_in_figure(ddp_gib)} with DDP, {gib_in_figure(fsdp_gib)} with FSDP"
+        for _, name, ddp_gib, fsdp_gib in rows
     )
-    words = Words("Parameters, gradients, optimizer state, activations per GPU: DDP against FSDP", said)
+    words = Words("Parameters, gradients, optimizer state, activations per GPU: DDP against FSDP", summary)
     return html_page.section(
         words.title,
         "DDP keeps everything on every GPU. FSDP keeps a share of the model's state on each and gathers one unit at a "
@@ -152,14 +153,14 @@ def _against(job: PlanJob) -> str:
     )
 
 
-def _strategies(job: PlanJob, found: Plan) -> str:
-    rows = [_bar(one, one.layout.name) for one in found.rows]
+def _strategies(job: PlanJob, plan: Plan) -> str:
+    rows = [_bar(candidate, candidate.layout.name) for candidate in plan.rows]
     how = f"The highest point of one step, {_how(job.recipe)}."
-    if found.choice and found.choice.recipe != job.recipe:
-        rows.insert(0, _bar(found.choice, f"Recommended, {rows_in(found.choice.recipe)}"))
-        how += f" The recommended one: {found.choice.layout.name}, {_how(found.choice.recipe)}."
-    said = "; ".join(f"{row.name}: {row.note}" for row in rows)
-    words = Words("Memory of one GPU at the highest point of a step, by strategy", said)
+    if plan.choice and plan.choice.recipe != job.recipe:
+        rows.insert(0, _bar(plan.choice, f"Recommended, {rows_in(plan.choice.recipe)}"))
+        how += f" The recommended one: {plan.choice.layout.name}, {_how(plan.choice.recipe)}."
+    summary = "; ".join(f"{row.name}: {row.note}" for row in rows)
+    words = Words("Memory of one GPU at the highest point of a step, by strategy", summary)
     return html_page.section(
         "All strategies",
         how,
@@ -177,20 +178,20 @@ def _strategies(job: PlanJob, found: Plan) -> str:
     )
 
 
-def _bar(one: Candidate, name: str) -> Bar:
-    live = one.prediction.peak.live
-    fits = {"yes": "fits", "no": "over"}.get(one.verdict, one.verdict)
+def _bar(candidate: Candidate, name: str) -> Bar:
+    live = candidate.prediction.peak.live
+    fits = {"yes": "fits", "no": "over"}.get(candidate.verdict, candidate.verdict)
     parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
-    return Bar(name, f"{gib_in_figure(one.prediction.peak.total / GIB)}, {fits}", parts)
+    return Bar(name, f"{gib_in_figure(candidate.prediction.peak.total / GIB)}, {fits}", parts)
 
 
 def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     samples = _timeline(job, shown.recipe, shown.layout).samples
-    drawn = [(one.phase, {LETTERS[kind]: size / GIB for kind, size in one.live.items()}) for one in samples]
+    drawn = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
     name = f"{shown.layout.name}, {_how(shown.recipe)}"
-    peaks = "; ".join(f"{one.phase}: {gib_in_figure(one.total / GIB)}" for one in shown.prediction.moments)
+    peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in shown.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
-    seen = [kind for kind in KINDS if any(one.live[kind] for one in samples)]
+    seen = [kind for kind in KINDS if any(moment.live[kind] for moment in samples)]
     return html_page.section(
         "One step, unit by unit",
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
@@ -239,11 +240,12 @@ def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> li
         Curve(name, f"c{number}", [(x, peak / GIB) for x, peak in zip(series.sizes, peaks, strict=True)])
         for number, (name, peaks) in enumerate(series.peaks.items(), start=1)
     ]
-    said = "; ".join(
-        f"{one.name}: {number_in_figure(one.points[0][1])} to {gib_in_figure(one.points[-1][1])}" for one in curves
+    summary = "; ".join(
+        f"{curve.name}: {number_in_figure(curve.points[0][1])} to {gib_in_figure(curve.points[-1][1])}"
+        for curve in curves
     )
     span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {axis}"
-    words = Words(f"Highest memory of one GPU by number of {axis}", f"{span}: {said}")
+    words = Words(f"Highest memory of one GPU by number of {axis}", f"{span}: {summary}")
     return [svg.lines(words, curves, _capacity(job), here, axis, width) for width in WIDTHS]
 
 
@@ -257,7 +259,7 @@ def _over_tokens(job: PlanJob, recipe: Recipe) -> Series:
     lengths = _doublings(min(LEAST_TOKENS, most), most, recipe.length)
     names = CURVES if job.ranks > 1 else ("one GPU",)
     recipes = [replace(recipe, length=length) for length in lengths]
-    return Series(lengths, {name: [_peak(job, one, name, job.ranks) for one in recipes] for name in names})
+    return Series(lengths, {name: [_peak(job, variant, name, job.ranks) for variant in recipes] for name in names})
 
 
 def _doublings(first: int, last: int, here: int) -> list[int]:
@@ -277,11 +279,11 @@ def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:
     return step.timeline(job.shape, tapes, recipe, layout, workspace_bytes(job.gpu))
 
 
-def _numbers(job: PlanJob, found: Plan) -> str:
+def _numbers(job: PlanJob, plan: Plan) -> str:
     titles = ("strategy", "batch", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
-    rows = [_cells(one, one.layout.name) for one in found.rows]
-    if found.choice:
-        rows.insert(0, _cells(found.choice, f"{found.choice.layout.name} (recommended)"))
+    rows = [_cells(candidate, candidate.layout.name) for candidate in plan.rows]
+    if plan.choice:
+        rows.insert(0, _cells(plan.choice, f"{plan.choice.layout.name} (recommended)"))
     return html_page.section(
         "The numbers",
         f"All predicted, {job.recipe.length:,} tokens per sequence. GiB at the highest point of the step, then what is "
@@ -290,16 +292,16 @@ def _numbers(job: PlanJob, found: Plan) -> str:
     )
 
 
-def _cells(one: Candidate, name: str) -> list[str]:
-    peak = one.prediction.peak
-    how = (f"{one.recipe.rows}", one.recipe.checkpointing)
+def _cells(candidate: Candidate, name: str) -> list[str]:
+    peak = candidate.prediction.peak
+    how = (f"{candidate.recipe.rows}", candidate.recipe.checkpointing)
     sizes = [_cell(peak.total), *(_cell(peak.live[kind]) for kind in KINDS)]
-    speed = [f"{one.step.step_seconds:.2f}", f"{one.tokens_per_s:,.0f}"]
-    return [escape(name), *how, one.verdict, *sizes, peak.phase, *speed]
+    speed = [f"{candidate.step.step_seconds:.2f}", f"{candidate.tokens_per_s:,.0f}"]
+    return [escape(name), *how, candidate.verdict, *sizes, peak.phase, *speed]
 
 
 def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
-    phases = [[one.phase, _cell(one.total)] for one in shown.prediction.moments]
+    phases = [[moment.phase, _cell(moment.total)] for moment in shown.prediction.moments]
     folded = (
         ("One step: the highest point of each phase", html_page.table(("phase", "GiB"), phases)),
         ("Number of GPUs", _series_table("GPUs", by_gpus)),

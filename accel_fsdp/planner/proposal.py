@@ -41,13 +41,13 @@ class Proposer:
 
     def over(self, recipe: Recipe, layouts: list[Layout]) -> "Proposer":
         """The same, which knows what is common to these layouts."""
-        each = [frozenset(self.faults(recipe, layout)) for layout in layouts]
-        return replace(self, common=frozenset.intersection(*each) if len(each) > 1 else frozenset())
+        faults = [frozenset(self.faults(recipe, layout)) for layout in layouts]
+        return replace(self, common=frozenset.intersection(*faults) if len(faults) > 1 else frozenset())
 
     def refuses(self, recipe: Recipe, layout: Layout) -> str:
         """Why a way doesn't work, in a sentence; empty where it does."""
         faults = self.faults(recipe, layout)
-        return next((said for code, said in faults.items() if code not in self.common), "")
+        return next((reason for code, reason in faults.items() if code not in self.common), "")
 
     def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
         """What the table of combinations, wizard and linter say against a way, by the row's name or the rule's code."""
@@ -56,14 +56,15 @@ class Proposer:
         key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
         if key not in self._faults:
             clashes = combinations.clashes(of_plan(layout, recipe))
-            self._faults[key] = {one.name: f"{one.what}: {one.why}" for one in clashes}
+            self._faults[key] = {clash.name: f"{clash.what}: {clash.why}" for clash in clashes}
             try:
                 values = to_yaml.to_mapping(self.answers(recipe, layout))
             except UserError as error:
                 self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
-                found = _findings(Subject(_addressed(values), args=arguments(recipe, layout)))
-                self._faults[key] |= {one.code: sentence(one) for one in found if one.severity != "note"}
+                findings = _findings(Subject(_addressed(values), args=arguments(recipe, layout)))
+                faults = (finding for finding in findings if finding.severity != "note")
+                self._faults[key] |= {fault.code: sentence(fault) for fault in faults}
         return self._faults[key]
 
     def answers(self, recipe: Recipe, layout: Layout) -> Answers:
@@ -76,9 +77,9 @@ class Proposer:
         """
         key = (layout.engine, layout.ranks, layout.ranks_per_node, recipe.method, recipe.precision)
         if key not in self._answers:
-            given = self._given(recipe, layout)
+            preset = self._given(recipe, layout)
             known = catalogue.canonical(self.model)
-            settled = _settled({**given, "model": known or PRESET_MODEL})
+            settled = _settled({**preset, "model": known or PRESET_MODEL})
             own = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
             self._answers[key] = own
         base, sharded = self._answers[key], layout.is_fsdp
@@ -148,8 +149,8 @@ def _addressed(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "main_process_ip": ANY_ADDRESS} if values.get("main_process_ip") == ADDRESS else values
 
 
-def _settled(given: dict[str, str]) -> Answers:
-    return interview.answers(interview.Interview(given, dict(given), quiet=True))
+def _settled(flags: dict[str, str]) -> Answers:
+    return interview.answers(interview.Interview(flags, dict(flags), quiet=True))
 
 
 def in_yaml(recipe: Recipe, layout: Layout) -> bool:
@@ -159,26 +160,26 @@ def in_yaml(recipe: Recipe, layout: Layout) -> bool:
 
 def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     """The script's arguments of a recipe, under Trainer's names."""
-    given: dict[str, Any] = {
+    words: dict[str, Any] = {
         "per_device_train_batch_size": recipe.rows,
         "gradient_accumulation_steps": recipe.accumulation,
         "max_length": recipe.length,
     }
     if recipe.recomputes and not in_yaml(recipe, layout):
-        given["gradient_checkpointing"] = True
+        words["gradient_checkpointing"] = True
     if recipe.checkpointing == "reentrant":
-        given["gradient_checkpointing_kwargs"] = '{"use_reentrant": true}'
+        words["gradient_checkpointing_kwargs"] = '{"use_reentrant": true}'
     if recipe.method != "full":
-        given |= {"use_peft": True, "lora_r": recipe.lora_rank}
+        words |= {"use_peft": True, "lora_r": recipe.lora_rank}
     if recipe.method == "qlora":
-        given |= {"load_in_4bit": True, "bnb_4bit_quant_storage": TORCH_DTYPES[recipe.precision]}
+        words |= {"load_in_4bit": True, "bnb_4bit_quant_storage": TORCH_DTYPES[recipe.precision]}
     if recipe.optimizer != Recipe.optimizer:
-        given["optim"] = recipe.optimizer
+        words["optim"] = recipe.optimizer
     if recipe.kernels == "liger":
-        given["use_liger_kernel"] = True
+        words["use_liger_kernel"] = True
     if recipe.attention != Recipe.attention:
-        given["attn_implementation"] = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)
-    return given
+        words["attn_implementation"] = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)
+    return words
 
 
 def argument_line(recipe: Recipe, layout: Layout) -> str:
@@ -187,13 +188,13 @@ def argument_line(recipe: Recipe, layout: Layout) -> str:
 
 
 def _argument_words(recipe: Recipe, layout: Layout) -> list[str]:
-    given = arguments(recipe, layout).items()
-    return [word for name, value in given for word in (f"--{name}", to_yaml.flag_text(value))]
+    items = arguments(recipe, layout).items()
+    return [word for name, value in items for word in (f"--{name}", to_yaml.flag_text(value))]
 
 
-def sentence(found: Finding) -> str:
+def sentence(finding: Finding) -> str:
     """A finding in a line."""
-    return f"{found.what}: {found.why} ({found.code})"
+    return f"{finding.what}: {finding.why} ({finding.code})"
 
 
 def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
@@ -201,8 +202,8 @@ def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
 
     Without the script's arguments these are the recipe's.
     """
-    found = _findings(subject if subject.args is not None else replace(subject, args=arguments(recipe, layout)))
-    return next((sentence(one) for one in found if one.severity == "error"), "")
+    findings = _findings(subject if subject.args is not None else replace(subject, args=arguments(recipe, layout)))
+    return next((sentence(finding) for finding in findings if finding.severity == "error"), "")
 
 
 def _findings(subject: Subject) -> list[Finding]:

@@ -54,15 +54,15 @@ class PlanReport:
 
     def yaml(self) -> str:
         """The YAML of what is recommended; empty where there is nothing to write."""
-        found = self._proposed()
-        return found[0].written(found[1].recipe, found[1].layout, self.environment()) if found else ""
+        proposed = self._proposed()
+        return proposed[0].written(proposed[1].recipe, proposed[1].layout, self.environment()) if proposed else ""
 
     def command(self) -> str:
         """The command that writes the recommended YAML; empty where there is none."""
-        found = self._proposed()
-        if found is None or found[1].layout.engine is Engine.NONE:  # the wizard has FSDP for one GPU, which isn't it
+        proposed = self._proposed()
+        if proposed is None or proposed[1].layout.engine is Engine.NONE:  # the wizard would write FSDP for one GPU
             return ""
-        return found[0].command(found[1].recipe, found[1].layout)
+        return proposed[0].command(proposed[1].recipe, proposed[1].layout)
 
     def environment(self) -> dict[str, str]:
         """The variables that the job needs on every machine."""
@@ -90,32 +90,32 @@ class PlanReport:
         console.put(self.headline(), wrap=True)
         wide = console.data.width >= WIDE
         shown = COLUMNS if wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
-        rows = [self._cells(one, BAR_CELLS if wide else NARROW_CELLS) for one in self.plan.rows]
+        rows = [self._cells(candidate, BAR_CELLS if wide else NARROW_CELLS) for candidate in self.plan.rows]
         legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS]
         console.show_bars(shown, [[row[name] for name in shown] for row in rows], legend)
         for line in (*self._fits_legend(), *self.advice()):
             console.put(line, wrap=not line.startswith(COPIED))
 
-    def _cells(self, one: Candidate, width: int) -> dict[str, Any]:
-        traffic = step_traffic(self.job.shape, one.recipe, one.layout)
+    def _cells(self, candidate: Candidate, width: int) -> dict[str, Any]:
+        traffic = step_traffic(self.job.shape, candidate.recipe, candidate.layout)
         sent = (traffic.intra_bytes + traffic.inter_bytes + traffic.pcie_bytes) / 1e9
-        parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in one.prediction.peak.live.items() if size]
+        parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in candidate.prediction.peak.live.items() if size]
         cells = (
-            one.layout.name,
-            number_in_figure(one.device.allocated / GIB),
+            candidate.layout.name,
+            number_in_figure(candidate.device.allocated / GIB),
             console.bar(parts, self.job.capacity_bytes, width),
-            one.verdict,
-            one.prediction.peak.phase,
+            candidate.verdict,
+            candidate.prediction.peak.phase,
             f"{sent:,.1f}",
-            f"{one.step.step_seconds:.2f}",
-            f"{one.tokens_per_s:,.0f}",
+            f"{candidate.step.step_seconds:.2f}",
+            f"{candidate.tokens_per_s:,.0f}",
         )
         return dict(zip(COLUMNS, cells, strict=True))
 
     def _fits_legend(self) -> Iterator[str]:
         """What the words in the column `fits` mean, as far as they stand there."""
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
-        seen = {one.verdict for one in self.plan.rows}
+        seen = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" * (self.job.ranks > 1)
         words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
         if "expandable" in seen:
@@ -124,10 +124,10 @@ class PlanReport:
             words.append("tight with less to spare, so it may run out")
         yield f"fits: {'; '.join(words)}."
         reasons: dict[str, list[str]] = {}
-        for one in self.plan.rows:
-            if one.refused:
-                reasons.setdefault(one.refused, []).append(one.layout.name)
-        for why, names in () if self.config else reasons.items():
+        for candidate in self.plan.rows:
+            if candidate.refused:
+                reasons.setdefault(candidate.refused, []).append(candidate.layout.name)
+        for why, names in reasons.items() if not self.config else ():
             mended = why.endswith(combinations.UNLESS_OURS)
             fails = f"fails{combinations.UNLESS_OURS if mended else ''}"
             yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_OURS)}."
@@ -170,7 +170,7 @@ class PlanReport:
 
     def _nothing(self) -> Iterator[str]:
         """Why no way is left, and what would be one."""
-        refused = [one.refused for one in self.plan.rows if one.refused]
+        refused = [candidate.refused for candidate in self.plan.rows if candidate.refused]
         if len(refused) == len(self.plan.rows) == 1 and self.config:
             yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
             yield f"  accel-fsdp check {self.config} --model {self.job.shape.name}"
@@ -178,8 +178,8 @@ class PlanReport:
         phase = self.plan.rows[0].device.runs_out if self.config else ""
         where = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
         yield f"{where} Each GPU has {gib_or_mib(self.job.capacity_bytes)}. What would fit:"
-        given = self.plan.rows[0].layout if self.config else None
-        changes = list(remedies.remedies(self.job, given)) or ["a smaller model, or GPUs with more memory"]
+        layout = self.plan.rows[0].layout if self.config else None
+        changes = list(remedies.remedies(self.job, layout)) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from self._padding()
         yield from self.job.notes
@@ -197,7 +197,7 @@ class PlanReport:
 
     def _others(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
-            ways = ", ".join(f"{one.layout.name} ({_way(one)})" for one in self.plan.ties)
+            ways = ", ".join(f"{tie.layout.name} ({_way(tie)})" for tie in self.plan.ties)
             better = search.advantages(choice, self.plan.ties)
             yield f"As fast as far as a prediction can tell, which may be {1 - search.TIE:.0%} off: {ways}." + (
                 f" {choice.layout.name} {'; and it '.join(better)}." if better else ""
@@ -243,17 +243,17 @@ class PlanReport:
         }
 
     def _longest(self, choice: Candidate) -> str:
-        found, limit = self.plan.longest, self.job.shape.positions
+        longest, limit = self.plan.longest, self.job.shape.positions
         whose = ", the model's limit" if limit else ""
 
         def tokens(count: int) -> str:
             return f"{count:,} tokens" + (whose if count == limit else "")
 
-        if choice.recipe.rows == 1 or found.chosen == found.alone:
-            return f"The longest sequence that fits this way has {tokens(found.alone)}."
+        if choice.recipe.rows == 1 or longest.chosen == longest.alone:
+            return f"The longest sequence that fits this way has {tokens(longest.alone)}."
         return (
-            f"The longest sequences that fit this way have {tokens(found.chosen)} with {rows_in(choice.recipe)} per "
-            f"GPU, {tokens(found.alone)} with one."
+            f"The longest sequences that fit this way have {tokens(longest.chosen)} with {rows_in(choice.recipe)} per "
+            f"GPU, {tokens(longest.alone)} with one."
         )
 
     def _host(self, choice: Candidate) -> str:
@@ -270,9 +270,8 @@ class PlanReport:
 
     def _padding(self) -> Iterator[str]:
         """Says where FSDP2 holds and sends padding, which other engines don't."""
-        worst = max(
-            (one for one in self.plan.rows if one.layout.engine is Engine.FSDP2), default=None, key=self._padded
-        )
+        fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
+        worst = max(fsdp2, default=None, key=self._padded)
         if worst is None or (times := self._padded(worst)) < MOST_PADDING:
             return
         shape, layout = self.job.shape, worst.layout
@@ -282,15 +281,16 @@ class PlanReport:
             "its share, padding; FSDP1 and ZeRO-3 cut through them, and hybrid sharding shares among fewer GPUs."
         )
 
-    def _padded(self, one: Candidate) -> float:
-        ranks = one.layout.shard_ranks
-        held = [each for unit in units_of(self.job.shape, one.recipe, one.layout) for each in unit.held]
-        return sum(shards.shard_numel(each, ranks) for each in held) * ranks / sum(each.numel for each in held)
+    def _padded(self, candidate: Candidate) -> float:
+        ranks = candidate.layout.shard_ranks
+        units = units_of(self.job.shape, candidate.recipe, candidate.layout)
+        params = [param for unit in units for param in unit.held]
+        return sum(shards.shard_numel(param, ranks) for param in params) * ranks / sum(param.numel for param in params)
 
     def as_json(self) -> dict[str, Any]:
         """The plan as numbers; bytes are bytes, seconds seconds."""
-        job, found = self.job, self.plan
-        recipe, choice = job.recipe, found.choice
+        job, plan = self.job, self.plan
+        recipe, choice = job.recipe, plan.choice
         changes = [] if choice and not choice.layout.offload else list(remedies.remedies(job, self._given()))
         return {
             "schema_version": SCHEMA_VERSION,
@@ -306,14 +306,14 @@ class PlanReport:
             "host_memory_bytes": job.host_bytes,
             "gpus": job.ranks,
             "gpus_per_machine": job.ranks_per_node,
-            "strategies": [self._row(one) for one in found.rows],
+            "strategies": [self._row(candidate) for candidate in plan.rows],
             "choice": self._row(choice) if choice else None,
             "allocator": self._allocator(choice),
-            "ties": [self._row(one) for one in found.ties],
-            "runner_up": self._row(found.runner_up) if found.runner_up else None,
-            "reason": found.reason,
-            "longest_sequence": found.longest.chosen,
-            "longest_sequence_alone": found.longest.alone,
+            "ties": [self._row(candidate) for candidate in plan.ties],
+            "runner_up": self._row(plan.runner_up) if plan.runner_up else None,
+            "reason": plan.reason,
+            "longest_sequence": plan.longest.chosen,
+            "longest_sequence_alone": plan.longest.alone,
             "config_command": self.command(),
             "environment": self.environment(),
             "script_arguments": proposal.arguments(choice.recipe, choice.layout) if choice else {},
@@ -326,43 +326,43 @@ class PlanReport:
             return self.plan.choice.layout
         return self.plan.rows[0].layout if self.config else None
 
-    def _row(self, one: Candidate) -> dict[str, Any]:
-        job, peak = self.job, one.prediction.peak
-        traffic = step_traffic(job.shape, one.recipe, one.layout)
-        host = capacity.host(job.shape, one.recipe, one.layout, job.ram_efficient)
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
+        job, peak = self.job, candidate.prediction.peak
+        traffic = step_traffic(job.shape, candidate.recipe, candidate.layout)
+        host = capacity.host(job.shape, candidate.recipe, candidate.layout, job.ram_efficient)
         return {
-            "strategy": one.layout.name,
-            "batch_per_gpu": one.recipe.rows,
-            "accumulation": one.recipe.accumulation,
-            "global_batch": one.recipe.rows * one.recipe.accumulation * job.ranks,
-            "checkpointing": one.recipe.checkpointing,
-            "fits": one.verdict,
-            "runs_out": one.device.runs_out,
-            "refused": one.refused,
+            "strategy": candidate.layout.name,
+            "batch_per_gpu": candidate.recipe.rows,
+            "accumulation": candidate.recipe.accumulation,
+            "global_batch": candidate.recipe.rows * candidate.recipe.accumulation * job.ranks,
+            "checkpointing": candidate.recipe.checkpointing,
+            "fits": candidate.verdict,
+            "runs_out": candidate.device.runs_out,
+            "refused": candidate.refused,
             "peak_bytes": peak.total,
             "peak_phase": peak.phase,
             "breakdown_bytes": {kind: size for kind, size in peak.live.items() if size},
-            "steady_bytes": one.prediction.steady,
-            "needed_bytes": one.device.needed,
-            "reserved_bytes": one.device.reserved,
-            "device_bytes": one.device.used,
+            "steady_bytes": candidate.prediction.steady,
+            "needed_bytes": candidate.device.needed,
+            "reserved_bytes": candidate.device.reserved,
+            "device_bytes": candidate.device.used,
             "host_loading_bytes": host.loading,
             "host_offload_bytes": host.offload,
             "host_gathering_bytes": host.gathering,
             "checkpoint_bytes": host.checkpoint,
             "export_bytes": host.export,
-            "phases": {moment.phase: moment.total for moment in one.prediction.moments},
+            "phases": {moment.phase: moment.total for moment in candidate.prediction.moments},
             "sent_bytes": {
                 "intra-node": traffic.intra_bytes,
                 "inter-node": traffic.inter_bytes,
                 "pcie": traffic.pcie_bytes,
             },
-            "step_seconds": one.step.step_seconds,
-            "step_seconds_range": one.step.range_seconds,
-            "tokens_per_s_per_gpu": one.tokens_per_s,
-            "mfu": one.step.mfu,
-            "bound": one.step.bound,
-            "assumptions": (*job.notes, *one.step.assumptions),
+            "step_seconds": candidate.step.step_seconds,
+            "step_seconds_range": candidate.step.range_seconds,
+            "tokens_per_s_per_gpu": candidate.tokens_per_s,
+            "mfu": candidate.step.mfu,
+            "bound": candidate.step.bound,
+            "assumptions": (*job.notes, *candidate.step.assumptions),
         }
 
 
@@ -383,15 +383,17 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
         notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
     if recipe.checkpointing == "selective":
         notes.append("Selective checkpointing is no flag of Trainer's: the script has to apply it itself.")
-    if recipe.method == "qlora" and any(one.kind == "experts" for block in shape.blocks for one in block.parameters):
+    kinds = {parameter.kind for block in shape.blocks for parameter in block.parameters}
+    if recipe.method == "qlora" and "experts" in kinds:
         notes.append(
             "bitsandbytes quantises linear layers alone: the experts are no linear layers and stay in 16 bits."
         )
     return tuple(notes)
 
 
-def _way(one: Candidate) -> str:
-    return f"{rows_in(one.recipe)}, {checkpointing_in(one.recipe)}, {gib_or_mib(one.device.allocated)}"
+def _way(candidate: Candidate) -> str:
+    recipe, size = candidate.recipe, gib_or_mib(candidate.device.allocated)
+    return f"{rows_in(recipe)}, {checkpointing_in(recipe)}, {size}"
 
 
 def _seconds(seconds: float) -> str:

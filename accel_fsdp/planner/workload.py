@@ -27,9 +27,9 @@ Prices = Mapping[tuple[str, float | None], float]
 
 def count_of(text: str, flag: str = "--tokens") -> int:
     """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000."""
-    found = COUNT.fullmatch(text.strip()) if len(text) <= LONGEST else None
-    power = UNITS.get(found["unit"].upper()) if found else None
-    exact = Decimal(re.sub("[_,]", "", found["number"])).scaleb(power) if found and power is not None else Decimal(0)
+    match = COUNT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    power = UNITS.get(match["unit"].upper()) if match else None
+    exact = Decimal(re.sub("[_,]", "", match["number"])).scaleb(power) if match and power is not None else Decimal(0)
     if exact < 1 or exact > MOST or exact != int(exact):
         raise UsageError(
             f"{flag} {text[:LONGEST]} is no number of tokens",
@@ -128,16 +128,16 @@ def read_prices(path: Path) -> dict[tuple[str, float | None], float]:
             why="there are no prices",
             fix='a line for each GPU: H100 = 2.5, "A100-40GB" = 1.2, "RTX 4090" = 0.4',
         ) from error
-    found: dict[tuple[str, float | None], float] = {}
+    by_gpu: dict[tuple[str, float | None], float] = {}
     for name, price in content.items():
         _refuse_price(path, name, price)
         key = _gpu_of(path, name)
-        if key in found:
+        if key in by_gpu:
             raise UsageError(
                 f"{path}: {name} has a price already", why="one GPU has one price", fix="leave out one of the lines"
             )
-        found[key] = float(price)
-    return found
+        by_gpu[key] = float(price)
+    return by_gpu
 
 
 def _refuse_price(path: Path, name: str, price: object) -> None:

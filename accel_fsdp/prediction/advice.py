@@ -68,10 +68,10 @@ def make_job(
 
     `known` is the shape and the tapes of a model outside of the catalogue (`tracing.read_shape`), which take seconds.
     """
-    found = known or trace_store.find(model)
-    if found is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
+    recorded = known or trace_store.find(model)
+    if recorded is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
         return None
-    shape, tapes = found
+    shape, tapes = recorded
     gpu = gpus.find(machine.accelerator, machine.memory_gib)
     dtype: Literal["float32", "bfloat16"] = "float32" if method == "full" else "bfloat16"
     recipe = Recipe(method, precision, dtype, length=min(LENGTH, shape.positions or LENGTH))
@@ -95,7 +95,7 @@ def advise(
         return None
     full = replace(job.recipe, checkpointing="full")
     tried = [(job.recipe, False), (full, False), *([(full, True)] if can_offload(layout) else [])]
-    ways = [evaluate(job, one, replace(layout, offload=offload)) for one, offload in tried]
+    ways = [evaluate(job, recipe, replace(layout, offload=offload)) for recipe, offload in tried]
     chosen = next((way for way in ways if way.fits), min(ways, key=lambda way: way.device.needed))
     return Advice(chosen, job.gpu.usable_gib)
 

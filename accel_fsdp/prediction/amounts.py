@@ -9,8 +9,8 @@ Same = TypeVar("Same", bound="Amounts")
 class Amounts:
     """Base of dataclasses whose fields are all numbers: they add up, and multiply, field by field."""
 
-    def __add__(self: Same, other: Same) -> Same:
-        return type(self)(*map(add, vars(self).values(), vars(other).values()))
+    def __add__(self: Same, added: Same) -> Same:
+        return type(self)(*map(add, vars(self).values(), vars(added).values()))
 
     def times(self: Same, count: float) -> Same:
         """The same, `count` times over."""

@@ -104,12 +104,12 @@ def _seconds(place: Place, shape: ModelShape, recipe: Recipe, layout: Layout, gp
         parts = [blocks[run.index(step.block_order(shape)[layer])]]
     else:
         parts = [first] if unit == EMBEDDING else [head, *last]
-    return sum(one.forward if phase == "forward" else one.backward for one in parts)
+    return sum(part.forward if phase == "forward" else part.backward for part in parts)
 
 
 def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUnit]:
     """By name; blocks of one class are added up."""
-    found: dict[str, SentUnit] = {}
+    by_name: dict[str, SentUnit] = {}
     units = communication.units(shape, layout)
     for place, unit in enumerate(units):
         name = unit_name(unit, place, units)
@@ -119,10 +119,10 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
         reduces = communication.reduce(unit, recipe, layout).times(
             communication.reduces_per_step(recipe, layout) * unit.count
         )
-        if before := found.get(name):
+        if before := by_name.get(name):
             gathers, reduces = before.gathers + gathers, before.reduces + reduces
-        found[name] = SentUnit(name, unit.count + (before.count if before else 0), gathers, reduces)
-    yield from found.values()
+        by_name[name] = SentUnit(name, unit.count + (before.count if before else 0), gathers, reduces)
+    yield from by_name.values()
     if (update := communication.update(shape, recipe, layout)) != Traffic():
         yield SentUnit(UPDATE, 1, update, Traffic())
 
@@ -131,5 +131,5 @@ def unit_name(unit: GatheredUnit, place: int, units: tuple[GatheredUnit, ...]) -
     """The class of a block; else which end of the model it is, or both."""
     if unit.block is not None:
         return unit.block.name
-    alone = sum(one.block is None for one in units) == 1
+    alone = sum(other_unit.block is None for other_unit in units) == 1
     return OUTSIDE if alone else EMBEDDING if place == 0 else HEAD

@@ -168,17 +168,17 @@ def device(
 
 def _replayed(allocated: int, outside: int, replay: Replay, room: int, spared: int) -> Device:
     """The verdict of the allocator's replay: with 5 % to spare, so with expandable segments, or without any spare."""
-    plain = found = replay(False, spared)
+    plain = reservation = replay(False, spared)
     verdict: Verdict = "yes"
     if plain.failed_at or plain.thrashes:
-        found = replay(True, spared)
+        reservation = replay(True, spared)
         verdict = "expandable"
-        if found.failed_at:
-            found = replay(True, room)
-            verdict = "no" if found.failed_at else "tight"
-    low, high = replayed_range(found.reserved, room)
+        if reservation.failed_at:
+            reservation = replay(True, room)
+            verdict = "no" if reservation.failed_at else "tight"
+    low, high = replayed_range(reservation.reserved, room)
     runs_out = "" if verdict == "yes" else plain.failed_at or plain.thrashes
-    return Device(allocated, (max(low, allocated), high), verdict, outside, found.reserved, runs_out)
+    return Device(allocated, (max(low, allocated), high), verdict, outside, reservation.reserved, runs_out)
 
 
 def replayed_range(reserved: int, room: int) -> tuple[int, int]:
@@ -219,18 +219,18 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
             )
             for unit in units
         ]
-        held, optimizer, trained = (sum(column) for column in zip(*sizes, strict=True))
-        return held, optimizer, trained
+        stored, optimizer, trained = (sum(column) for column in zip(*sizes, strict=True))
+        return stored, optimizer, trained
 
     alone = replace(layout, ranks=1, ranks_per_node=1)
-    held, optimizer, trained = total(alone)
-    weights = trained if recipe.method != "full" else held
+    stored, optimizer, trained = total(alone)
+    weights = trained if recipe.method != "full" else stored
     forward = trained * shards.compute_bytes(recipe) // master
     stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None
     return Host(
         loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
-        gathering=held if layout.is_fsdp else 0,
+        gathering=stored if layout.is_fsdp else 0,
         checkpoint=state_bytes.checkpoint_bytes(weights, optimizer, zero_stage=stage, forward=forward),
         export=trained if recipe.method != "full" else model_numel(shape) * shards.compute_bytes(recipe),
     )
@@ -238,5 +238,5 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
 
 def model_numel(shape: ModelShape) -> int:
     """All parameters of the model."""
-    inside = sum(len(block.layers) * sum(one.numel for one in block.parameters) for block in shape.blocks)
-    return inside + sum(one.numel for one in shape.outer)
+    inside = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
+    return inside + sum(parameter.numel for parameter in shape.outer)

@@ -112,7 +112,7 @@ def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, f
     sent = sent_gradient_bytes(recipe, layout)
     if layout.engine is Engine.DDP or layout.shard_ranks == 1:
         return 0, elements * 4 * sent
-    whole = sum(count * each for count, each in gathered(unit, recipe))
+    whole = sum(count * size for count, size in gathered(unit, recipe))
     in_place = layout.engine is Engine.FSDP1 or _replicates(layout)
     return 0 if in_place else 2 * whole, elements * (width + sent + (2 * width if layout.engine is Engine.FSDP1 else 0))
 
@@ -144,9 +144,9 @@ def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
 
 def gathered(unit: GatheredUnit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
-    for one in unit.parameters:
-        quantized = recipe.method == "qlora" and is_quantized(one, unit)
-        yield one.numel, state_bytes.NF4_BYTES if quantized else compute_bytes(recipe)
+    for parameter in unit.parameters:
+        quantized = recipe.method == "qlora" and is_quantized(parameter, unit)
+        yield parameter.numel, state_bytes.NF4_BYTES if quantized else compute_bytes(recipe)
     if recipe.method != "full":
         yield trained_numel(unit, recipe), compute_bytes(recipe)
 
@@ -158,16 +158,17 @@ def gathered_alone(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
     """
     if recipe.method == "full" or layout.engine is not Engine.FSDP1 or layout.shard_ranks == 1:
         return 0
-    return 2 * sum(unit.block is not None and one.is_adapted(recipe.lora_targets) for one in unit.parameters)
+    parameters = unit.parameters if unit.block else ()
+    return 2 * sum(parameter.is_adapted(recipe.lora_targets) for parameter in parameters)
 
 
 def trained_numel(unit: GatheredUnit, recipe: Recipe) -> int:
     """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
     if recipe.method == "full":
-        return sum(one.numel for one in unit.parameters)
+        return sum(parameter.numel for parameter in unit.parameters)
     inside = unit.block is not None
-    adapted = (one for one in unit.parameters if inside and one.is_adapted(recipe.lora_targets))
-    return sum(recipe.lora_rank * sum(one.shape) for one in adapted)
+    adapted = (parameter for parameter in unit.parameters if inside and parameter.is_adapted(recipe.lora_targets))
+    return sum(recipe.lora_rank * sum(parameter.shape) for parameter in adapted)
 
 
 def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
@@ -175,9 +176,10 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     return sum(unit.count * trained_numel(unit, recipe) for unit in units(shape, layout))
 
 
-def is_quantized(one: Parameter, unit: GatheredUnit) -> bool:
+def is_quantized(parameter: Parameter, unit: GatheredUnit) -> bool:
     """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks, experts that are such layers included."""
-    return unit.block is not None and (one.kind == "linear" or (one.kind == "experts" and len(one.shape) == 2))
+    experts = parameter.kind == "experts" and len(parameter.shape) == 2
+    return unit.block is not None and (parameter.kind == "linear" or experts)
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:

@@ -173,8 +173,8 @@ def cost(
         per_epoch = steps_per_epoch(job.work.rows, recipe, ranks)
         saves = _saves(job, job.schedule, steps, per_epoch, checkpoint_bytes, layout)
         rows = job.evaluation_rows if recipe.eval_batch else 0
-        each = evaluation_seconds(rows, recipe, ranks, forward_seconds) if rows else None
-        evaluations = Evaluations(evaluations_in(job.schedule, steps, per_epoch), each)
+        seconds_each = evaluation_seconds(rows, recipe, ranks, forward_seconds) if rows else None
+        evaluations = Evaluations(evaluations_in(job.schedule, steps, per_epoch), seconds_each)
         if saves and saves.stall_seconds:
             seconds += saves.stall_seconds.times(saves.count)
         if evaluations.each_seconds and evaluations.count:
@@ -192,13 +192,13 @@ def cost(
     )
 
 
-def _saves(job: CostInputs, schedule: Schedule, steps: int, per_epoch: int, each: int, layout: Layout) -> Saves | None:
+def _saves(job: CostInputs, schedule: Schedule, steps: int, per_epoch: int, size: int, layout: Layout) -> Saves | None:
     if schedule.saves == "epoch" and not per_epoch:
         return None
     count = events(schedule.saves, schedule.save_steps, steps, per_epoch)
     writers = max(layout.ranks // layout.ranks_per_node, 1)
-    wait = stall(each, job.disk_bytes_per_s, writers) if job.disk_bytes_per_s else None
-    return Saves(count, at_once(count, schedule.kept), each, wait)
+    wait = stall(size, job.disk_bytes_per_s, writers) if job.disk_bytes_per_s else None
+    return Saves(count, at_once(count, schedule.kept), size, wait)
 
 
 def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:

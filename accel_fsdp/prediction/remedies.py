@@ -85,17 +85,17 @@ def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator
     """The GPUs that are enough; where no number is, with a method that holds less; where none is, what each holds."""
     least: tuple[int, str] | None = None
     for method in (job.recipe.method, *SMALLER[job.recipe.method]):
-        other = method != job.recipe.method
-        recipe = replace(smallest, method=method, dtype="bfloat16") if other else smallest
-        flag = f"--method {method}" if other else ""
+        changed = method != job.recipe.method
+        recipe = replace(smallest, method=method, dtype="bfloat16") if changed else smallest
+        flag = f"--method {method}" if changed else ""
         for layout in (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
             if layout is None:
                 continue
             if _fits(job, recipe, layout):
-                yield f"{layout.ranks} GPUs{f' and {flag}' if other else ''}, with {_how(job, recipe, layout, given)}"
+                yield f"{layout.ranks} GPUs{f' and {flag}' if changed else ''}, with {_how(job, recipe, layout, given)}"
                 return
             size = evaluate(job, recipe, layout).device.allocated
-            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if other else ''}"))
+            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if changed else ''}"))
     if least:
         yield f"a smaller model, or GPUs with more memory: each of {least[1]} would still hold {gib_or_mib(least[0])}"
 
@@ -118,9 +118,9 @@ def sharded(job: PlanJob, recipe: Recipe, ranks: int) -> Layout | None:
     """The first layout that works and shards everything over so many GPUs; on one there is nothing to share."""
     together = job.ranks_per_node if ranks > job.ranks_per_node else ranks
     full = {("fsdp2", 1), ("fsdp1", 1), ("zero", 3), ("single", 1)}
-    found = (one for one in layouts(ranks, together) if (one.engine, one.strategy) in full)
-    ordered = sorted(found, key=lambda one: ("fsdp2", "fsdp1", "zero", "single").index(one.engine))
-    return next((one for one in ordered if not job.refuses(recipe, one)), None)
+    layouts_of_all = (layout for layout in layouts(ranks, together) if (layout.engine, layout.strategy) in full)
+    ordered = sorted(layouts_of_all, key=lambda layout: ("fsdp2", "fsdp1", "zero", "single").index(layout.engine))
+    return next((layout for layout in ordered if not job.refuses(recipe, layout)), None)
 
 
 def _fits(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:

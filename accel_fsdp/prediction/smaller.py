@@ -29,7 +29,7 @@ def savings(
         Saving(change, now - predicted(shape, tapes, smaller, shared, gpu).peak.total)
         for change, smaller, shared in _tries(recipe, layout)
     )
-    return sorted((one for one in tried if one.freed_bytes > 0), key=lambda one: -one.freed_bytes)
+    return sorted((saving for saving in tried if saving.freed_bytes > 0), key=lambda saving: -saving.freed_bytes)
 
 
 def _tries(recipe: Recipe, layout: Layout) -> Iterator[Try]:

@@ -42,7 +42,7 @@ def _bundled(name: str) -> TraceRecord:
 def first_alike(name: str) -> str:
     """The first model of the catalogue that has the same configuration; its file serves all of them."""
     entries = catalogue.entries()
-    return next(other for other in entries if entries[other]["config"] == entries[name]["config"])
+    return next(twin for twin in entries if entries[twin]["config"] == entries[name]["config"])
 
 
 def file_name(name: str) -> str:
@@ -86,11 +86,11 @@ def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
 def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]) -> tuple[ModelShape, Tapes]:
     """The shape and tapes of a config's model in one variant, from the cache or else recorded and kept there."""
     key = key_of(config, (variant,))
-    found = cached(key)
-    if found is None:
-        found = record()
-        keep(key, *found)
-    return found[0], found[1][variant]
+    record_found = cached(key)
+    if record_found is None:
+        record_found = record()
+        keep(key, *record_found)
+    return record_found[0], record_found[1][variant]
 
 
 def key_in(text: str) -> str:
@@ -119,11 +119,11 @@ def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
 
     variants = {
         name: [
-            [place(tape) for tape in each.blocks],
-            [place(tape) for tape in each.masked],
-            *(place(tape) for tape in (each.embedding, each.head, each.chunked_head)),
+            [place(tape) for tape in tapes_of.blocks],
+            [place(tape) for tape in tapes_of.masked],
+            *(place(tape) for tape in (tapes_of.embedding, tapes_of.head, tapes_of.chunked_head)),
         ]
-        for name, each in tapes.items()
+        for name, tapes_of in tapes.items()
     }
     content = {
         "key": key,
@@ -151,7 +151,7 @@ def from_text(text: str) -> TraceRecord:
         forward, backward, first = (tuple(events[code] for code in side) for side in sides)
         one_row = None if alone < 0 else tapes[alone]
         tapes.append(Tape(forward, backward, events[3 * output].size, bool(keeps), one_row, first))
-    found = {
+    by_variant = {
         name: Tapes(
             blocks=tuple(tapes[place] for place in blocks),
             masked=tuple(None if place < 0 else tapes[place] for place in masked),
@@ -161,16 +161,16 @@ def from_text(text: str) -> TraceRecord:
         )
         for name, (blocks, masked, embedding, head, chunked) in content["variants"].items()
     }
-    return _shape(content["shape"]), found
+    return _shape(content["shape"]), by_variant
 
 
 def _shape(content: dict[str, Any]) -> ModelShape:
     blocks = tuple(
         Block(block["name"], tuple(block["layers"]), _parameters(block["parameters"])) for block in content["blocks"]
     )
-    given = {"outer": _parameters(content["outer"]), "untraced": tuple(content.get("untraced", ()))}
-    return ModelShape(**{**content, **given, "blocks": blocks})
+    outer = {"outer": _parameters(content["outer"]), "untraced": tuple(content.get("untraced", ()))}
+    return ModelShape(**{**content, **outer, "blocks": blocks})
 
 
 def _parameters(content: list[dict[str, Any]]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(each["name"], tuple(each["shape"]), each["kind"]) for each in content)
+    return tuple(Parameter(parameter["name"], tuple(parameter["shape"]), parameter["kind"]) for parameter in content)

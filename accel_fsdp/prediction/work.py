@@ -98,7 +98,7 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
     of which frozen weights need the first alone.
     """
     tokens = recipe.rows * recipe.length
-    whole = sum((_product(one, shape, recipe) for one in products(block)), Work())
+    whole = sum((_product(weight, shape, recipe) for weight in products(block)), Work())
     flops = 4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens
     attention = Work(attention_flops=flops)
     between, between_back = _between(block, shape, recipe)
@@ -113,8 +113,8 @@ def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """The product with the vocabulary and the loss; a tied head computes as one of its own."""
     tokens = recipe.rows * recipe.length
     product = _product(Parameter("head", (shape.vocab, shape.hidden), "head"), shape, recipe)
-    each = FUSED_LOSS_BYTES if _is_fused(recipe) else LOSS_BYTES
-    loss = Work(moved_bytes=each / 2 * shape.vocab * tokens, kernels=4)
+    loss_bytes = FUSED_LOSS_BYTES if _is_fused(recipe) else LOSS_BYTES
+    loss = Work(moved_bytes=loss_bytes / 2 * shape.vocab * tokens, kernels=4)
     return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
 
 
@@ -124,41 +124,41 @@ def recomputed(forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Rec
     Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
     checkpointing computes every second product again, no attention, and all that lies between.
     """
-    found = products(unit.block) if unit.block else ()
-    if recipe.checkpointing == "none" or not found or not unit.block:
+    weights = products(unit.block) if unit.block else ()
+    if recipe.checkpointing == "none" or not weights or not unit.block:
         return Work()
     if recipe.checkpointing == "selective":
-        saved = sum((_product(one, shape, recipe) for one in found[::2]), Work())
+        saved = sum((_product(weight, shape, recipe) for weight in weights[::2]), Work())
         return forward + saved.times(-1) + Work(attention_flops=-forward.attention_flops)
-    last = _product(found[-1], shape, recipe)
+    last = _product(weights[-1], shape, recipe)
     return forward + last.times(-1 if recipe.checkpointing == "full" else 0)
 
 
 def products(block: Block) -> tuple[Parameter, ...]:
     """The weights that tokens are multiplied with."""
-    return tuple(one for one in block.parameters if one.kind in ("linear", "experts"))
+    return tuple(weight for weight in block.parameters if weight.kind in ("linear", "experts"))
 
 
-def share(one: Parameter, shape: ModelShape) -> float:
+def share(weight: Parameter, shape: ModelShape) -> float:
     """Which share of a parameter one token goes through."""
-    return shape.experts_used / shape.experts if one.kind == "experts" and shape.experts else 1
+    return shape.experts_used / shape.experts if weight.kind == "experts" and shape.experts else 1
 
 
-def _product(one: Parameter, shape: ModelShape, recipe: Recipe) -> Work:
+def _product(weight: Parameter, shape: ModelShape, recipe: Recipe) -> Work:
     """A product forward: reads its input and its weights, writes its output. Half of each expert's last tile is empty.
 
     The bytes are added to the time of computing, as a product starts by loading and ends by storing: so short and
     thin ones are less efficient than large ones.
     """
     tokens = recipe.rows * recipe.length
-    used = share(one, shape)
+    used = share(weight, shape)
     filled = 1 + TILE / 2 / (tokens * used) if used < 1 else 1
-    ends = sum(one.shape[-2:]) * math.prod(one.shape[:-2]) * used * tokens
-    count = math.prod(one.shape[:-2])
+    ends = sum(weight.shape[-2:]) * math.prod(weight.shape[:-2]) * used * tokens
+    count = math.prod(weight.shape[:-2])
     return Work(
-        matmul_flops=2 * one.numel * used * tokens * filled,
-        moved_bytes=(ends + one.numel) * compute_bytes(recipe),
-        kernels=1 if count > 1 or one.kind != "experts" else 1 + EXPERT_KERNELS / 3,
+        matmul_flops=2 * weight.numel * used * tokens * filled,
+        moved_bytes=(ends + weight.numel) * compute_bytes(recipe),
+        kernels=1 if count > 1 or weight.kind != "experts" else 1 + EXPERT_KERNELS / 3,
     )
 
 
@@ -172,29 +172,29 @@ def _between(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Wor
     pieces = tuple(_pieces(block, shape, recipe))
     kernels = sum(count for _, _, count in pieces)
     scale = tokens * compute_bytes(recipe) / WIDTH
-    forward, backward = (sum(each[way] * elements for each, elements, _ in pieces) * scale for way in (0, 1))
+    forward, backward = (sum(width[way] * elements for width, elements, _ in pieces) * scale for way in (0, 1))
     return Work(moved_bytes=forward, kernels=kernels), Work(moved_bytes=backward, kernels=2 * kernels)
 
 
 def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     fused = _is_fused(recipe)
-    attention = sum(_other(one, shape) for one in products(block) if _is_attention(one))
+    attention = sum(_other(weight, shape) for weight in products(block) if _is_attention(weight))
     queries = shape.heads * shape.head_dim
     keys = max(0, attention - 2 * queries) / 2
     norms = tuple(_norms(block, shape, queries, keys, recipe))
     wide = 2 if _has_wide_norms(block, recipe) else 1
     yield from norms
     if attention and not _has_learned_positions(shape):
-        each = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, wide)
-        yield each, queries + keys, 1 if fused else KERNELS["rotary"]
+        per_element = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, wide)
+        yield per_element, queries + keys, 1 if fused else KERNELS["rotary"]
     yield (0, 0), 0, KERNELS["attention"] * bool(attention)
     yield _times(RESIDUAL_BYTES, wide), 2 * shape.hidden, KERNELS["residual"]
-    inner = [_other(one, shape) * _routes(one, shape) for one in products(block) if not _is_attention(one)]
+    inner = [_other(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
-        each = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
-        yield _times(each, wide), sum(inner) / (3 if gated else 2), KERNELS["inner"]
-    experts = [one for one in block.parameters if one.kind == "experts"]
+        per_element = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
+        yield _times(per_element, wide), sum(inner) / (3 if gated else 2), KERNELS["inner"]
+    experts = [weight for weight in block.parameters if weight.kind == "experts"]
     if experts:
         yield ROUTED_BYTES, shape.experts_used * shape.hidden, 6
         looped = shape.experts if len(experts[0].shape) == 2 else 0
@@ -208,11 +208,11 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
 def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe: Recipe) -> Iterator[Piece]:
     """The norms of a block: those with a bias are torch's own, the others are written in Python."""
     fused = _is_fused(recipe)
-    for one in block.parameters:
-        if one.kind != "norm" or one.name.endswith("bias"):
+    for norm in block.parameters:
+        if norm.kind != "norm" or norm.name.endswith("bias"):
             continue
-        whole = one.numel if one.numel != shape.head_dim else keys if "k_" in one.name else queries
-        if _has_bias(one, block):
+        whole = norm.numel if norm.numel != shape.head_dim else keys if "k_" in norm.name else queries
+        if _has_bias(norm, block):
             casts = _casts_norms(block, recipe)
             yield (_plus(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), whole, 1
         else:
@@ -220,12 +220,12 @@ def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe:
 
 
 def _has_bias(norm: Parameter, block: Block) -> bool:
-    return any(one.name == norm.name.replace("weight", "bias") != norm.name for one in block.parameters)
+    return any(parameter.name == norm.name.replace("weight", "bias") != norm.name for parameter in block.parameters)
 
 
 def _casts_norms(block: Block, recipe: Recipe) -> bool:
     """Whether autocast lets the block's layer norms return float32."""
-    return recipe.precision != "no" and any(one.kind == "norm" and _has_bias(one, block) for one in block.parameters)
+    return recipe.precision != "no" and any(norm.kind == "norm" and _has_bias(norm, block) for norm in block.parameters)
 
 
 def _has_wide_norms(block: Block, recipe: Recipe) -> bool:
@@ -240,12 +240,13 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
         return forward, backward
     tokens = recipe.rows * recipe.length
     alone = recipe.precision == "no"  # without autocast float32 adapters compute in it
-    for one in block.parameters:
-        if not one.is_adapted(recipe.lora_targets):
+    for weight in block.parameters:
+        if not weight.is_adapted(recipe.lora_targets):
             continue
-        flops = 2 * recipe.lora_rank * sum(one.shape) * tokens
+        flops = 2 * recipe.lora_rank * sum(weight.shape) * tokens
         thin = Work(matmul_flops=flops * (not alone), float32_flops=flops * alone)
-        moved = [Work(moved_bytes=(into * one.shape[1] + out * one.shape[0]) * tokens) for into, out in LORA_BYTES]
+        rows, columns = weight.shape
+        moved = [Work(moved_bytes=(into * columns + out * rows) * tokens) for into, out in LORA_BYTES]
         launched = Work(kernels=KERNELS["lora"])
         forward += thin + moved[0] + launched
         backward += thin.times(2) + moved[1] + launched.times(2)
@@ -257,7 +258,7 @@ def _unpacking(block: Block, recipe: Recipe) -> Work:
     if recipe.method != "qlora":
         return Work()
     unit = GatheredUnit(block.parameters, False, block)
-    packed = [one.numel for one in block.parameters if communication.is_quantized(one, unit)]
+    packed = [weight.numel for weight in block.parameters if communication.is_quantized(weight, unit)]
     return Work(unpacked=sum(packed), kernels=KERNELS["packed"] * len(packed))
 
 
@@ -265,8 +266,8 @@ def _times(bytes_: tuple[float, float], factor: float) -> tuple[float, float]:
     return bytes_[0] * factor, bytes_[1] * factor
 
 
-def _plus(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + other[0], one[1] + other[1]
+def _plus(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:
+    return left[0] + right[0], left[1] + right[1]
 
 
 def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
@@ -281,24 +282,24 @@ def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
     return window - window**2 / (2 * recipe.length)
 
 
-def _other(one: Parameter, shape: ModelShape) -> int:
+def _other(weight: Parameter, shape: ModelShape) -> int:
     """The side of a weight that isn't the hidden one, whichever comes first (transformers' Conv1D is transposed)."""
-    first, second = one.shape[-2:]
+    first, second = weight.shape[-2:]
     return first if second == shape.hidden else second
 
 
-def _routes(one: Parameter, shape: ModelShape) -> float:
+def _routes(weight: Parameter, shape: ModelShape) -> float:
     """How many of a parameter's matrices one token goes through."""
-    return math.prod(one.shape[:-2]) * share(one, shape)
+    return math.prod(weight.shape[:-2]) * share(weight, shape)
 
 
-def _is_attention(one: Parameter) -> bool:
-    return "attn" in one.name or "attention" in one.name
+def _is_attention(weight: Parameter) -> bool:
+    return "attn" in weight.name or "attention" in weight.name
 
 
 def _has_learned_positions(shape: ModelShape) -> bool:
     """Whether positions are embedded, and queries and keys not rotated."""
-    tables = [one for one in shape.outer if one.kind in ("embedding", "other") and len(one.shape) > 1]
+    tables = [table for table in shape.outer if table.kind in ("embedding", "other") and len(table.shape) > 1]
     return len(tables) > 1
 
 

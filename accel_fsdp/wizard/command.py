@@ -44,10 +44,13 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     if interactive and output and atomic_files.is_taken(output) and not options.from_file and not options.force:
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     written = _flags_of(options.from_file) if options.from_file else {}
-    given = {**_preset(options.preset), **written}
-    if "model" not in {**given, **flags} and (options.from_file or "layer_class" in {**given, **flags}):
-        given["model"] = interview.WITHOUT_MODEL
-    talk = asking.interview(flags, given) if interactive else interview.interview(flags, given, defaults=options.yes)
+    answers = {**_preset(options.preset), **written}
+    if "model" not in {**answers, **flags} and (options.from_file or "layer_class" in {**answers, **flags}):
+        answers["model"] = interview.WITHOUT_MODEL
+    if interactive:
+        talk = asking.interview(flags, answers)
+    else:
+        talk = interview.interview(flags, answers, defaults=options.yes)
     original = _original(options.from_file, written, talk) if options.from_file else None
     if interactive:
         return _review(talk, options, original)
@@ -106,10 +109,10 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
     """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
-    told: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
     while True:
         answers = interview.answers(talk)
-        if told != (told := interview.warnings(talk)):
+        if shown != (shown := interview.warnings(talk)):
             _warn(talk)
         text = _text(talk, answers, original)
         chosen = prompts.pick(

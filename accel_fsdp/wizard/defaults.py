@@ -28,13 +28,13 @@ def num_machines(context: Context) -> tuple[int, str]:
 def strategy(context: Context) -> tuple[int, str]:
     ranks = context.machine.count * context["num_machines"]
     if context.model is None or context["method"] != "full" or not ranks:
-        told = notes.legend(context)
-        return 1, "FULL_SHARD fits the largest model" + (f"; {told}" if told else "")
+        legend = notes.legend(context)
+        return 1, "FULL_SHARD fits the largest model" + (f"; {legend}" if legend else "")
     total = context.model.parameters * state_bytes.PER_PARAMETER["full"]
-    told = notes.legend(context)
-    whole, each = about_gib(total), about_gib(total / ranks)
-    shared = f"{whole} of weights, gradients and Adam's state: {each} on each of {ranks} GPUs"
-    return 1, shared + (f"; {told}" if told else "")
+    legend = notes.legend(context)
+    whole, share = about_gib(total), about_gib(total / ranks)
+    shared = f"{whole} of weights, gradients and Adam's state: {share} on each of {ranks} GPUs"
+    return 1, shared + (f"; {legend}" if legend else "")
 
 
 def layer_class(context: Context) -> tuple[tuple[str, ...], str]:
@@ -51,12 +51,12 @@ def min_num_params(context: Context) -> tuple[int, str]:
 
 
 def cpu_offload(context: Context) -> tuple[bool, str]:
-    found = notes.advice(context)
-    if found is not None:
-        if found.offload:
+    advice = notes.advice(context)
+    if advice is not None:
+        if advice.offload:
             host = notes.host_words(notes.with_answers(context, cpu_offload=True))
-            return True, f"even with it, it {found.words}" if not found.fits else f"fits only with it; {host}"
-        return False, "doesn't help" if not found.fits else f"several times slower; without it, it {found.words}"
+            return True, f"even with it, it {advice.words}" if not advice.fits else f"fits only with it; {host}"
+        return False, "doesn't help" if not advice.fits else f"several times slower; without it, it {advice.words}"
     state = notes.state_memory(context)
     if state is None:
         return False, "several times slower; only when nothing else fits"
@@ -78,12 +78,12 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         return False, why
     if not notes.checkpoints_in_yaml(context):
         return False, "costs about a third more compute"
-    found = notes.advice(context)
-    if found is None:
+    advice = notes.advice(context)
+    if advice is None:
         return False, "costs about a third more compute"
-    if found.checkpointing:
-        return True, f"needed; costs about a third more compute. With it, it {found.words}"
-    return False, f"would cost about a third more compute; without it, it {found.words}"
+    if advice.checkpointing:
+        return True, f"needed; costs about a third more compute. With it, it {advice.words}"
+    return False, f"would cost about a third more compute; without it, it {advice.words}"
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:

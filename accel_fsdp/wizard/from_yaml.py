@@ -137,10 +137,10 @@ def _class_names(value: Any) -> str:
 def _header_flags(text: str, engine: str) -> dict[str, str]:
     """Model, method and machine; of a file that has changed its engine since, not the method, which may not fit."""
     words = made_with(text)
-    wanted = {question.flag: question.field for question in QUESTIONS if question.key is None}
+    fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
     if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
-        wanted.pop("--method")
-    return {field: words[flag] for flag, field in wanted.items() if flag in words}
+        fields.pop("--method")
+    return {field: words[flag] for flag, field in fields.items() if flag in words}
 
 
 def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: Collection[str]) -> str:
@@ -151,8 +151,8 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     own header is renewed. With another engine the old one's sections go, and what was in them.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    said = {place for place, value in before.items() if _says(job, *place, value, answered)}
-    changed = {place: value for place, value in after.items() if place not in said or before[place] != value}
+    stated = {place for place, value in before.items() if _says(job, *place, value, answered)}
+    changed = {place: value for place, value in after.items() if place not in stated or before[place] != value}
     gone = {section for section, _ in before} - {section for section, _ in after}
     unreadable = {place for place, _ in after if place and not isinstance(document.get(place) or {}, Mapping)}
     for section in (gone | unreadable) - {""}:  # text or a list, which Accelerate can't read either
@@ -169,17 +169,18 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
 
 def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str]:
     """What the file says in words that Accelerate can't read, where its meaning was `read` all the same."""
-    found = []
+    sentences = []
     for section, key in _flat(to_mapping(old)):
         raw, field = job.section(section).get(key), BY_NAME[section, key]
         if raw is not None and not _is_readable(field, raw) and KEYS.get((section, key), "strategy") in read:
-            found.append(f"Accelerate can't read {key}: {raw}, so the key is written anew")
+            sentences.append(f"Accelerate can't read {key}: {raw}, so the key is written anew")
     unread = {Engine.FSDP1: RESHARD, Engine.FSDP2: STRATEGY}.get(job.engine, "")
     if unread and job.has(unread):
         what = f"{job.engine.label} ignores {unread}: {job.fsdp(unread)}"
         taken = STRATEGIES.get(old.strategy, "")
-        found.append(f"{what}, which is written as {RESHARD}" if _of_fsdp1(job) else f"{what}; the file means {taken}")
-    return found
+        meaning = f", which is written as {RESHARD}" if _of_fsdp1(job) else f"; the file means {taken}"
+        sentences.append(f"{what}{meaning}")
+    return sentences
 
 
 KEYS = {question.key: question.field for question in QUESTIONS if question.key}

@@ -43,18 +43,18 @@ def may_be_too_large(model: ModelFacts) -> bool:
 
 def layout_of(context: Context, **changed: Any) -> Layout | None:
     """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
-    given = {**context.given, **changed}
-    count, number = context.machine.count, given["num_machines"]
-    ranks = given.get("num_processes") or count * number
-    if not count or given["engine"] == "tpu":
+    answers = {**context.given, **changed}
+    count, number = context.machine.count, answers["num_machines"]
+    ranks = answers.get("num_processes") or count * number
+    if not count or answers["engine"] == "tpu":
         return None
-    together, offload = max(ranks // number, 1), bool(given.get("cpu_offload"))
-    engine = engine_of(given)
+    together, offload = max(ranks // number, 1), bool(answers.get("cpu_offload"))
+    engine = engine_of(answers)
     if engine is Engine.DEEPSPEED:
-        return Layout.zero(given.get("zero_stage", 3), ranks, together, offload)
+        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offload)
     if engine is Engine.DDP:
         return Layout.ddp(ranks, together)
-    return Layout(engine, given.get("strategy", 1), ranks, together, offload)
+    return Layout(engine, answers.get("strategy", 1), ranks, together, offload)
 
 
 def note(question: str, value: int, context: Context) -> str:
@@ -65,8 +65,8 @@ def note(question: str, value: int, context: Context) -> str:
     job = _job(context, layout) if layout and layout.ranks > 1 else None
     if job is None or layout is None:
         return ""
-    found = _judged(job, layout, False)
-    return f", ~{gib_or_mib(found.chosen.device.allocated)}" if found else ""
+    judged = _judged(job, layout, False)
+    return f", ~{gib_or_mib(judged.chosen.device.allocated)}" if judged else ""
 
 
 def legend(context: Context) -> str:
@@ -84,9 +84,9 @@ def advice(context: Context, **changed: Any) -> "Advice | None":
     layout = layout_of(context, **changed)
     if layout is None or _is_unknown(context):
         return None
-    given = {**context.given, **changed}
+    answers = {**context.given, **changed}
     layout = replace(layout, offload=False)  # what it decides
-    asked = (given["model"], context.machine, layout, given["method"], _precision(context))
+    asked = (answers["model"], context.machine, layout, answers["method"], _precision(context))
     return _advise_anew(*asked, context.traced) if context.traced else _advise(*asked)
 
 
@@ -112,8 +112,8 @@ def _judged(job: "PlanJob", layout: Layout, checkpointing: bool) -> "Advice | No
 
 
 def _precision(context: Context) -> Precision:
-    given: Precision = context.given.get("mixed_precision", "fp8")
-    return given if given in TORCH_DTYPES else "bf16" if machines.has_bf16(context.machine) else "fp16"
+    precision: Precision = context.given.get("mixed_precision", "fp8")
+    return precision if precision in TORCH_DTYPES else "bf16" if machines.has_bf16(context.machine) else "fp16"
 
 
 def state_memory(context: Context) -> tuple[float, float] | None:
@@ -139,13 +139,13 @@ def checkpoints_in_script(context: Context) -> bool:
     """Whether the script has to checkpoint activations, so that it fits."""
     if checkpoints_in_yaml(context):
         return False
-    found = advice(context)
-    return found is not None and found.checkpointing
+    needed = advice(context)
+    return needed is not None and needed.checkpointing
 
 
 def warnings(context: Context) -> tuple[str, ...]:
     """What settled answers need, and what the plan has to say of them, before they are written, line by line."""
-    lines = tuple(f"warning: {one}" for one in validation.cautions(context))
+    lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
     if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines += (NO_ADDRESS,)
     return lines + _of_the_plan(context)
@@ -169,24 +169,24 @@ def misfit(context: Context) -> tuple[str, ...]:
 
     Each part is a sentence.
     """
-    found = judgement(context)
-    if found is None:
+    judged = judgement(context)
+    if judged is None:
         return _misfit_of_state(context)
     host = _host_memory(context)
-    if found.fits and (host is None or host[0] <= host[1]):
+    if judged.fits and (host is None or host[0] <= host[1]):
         return ()
-    how = f"this leaves too little free memory: it {found.words}" if found.verdict == "tight" else host_words(context)
-    how = f"this doesn't fit: it {found.words}" if found.verdict == "no" else how
+    how = f"this leaves too little free memory: it {judged.words}" if judged.verdict == "tight" else host_words(context)
+    how = f"this doesn't fit: it {judged.words}" if judged.verdict == "no" else how
     better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
     return f"warning: {how}", f"  what fits: {better}"
 
 
 def host_words(context: Context) -> str:
     """What offload needs of each machine's memory; empty without offload."""
-    found = _host_memory(context)
-    if found is None:
+    memory = _host_memory(context)
+    if memory is None:
         return ""
-    needed, usual = found
+    needed, usual = memory
     words = f"CPU offload needs {about_gib(needed)} of memory on each machine"
     return words if needed <= usual else f"{words}, where {about_gib(usual)} are usual"
 
@@ -248,10 +248,10 @@ def _better(context: Context) -> Iterator[str]:
 
 
 def _fits(context: Context, **changed: Any) -> bool:
-    found = advice(context, **changed)
-    if found is None or not found.fits:
+    fitting = advice(context, **changed)
+    if fitting is None or not fitting.fits:
         return False
-    host = _host_memory(context, **{**changed, "cpu_offload": found.offload})
+    host = _host_memory(context, **{**changed, "cpu_offload": fitting.offload})
     return host is None or host[0] <= host[1]
 
 
@@ -259,9 +259,9 @@ def with_answers(context: Context, **changed: Any) -> Context:
     return replace(context, given={**context.given, **changed})
 
 
-def _switches(context: Context, found: "Advice") -> Iterator[str]:
+def _switches(context: Context, needed: "Advice") -> Iterator[str]:
     """The flags by which the answers differ from the advice."""
-    if found.checkpointing and checkpoints_in_yaml(context) and not context["activation_checkpointing"]:
+    if needed.checkpointing and checkpoints_in_yaml(context) and not context["activation_checkpointing"]:
         yield "--activation-checkpointing true"
-    if found.offload and not context["cpu_offload"]:
+    if needed.offload and not context["cpu_offload"]:
         yield "--cpu-offload true"

@@ -53,7 +53,7 @@ def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tup
 
 def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
     assert question.options is not None
-    options = [one for one in question.options(context) if one.offered or one.value == proposed]
+    options = [option for option in question.options(context) if option.offered or option.value == proposed]
     choices = [_choice(option) for option in options]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
@@ -136,9 +136,9 @@ def _point_by_first_letter(options: InquirerControl, bindings: KeyBindings) -> N
         if not choice.disabled:
             places.setdefault(str(choice.title)[0].lower(), []).append(place)
 
-    def point(found: list[int]) -> None:
-        options.pointed_at = next((place for place in found if place > options.pointed_at), found[0])
+    def point(matches: list[int]) -> None:
+        options.pointed_at = next((place for place in matches if place > options.pointed_at), matches[0])
 
-    for letter, found in places.items():
+    for letter, matches in places.items():
         for key in {letter, letter.upper()}:
-            bindings.add(key)(lambda event, found=found: point(found))
+            bindings.add(key)(lambda event, matches=matches: point(matches))

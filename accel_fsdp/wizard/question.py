@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 GivenAnswers = Mapping[str, Any]
 
 
-def is_ddp(given: GivenAnswers) -> bool:
+def is_ddp(answers: GivenAnswers) -> bool:
     """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, Accelerate would shard all the same."""
-    unsharded = given["engine"] == "fsdp" and given["fsdp_version"] == 2 and given["strategy"] == 3
-    return bool(given["engine"] == "ddp" or unsharded)
+    unsharded = answers["engine"] == "fsdp" and answers["fsdp_version"] == 2 and answers["strategy"] == 3
+    return bool(answers["engine"] == "ddp" or unsharded)
 
 
-def engine_of(given: GivenAnswers) -> Engine:
+def engine_of(answers: GivenAnswers) -> Engine:
     """The engine of answers that may lack the later ones; NONE while the version of FSDP is open."""
-    if given.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **given}):
-        return OTHER_ENGINES.get(given.get("engine", "ddp"), Engine.DDP)
-    return FSDP_VERSIONS.get(given.get("fsdp_version", 0), Engine.NONE)
+    if answers.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **answers}):
+        return OTHER_ENGINES.get(answers.get("engine", "ddp"), Engine.DDP)
+    return FSDP_VERSIONS.get(answers.get("fsdp_version", 0), Engine.NONE)
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ def _options(name: str, meanings: dict[Any, str], hidden: tuple[str, ...] = ()) 
 
 
 def _condition(name: str, value: Any, context: Context) -> str:
-    found = validation.caution(name, value, context)
-    return f" ({found})" if found else ""
+    condition = validation.caution(name, value, context)
+    return f" ({condition})" if condition else ""
 
 
 def _label(value: Any, meaning: str) -> str:

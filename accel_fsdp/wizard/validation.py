@@ -26,36 +26,36 @@ MOST_RANKS = 1_000_000
 def reason(question: str, value: Any, context: Context) -> str:
     """Why this option can't be taken with the answers so far; empty when it can."""
     check = _OPTIONS.get((question, value))
-    fatal = (one.what for one in _clashes(question, value, context) if not one.mended)
+    fatal = (clash.what for clash in _clashes(question, value, context) if not clash.mended)
     return (check(context) if check else "") or next(fatal, "")
 
 
 def caution(question: str, value: Any, context: Context) -> str:
     """Under which condition alone this option works with the answers so far; empty where it does without any."""
-    mended = (one for one in _clashes(question, value, context) if one.mended)
-    return next((f"{one.what}: {one.why}" for one in mended), "")
+    mended = (clash for clash in _clashes(question, value, context) if clash.mended)
+    return next((f"{clash.what}: {clash.why}" for clash in mended), "")
 
 
 def cautions(context: Context) -> tuple[str, ...]:
     """The conditions of settled answers, each once."""
-    found = (caution(question, context[question], context) for question in _PARTS if question in context.given)
-    return tuple(dict.fromkeys(filter(None, found)))
+    conditions = (caution(question, context[question], context) for question in _PARTS if question in context.given)
+    return tuple(dict.fromkeys(filter(None, conditions)))
 
 
 def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
     """What the table of combinations has against an option and the answers before it."""
-    given = {**context.given, question: value}
+    answers = {**context.given, question: value}
     if question not in _PARTS or (question == "activation_checkpointing" and not value):
         return []
     job = Job(
-        Layout(engine_of(given)),
-        Recipe(given["method"]),
+        Layout(engine_of(answers)),
+        Recipe(answers["method"]),
         recompute="engine" if question == "activation_checkpointing" else "none",
-        wrap_policy=given.get("wrap_policy", ""),
-        state_dict=given.get("state_dict_type", ""),
+        wrap_policy=answers.get("wrap_policy", ""),
+        state_dict=answers.get("state_dict_type", ""),
         base=context.model.quant_method if context.model else "",
     )
-    return [one for one in clashes(job) if _PARTS[question] in one.parts]
+    return [clash for clash in clashes(job) if _PARTS[question] in clash.parts]
 
 
 _PARTS = {

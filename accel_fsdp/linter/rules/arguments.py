@@ -104,14 +104,14 @@ def unknown_training_key(subject: Subject) -> Iterator[Finding]:
 
     Offload is `cpu_offload` there, and any text in it counts as true, "false" too.
     """
-    given = training_config(subject)
-    for key in given:
+    config = training_config(subject)
+    for key in config:
         if key not in TRAINING_KEYS:
             near = " Did you mean cpu_offload?" if key == "offload_params" else _near(key)
             yield Finding(
                 "", f"--fsdp_config: nothing reads {key}.{near}", "it is dropped without a word", f"remove {key}"
             )
-    if str(given.get("cpu_offload")).lower() in ("false", "no", "0") and given["cpu_offload"]:
+    if str(config.get("cpu_offload")).lower() in ("false", "no", "0") and config["cpu_offload"]:
         yield Finding("", '--fsdp_config: cpu_offload is the text "false"', "text counts as true", "cpu_offload: false")
 
 
@@ -125,8 +125,8 @@ def training_config_alone(subject: Subject) -> Iterator[Finding]:
 @rule("AF621", "warning", pains=("P28",))
 def training_config_wraps_nothing(subject: Subject) -> Iterator[Finding]:
     """SIZE_BASED_WRAP in `--fsdp_config` without `min_num_params`, which is 0 there: nothing is wrapped."""
-    given = training_config(subject)
-    if given.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not given.get("min_num_params"):
+    config = training_config(subject)
+    if config.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not config.get("min_num_params"):
         yield Finding(
             "", "--fsdp_config: SIZE_BASED_WRAP without min_num_params", "nothing is wrapped", "min_num_params: N"
         )
@@ -206,8 +206,8 @@ def accumulation_keeps_gradients(subject: Subject) -> Iterator[Finding]:
     Needs `--model` and `--args`.
     """
     steps = str(subject.arg("gradient_accumulation_steps") or 1)
-    each = "sync_each_batch" in str(subject.arg("accelerator_config"))
-    if subject.model is None or not subject.is_fsdp or not subject.trains_everything or steps == "1" or each:
+    syncs = "sync_each_batch" in str(subject.arg("accelerator_config"))
+    if subject.model is None or not subject.is_fsdp or not subject.trains_everything or steps == "1" or syncs:
         return
     size = gib_or_mib(subject.model.parameters * state_bytes.LOW)
     yield Finding(

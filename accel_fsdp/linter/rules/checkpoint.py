@@ -15,17 +15,17 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
 
     train/sft.py resumes either kind; Trainer alone doesn't.
     """
-    found = subject.checkpoint
-    if found is None or not subject.is_fsdp or subject.ours:
+    saved = subject.checkpoint
+    if saved is None or not subject.is_fsdp or subject.ours:
         return
-    for stored, wanted, kind in (
-        (found.sharded, subject.sharded_state_dict, "SHARDED_STATE_DICT"),
-        (found.full, subject.full_state_dict, "FULL_STATE_DICT"),
+    for stored, asked, kind in (
+        (saved.sharded, subject.sharded_state_dict, "SHARDED_STATE_DICT"),
+        (saved.full, subject.full_state_dict, "FULL_STATE_DICT"),
     ):
-        if stored and not wanted and found.sharded != found.full:
+        if stored and not asked and saved.sharded != saved.full:
             yield Finding(
                 "fsdp_config.fsdp_state_dict_type",
-                f"{found.name} was written with {kind}",
+                f"{saved.name} was written with {kind}",
                 f"resuming stops: FileNotFoundError{UNLESS_OURS}",
                 f"fsdp_state_dict_type: {kind}",
             )
@@ -37,13 +37,13 @@ def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
 
     If one is missing Trainer loads neither and says nothing: learning rate and moments start anew.
     """
-    found = subject.checkpoint
-    if found is None or not (found.sharded or found.full) or not found.trainer_state:
+    saved = subject.checkpoint
+    if saved is None or not (saved.sharded or saved.full) or not saved.trainer_state:
         return
-    if found.new_state:
+    if saved.new_state:
         yield Finding(
             "",
-            f"{found.name} lacks {' and '.join(found.new_state)}",
+            f"{saved.name} lacks {' and '.join(saved.new_state)}",
             "resuming starts learning rate and moments anew, without a word",
             "resume an older checkpoint, or start anew from the weights",
         )
@@ -57,30 +57,30 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     without a shared disk lies on one of them only. Trainer resumes the highest number, complete or not. train/sft.py
     keeps `complete.json`, which says what is still to come, and how large each file is.
     """
-    found = subject.checkpoint
-    if found is None:
+    saved = subject.checkpoint
+    if saved is None:
         return
-    if found.unfinished:
+    if saved.unfinished:
         yield Finding(
             "",
-            f"{found.name} is not complete: {found.unfinished}",
+            f"{saved.name} is not complete: {saved.unfinished}",
             "Trainer resumes it all the same; train/sft.py and export pass it over",
             "resume an older checkpoint",
         )
-    missing = [f"{folder}/{file_names.DCP_METADATA}" for folder in found.without_metadata]
-    if found.is_cut_short:
+    missing = [f"{folder}/{file_names.DCP_METADATA}" for folder in saved.without_metadata]
+    if saved.is_cut_short:
         missing.append(file_names.TRAINER_STATE)
     for name in missing:
         yield Finding(
             "",
-            f"{found.name} lacks {name}",
+            f"{saved.name} lacks {name}",
             "it is half-written, or its other half lies on another machine; resuming stops",
             "resume an older checkpoint; on several machines write to a shared disk",
         )
-    for name in found.broken:
+    for name in saved.broken:
         yield Finding(
             "",
-            f"{found.name}/{name} is cut short, or no file of this folder that can be read",
+            f"{saved.name}/{name} is cut short, or no file of this folder that can be read",
             "it can't be loaded",
             "use another checkpoint, or export again",
         )
@@ -93,24 +93,24 @@ def checkpoint_of_other_ranks(subject: Subject) -> Iterator[Finding]:
     Sharded weights move to any number. The random states don't, and with another global batch the same step is
     another place in the data.
     """
-    found, processes = subject.checkpoint, subject.number("num_processes")
-    if found and found.trainer_state and found.rng_states and processes and found.rng_states != processes:
+    saved, processes = subject.checkpoint, subject.number("num_processes")
+    if saved and saved.trainer_state and saved.rng_states and processes and saved.rng_states != processes:
         yield Finding(
             "num_processes",
-            f"{found.name} is of {counted(found.rng_states, 'process', 'processes')}, the file starts {processes}",
+            f"{saved.name} is of {counted(saved.rng_states, 'process', 'processes')}, the file starts {processes}",
             "random states are lost, and steps mean other rows unless the global batch stays the same",
-            f"num_processes: {found.rng_states}, or keep the global batch",
+            f"num_processes: {saved.rng_states}, or keep the global batch",
         )
 
 
 @rule("AF805", pains=("P01", "P02"))
 def adapter_is_empty(subject: Subject) -> Iterator[Finding]:
     """An adapter file without a single tensor, as PEFT 0.21 writes it under FSDP1 and under FSDP's checkpointing."""
-    found = subject.checkpoint
-    if found is not None and found.adapter_tensors == 0:
+    saved = subject.checkpoint
+    if saved is not None and saved.adapter_tensors == 0:
         yield Finding(
             "",
-            f"{found.name}/{file_names.ADAPTER} holds no tensor",
+            f"{saved.name}/{file_names.ADAPTER} holds no tensor",
             "the adapter is lost; loading it gives the base model",
             "take it from a FULL_STATE_DICT checkpoint if there is one; train with fsdp_version: 2",
         )
@@ -119,11 +119,11 @@ def adapter_is_empty(subject: Subject) -> Iterator[Finding]:
 @rule("AF806", pains=("P18",))
 def weights_of_one_rank(subject: Subject) -> Iterator[Finding]:
     """A tensor without elements in the weights: one rank's shard was saved as if it were the model."""
-    found = subject.checkpoint
-    if found is not None and found.empty_tensor:
+    saved = subject.checkpoint
+    if saved is not None and saved.empty_tensor:
         yield Finding(
             "",
-            f"{found.empty_tensor} in {found.name} has no elements",
+            f"{saved.empty_tensor} in {saved.name} has no elements",
             "one rank's shard was saved; the rest of the weights is not in the file",
             "export again with save_pretrained(..., state_dict=accelerator.get_state_dict(model)) on all ranks",
         )
@@ -132,35 +132,35 @@ def weights_of_one_rank(subject: Subject) -> Iterator[Finding]:
 @rule("AF807", pains=("P21",))
 def checkpoint_of_weights_only(subject: Subject) -> Iterator[Finding]:
     """A checkpoint with Hugging Face weights alone, as `--save_only_model` writes it: FSDP can't resume from it."""
-    found = subject.checkpoint
-    only = found is not None and found.trainer_state and found.hub and not (found.sharded or found.full)
-    if found is not None and subject.is_fsdp and only:
+    saved = subject.checkpoint
+    only = saved is not None and saved.trainer_state and saved.hub and not (saved.sharded or saved.full)
+    if saved is not None and subject.is_fsdp and only:
         yield Finding(
             "",
-            f"{found.name} holds weights only, no FSDP checkpoint",
+            f"{saved.name} holds weights only, no FSDP checkpoint",
             "resuming stops: FileNotFoundError",
-            f"start anew with --model_name_or_path {found.name}",
+            f"start anew with --model_name_or_path {saved.name}",
         )
 
 
 @rule("AF808", "note", pains=("P77",))
 def export_without_cache(subject: Subject) -> Iterator[Finding]:
     """An export whose config says `use_cache: false`, which Trainer set for checkpointing: generation is slow."""
-    found = subject.checkpoint
-    if found is not None and found.cache_off and not found.is_checkpoint:
+    saved = subject.checkpoint
+    if saved is not None and saved.cache_off and not saved.is_checkpoint:
         yield Finding(
-            "", f"{found.name}/config.json says use_cache: false", "generation is slow", "set it to true in that file"
+            "", f"{saved.name}/config.json says use_cache: false", "generation is slow", "set it to true in that file"
         )
 
 
 @rule("AF809", "note", pains=("P75",))
 def export_stores_embeddings_twice(subject: Subject) -> Iterator[Finding]:
     """An export of a tied model that holds embedding and head: they are equal and tied again when loaded."""
-    found = subject.checkpoint
-    if found is not None and found.tied_twice and not found.is_checkpoint:
+    saved = subject.checkpoint
+    if saved is not None and saved.tied_twice and not saved.is_checkpoint:
         yield Finding(
             "",
-            f"{found.name} stores the tied embedding twice",
+            f"{saved.name} stores the tied embedding twice",
             "it takes more disk than it needs",
             "load it and save_pretrained it once more",
         )
@@ -169,13 +169,13 @@ def export_stores_embeddings_twice(subject: Subject) -> Iterator[Finding]:
 @rule("AF810", "warning", pains=("P97",))
 def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
     """A config whose architecture is FSDP's wrapper class, as transformers once wrote: no loader knows it."""
-    found = subject.checkpoint
-    if found is not None and found.architecture.startswith("FSDP"):
+    saved = subject.checkpoint
+    if saved is not None and saved.architecture.startswith("FSDP"):
         yield Finding(
             "",
-            f"{found.name}/config.json names {found.architecture}",
+            f"{saved.name}/config.json names {saved.architecture}",
             "serving software doesn't know such an architecture",
-            f"architectures: [{found.architecture.removeprefix('FSDP')}] in that file",
+            f"architectures: [{saved.architecture.removeprefix('FSDP')}] in that file",
         )
 
 
@@ -186,12 +186,12 @@ def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
     A new optimizer has no state yet, so Accelerate 1.15 asks the checkpoint for none: moments start at zero without a
     word. train/sft.py makes the state first; most scripts don't.
     """
-    found = subject.checkpoint
+    saved = subject.checkpoint
     fsdp1 = subject.engine is Engine.FSDP1 and not subject.ours
-    if found is not None and fsdp1 and found.sharded and subject.sharded_state_dict:
+    if saved is not None and fsdp1 and saved.sharded and subject.sharded_state_dict:
         yield Finding(
             "fsdp_config.fsdp_version",
-            f"FSDP1 won't load the optimizer state of {found.name}",
+            f"FSDP1 won't load the optimizer state of {saved.name}",
             f"moments start at zero without a word{UNLESS_OURS}",
             "fsdp_version: 2, which can load it",
         )
@@ -200,12 +200,12 @@ def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
 @rule("AF812", pains=("P03",))
 def export_without_weights(subject: Subject) -> Iterator[Finding]:
     """A folder with config or tokenizer and no weights: `save_model()` writes none under SHARDED_STATE_DICT."""
-    found = subject.checkpoint
-    if found is None or found.is_checkpoint or found.hub or not found.has_config:
+    saved = subject.checkpoint
+    if saved is None or saved.is_checkpoint or saved.hub or not saved.has_config:
         return
     yield Finding(
         "",
-        f"{found.name} holds no weights",
+        f"{saved.name} holds no weights",
         "save_model writes none under SHARDED_STATE_DICT",
         "set_state_dict_type('FULL_STATE_DICT') before save_model, on all ranks",
     )
@@ -214,13 +214,13 @@ def export_without_weights(subject: Subject) -> Iterator[Finding]:
 @rule("AF814")
 def folder_without_checkpoint(subject: Subject) -> Iterator[Finding]:
     """The folder of `--checkpoint` holds neither a checkpoint nor an export."""
-    found = subject.checkpoint
-    if found is None or found.is_checkpoint or found.by_accelerator or found.rng_states or found.without_metadata:
+    saved = subject.checkpoint
+    if saved is None or saved.is_checkpoint or saved.by_accelerator or saved.rng_states or saved.without_metadata:
         return
-    if not (found.hub or found.has_config or found.broken or found.adapter_tensors is not None):
+    if not (saved.hub or saved.has_config or saved.broken or saved.adapter_tensors is not None):
         yield Finding(
             "",
-            f"{found.name} holds no checkpoint",
+            f"{saved.name} holds no checkpoint",
             "there is nothing to resume or to load",
             "--checkpoint RUN/checkpoint-N, or the folder of an export",
         )
@@ -229,11 +229,11 @@ def folder_without_checkpoint(subject: Subject) -> Iterator[Finding]:
 @rule("AF813", "note", pains=("P62",))
 def export_is_private(subject: Subject) -> Iterator[Finding]:
     """Weights that their owner alone may read: safetensors 0.8.0 sets that mode whatever the umask says."""
-    found = subject.checkpoint
-    if found is not None and found.private and not found.is_checkpoint:
+    saved = subject.checkpoint
+    if saved is not None and saved.private and not saved.is_checkpoint:
         yield Finding(
             "",
-            f"{found.name}/{found.private} can be read by its owner only",
+            f"{saved.name}/{saved.private} can be read by its owner only",
             "other users and serving containers can't load it",
-            f"chmod a+r {found.name}/*.safetensors",
+            f"chmod a+r {saved.name}/*.safetensors",
         )

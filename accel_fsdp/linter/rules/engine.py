@@ -135,9 +135,9 @@ class Subject(JobConfig):
 
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
     """What the table of combinations says of these rows, as findings about `key`."""
-    for one in clashes(subject.job):
-        if one.name in names and not (one.mended and subject.ours):
-            yield Finding(key, one.what, one.why, one.fix, edits)
+    for clash in clashes(subject.job):
+        if clash.name in names and not (clash.mended and subject.ours):
+            yield Finding(key, clash.what, clash.why, clash.fix, edits)
 
 
 Check = Callable[[Subject], Iterator[Finding]]
@@ -201,24 +201,25 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
         rules = {FOREIGN: rules[FOREIGN]}
     seen = dict.fromkeys(rules, subject)
     for code in MISSPELT if len(rules) > 1 else ():
-        renamed = _as_meant(subject, [one for found in RULES[code].check(subject) for one in found.edits])
+        renamed = _as_meant(subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits])
         if renamed is not subject:
-            seen |= {other: renamed for other in rules if other not in MISSPELT[: MISSPELT.index(code) + 1]}
+            seen |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
     for code in OF_THE_ENGINE if len(rules) > 1 else ():
-        engines = [edit.value for found in RULES[code].check(subject) for edit in found.edits if edit.key == ENGINE_KEY]
+        edits = (edit for finding in RULES[code].check(subject) for edit in finding.edits)
+        engines = [edit.value for edit in edits if edit.key == ENGINE_KEY]
         if engines:
             subject = replace(subject, values={**subject.values, ENGINE_KEY: engines[0]})
-            seen |= {other: subject for other in rules if other not in (*MISSPELT, *OF_THE_ENGINE)}
+            seen |= {key: subject for key in rules if key not in (*MISSPELT, *OF_THE_ENGINE)}
     return [
         replace(
-            found,
-            edits=found.edits if all(_fits(seen[code], edit) for edit in found.edits) else (),
+            finding,
+            edits=finding.edits if all(_fits(seen[code], edit) for edit in finding.edits) else (),
             code=code,
-            severity=found.milder or one.severity,
+            severity=finding.milder or rule.severity,
         )
-        for code, one in sorted(rules.items())
-        for found in one.check(seen[code])
+        for code, rule in sorted(rules.items())
+        for finding in rule.check(seen[code])
     ]
 
 
@@ -243,9 +244,9 @@ def _fits(subject: Subject, edit: Edit) -> bool:
 
 def locate(findings: list[Finding], document: Any) -> list[Finding]:
     """Adds line numbers from a ruamel.yaml document, which may spell a name otherwise than the findings do."""
-    misspelt = [edit for found in findings if found.code in MISSPELT for edit in found.edits]
+    misspelt = [edit for finding in findings if finding.code in MISSPELT for edit in finding.edits]
     spelt = {(edit.section, edit.new_key): edit.key for edit in misspelt}
-    return [replace(found, line=found.line or _line(document, found.key, spelt)) for found in findings]
+    return [replace(finding, line=finding.line or _line(document, finding.key, spelt)) for finding in findings]
 
 
 def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> int | None:
@@ -262,6 +263,6 @@ def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> i
 
 def repair(document: Any, findings: list[Finding]) -> int:
     """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns how many."""
-    edits = tuple(dict.fromkeys(edit for found in findings for edit in found.edits))
+    edits = tuple(dict.fromkeys(edit for finding in findings for edit in finding.edits))
     apply(document, edits)
     return len(edits)

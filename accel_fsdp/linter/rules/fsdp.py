@@ -106,8 +106,8 @@ def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
     if subject.engine is Engine.FSDP2 and value in STRATEGIES.values():
-        wanted = RESHARDS.get(value)
-        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", wanted),) if not value.startswith(("H", "N")) else ()
+        meant = RESHARDS.get(value)
+        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", meant),) if not value.startswith(("H", "N")) else ()
         yield Finding(
             "fsdp_config.fsdp_reshard_after_forward",
             f"{value} is FSDP1's way to say it",

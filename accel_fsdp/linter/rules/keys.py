@@ -321,8 +321,8 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
             continue
         hint = did_you_mean(str(value), known.choices)
         meant = subject.fsdp_version if known.key == "fsdp_version" else ""
-        kinds = (one for one in known.choices if known.key == "distributed_type" and one.lower() == str(value).lower())
-        edits = tuple(Edit(known.section, known.key, kind) for kind in kinds)
+        same = [choice for choice in known.choices if choice.lower() == str(value).lower()]
+        edits = tuple(Edit(known.section, known.key, kind) for kind in same if known.key == "distributed_type")
         yield Finding(
             path,
             f"{known.key}: {value} is unknown.{hint}",
@@ -391,21 +391,21 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
         if known.kind is not Kind.NAMES or value is None:
             continue
         parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")
-        wanted = ",".join(part.strip().rpartition(".")[2] for part in parts if part.strip())
-        if not wanted:
+        joined = ",".join(part.strip().rpartition(".")[2] for part in parts if part.strip())
+        if not joined:
             yield Finding(
                 path,
                 f"{known.key} names no class",
                 "Accelerate looks for a class without a name and stops",
                 f"{known.key}: NAME, or remove it, and the model decides",
             )
-        elif value != wanted:
+        elif value != joined:
             yield Finding(
                 path,
                 f"{known.key} is not one text of names joined by commas",
                 "Accelerate would look for a class with brackets, spaces or dots in its name",
-                f"{known.key}: {wanted}",
-                (Edit(known.section, known.key, wanted),),
+                f"{known.key}: {joined}",
+                (Edit(known.section, known.key, joined),),
             )
 
 

@@ -10,8 +10,8 @@ from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 @rule("AF401")
 def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
     """`num_processes` is missing: `accelerate launch` stops unless it is on the command line."""
-    given = "num_processes" in subject.launcher
-    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE and not given:
+    launched = "num_processes" in subject.launcher
+    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE and not launched:
         yield Finding(
             "num_processes",
             "num_processes is missing",
@@ -126,13 +126,13 @@ def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
         return
     for name in subject.layer_classes:
         if name not in subject.model.classes:
-            found = ",".join(layer.name for layer in subject.model.wrap_classes)
-            edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
+            classes = ",".join(layer.name for layer in subject.model.wrap_classes)
+            edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", classes),) if classes else ()
             yield Finding(
                 "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
                 f"{subject.model.name} has no {name}.{did_you_mean(name, subject.model.classes)}",
                 "Accelerate stops: Could not find the transformer layer class",
-                f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
+                f"fsdp_transformer_layer_cls_to_wrap: {classes or 'NAME'}",
                 edits,
             )
 
@@ -146,13 +146,13 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     """
     named = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
     if subject.is_fsdp and named and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
-        found = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
-        edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", found),) if found else ()
+        classes = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
+        edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", classes),) if classes else ()
         yield Finding(
             "fsdp_config.fsdp_auto_wrap_policy",
             "no fsdp_transformer_layer_cls_to_wrap",
             "some models name classes they don't have, some name none and are not wrapped",
-            f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME (--model finds it)'}",
+            f"fsdp_transformer_layer_cls_to_wrap: {classes or 'NAME (--model finds it)'}",
             edits,
         )
 
@@ -280,13 +280,13 @@ def four_bit_storage(subject: Subject) -> Iterator[Finding]:
     and the same as `mixed_precision`.
     """
     storage = str(subject.arg("bnb_4bit_quant_storage") or "uint8")
-    wanted = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
-    if subject.is_fsdp and subject.arg_on("load_in_4bit") and storage != wanted:
+    dtype = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
+    if subject.is_fsdp and subject.arg_on("load_in_4bit") and storage != dtype:
         yield Finding(
             "mixed_precision",
             f"4-bit weights stored as {storage}",
             "they are not sharded, or FSDP stops",
-            f"--bnb_4bit_quant_storage {wanted}",
+            f"--bnb_4bit_quant_storage {dtype}",
         )
 
 
@@ -294,11 +294,11 @@ def four_bit_storage(subject: Subject) -> Iterator[Finding]:
 def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
     off = subject.top("mixed_precision") in ("no", False, None)
-    low, given = subject.asked_dtype in LOW_DTYPES, subject.arg("dtype") or subject.arg("torch_dtype")
+    low, dtype = subject.asked_dtype in LOW_DTYPES, subject.arg("dtype") or subject.arg("torch_dtype")
     if low and off and not subject.uses_adapter and not subject.arg_on("bf16", "fp16"):
         yield Finding(
             "mixed_precision",
-            f"--dtype {given} without mixed precision has no float32 master weights",
+            f"--dtype {dtype} without mixed precision has no float32 master weights",
             "small updates are lost to rounding",
             "mixed_precision: bf16, or --dtype float32",
         )
@@ -308,8 +308,8 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
 def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
     """FSDP1 with CPU offload, gradient accumulation and `sync_each_batch`: each micro-batch replaces the gradient."""
     steps = str(subject.arg("gradient_accumulation_steps") or 1)
-    each = "sync_each_batch" in str(subject.arg("accelerator_config"))
-    if subject.engine is Engine.FSDP1 and subject.on("fsdp_offload_params") and steps != "1" and each:
+    syncs = "sync_each_batch" in str(subject.arg("accelerator_config"))
+    if subject.engine is Engine.FSDP1 and subject.on("fsdp_offload_params") and steps != "1" and syncs:
         yield Finding(
             "fsdp_config.fsdp_offload_params",
             "offload and sync_each_batch lose gradients",

@@ -297,12 +297,12 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
-    each = subject.checkpoint_bytes
-    needed = each * ((int(kept) if kept.isdecimal() else 1) + 1)
+    size = subject.checkpoint_bytes
+    needed = size * ((int(kept) if kept.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"checkpoints of {about_gib(each)} need {about_gib(needed)}, {about_gib(free)} are free at --output_dir",
+            f"checkpoints of {about_gib(size)} need {about_gib(needed)}, {about_gib(free)} are free at --output_dir",
             "a full disk stops the run",
             "another disk, a lower --save_total_limit, or SHARDED_STATE_DICT",
         )

@@ -71,7 +71,7 @@ def declared_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
             POLICY,
             f"{model.name} names {', '.join(sorted(absent))} as its layers and has none",
             "Accelerate stops: Could not find the transformer layer class",
-            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(one.name for one in model.wrap_classes) or "NAME"),
+            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(layer.name for layer in model.wrap_classes) or "NAME"),
         )
 
 
@@ -87,7 +87,7 @@ def no_class_declared(subject: Subject) -> Iterator[Finding]:
             POLICY,
             f"{model.name} names no layer class",
             "no layer becomes a unit and every rank gathers the whole model, without a word",
-            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(one.name for one in model.wrap_classes) or "NAME"),
+            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(layer.name for layer in model.wrap_classes) or "NAME"),
         )
 
 
@@ -168,13 +168,13 @@ def quantized_storage(subject: Subject) -> Iterator[Finding]:
     """
     if subject.model is None or subject.model.quantized != 4 or not subject.is_fsdp:
         return
-    wanted = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
-    if subject.model.quant_storage != wanted:
+    dtype = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
+    if subject.model.quant_storage != dtype:
         yield Finding(
             "mixed_precision",
             f"{subject.model.name} stores 4-bit weights as {subject.model.quant_storage}",
             "they are not sharded, or FSDP stops, or casts them as numbers",
-            f"quantise it with bnb_4bit_quant_storage {wanted}",
+            f"quantise it with bnb_4bit_quant_storage {dtype}",
         )
 
 
@@ -215,12 +215,12 @@ def quantised_weights(subject: Subject) -> Iterator[Finding]:
 
     Trainer trains adapters on them alone, and not on all kinds. Without `--args` it is a warning.
     """
-    for one in clashes(subject.job):
-        if one.parts == ("base",) and subject.model is not None:
+    for clash in clashes(subject.job):
+        if clash.parts == ("base",) and subject.model is not None:
             yield Finding(
                 "distributed_type",
-                f"{subject.model.name} is quantised ({subject.model.quant_method}): {one.what}",
-                one.why,
-                one.fix,
+                f"{subject.model.name} is quantised ({subject.model.quant_method}): {clash.what}",
+                clash.why,
+                clash.fix,
                 milder=None if subject.args is not None else "warning",
             )

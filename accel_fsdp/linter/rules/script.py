@@ -33,12 +33,12 @@ def calls(subject: Subject, *names: str) -> list[ast.Call]:
     """The script's calls of these names, in the order of lines; none without a script."""
     if subject.script is None or not subject.is_fsdp:
         return []
-    found = [node for node in ast.walk(subject.script.tree) if isinstance(node, ast.Call) and name_of(node) in names]
-    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+    matches = [node for node in ast.walk(subject.script.tree) if isinstance(node, ast.Call) and name_of(node) in names]
+    return sorted(matches, key=lambda call: (call.lineno, call.col_offset))
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((one.value for one in call.keywords if one.arg == name), None)
+    return next((argument.value for argument in call.keywords if argument.arg == name), None)
 
 
 def constant(node: ast.AST | None) -> object:
@@ -56,15 +56,15 @@ def scopes(tree: ast.Module) -> list[ast.Module | ast.FunctionDef]:
 
 def own_calls(scope: ast.Module | ast.FunctionDef) -> list[ast.Call]:
     """The calls in a scope, without those in functions and classes inside it, in the order of lines."""
-    waiting, found = list(ast.iter_child_nodes(scope)), []
+    waiting, direct = list(ast.iter_child_nodes(scope)), []
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if isinstance(node, ast.Call):
-            found.append(node)
+            direct.append(node)
         waiting += ast.iter_child_nodes(node)
-    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+    return sorted(direct, key=lambda call: (call.lineno, call.col_offset))
 
 
 def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
@@ -77,9 +77,9 @@ def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
         else:
             continue
         for target in targets:
-            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+            for element in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if node.value is not None:
-                    yield ast.unparse(one), node.value
+                    yield ast.unparse(element), node.value
 
 
 def trainers(subject: Subject) -> set[str]:
@@ -95,24 +95,24 @@ def trainer_classes(subject: Subject) -> set[str]:
     """The Trainer classes that the script makes objects or classes of its own from."""
     nodes = list(ast.walk(subject.script.tree)) if subject.script else []
     bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
-    made = {name_of(node) for node in nodes if isinstance(node, ast.Call) and _makes_trainer(node)}
-    return made | {name.rpartition(".")[2] for name in bases if name.endswith("Trainer")}
+    instances = {name_of(node) for node in nodes if isinstance(node, ast.Call) and _makes_trainer(node)}
+    return instances | {name.rpartition(".")[2] for name in bases if name.endswith("Trainer")}
 
 
 def on_trainer(call: ast.Call, known: set[str]) -> bool:
     """Whether a method is called on a Trainer: by its assignment, or by its name."""
     on = call.func.value if isinstance(call.func, ast.Attribute) else None
-    made = isinstance(on, ast.Call) and _makes_trainer(on)
-    return made or "trainer" in receiver(call).lower() or receiver(call) in known
+    is_trainer = isinstance(on, ast.Call) and _makes_trainer(on)
+    return is_trainer or "trainer" in receiver(call).lower() or receiver(call) in known
 
 
 def wrapped_names(subject: Subject) -> set[str]:
     """Names and expressions that hold the sharded model: of `prepare`, `unwrap_model`, and a Trainer's."""
     owners = {"trainer"} | trainers(subject)
-    names = {"self.model_wrapped", *(f"{one}.{name}" for one in owners for name in ("model", "model_wrapped"))}
+    names = {"self.model_wrapped", *(f"{owner}.{name}" for owner in owners for name in ("model", "model_wrapped"))}
     for name, value in assigned(subject):
-        made = isinstance(value, ast.Call) and name_of(value) in ("prepare", "unwrap_model")
-        if made or (isinstance(value, ast.Attribute) and ast.unparse(value) in names):
+        is_wrapped_model = isinstance(value, ast.Call) and name_of(value) in ("prepare", "unwrap_model")
+        if is_wrapped_model or (isinstance(value, ast.Attribute) and ast.unparse(value) in names):
             names.add(name)
     return names
 
@@ -126,7 +126,7 @@ def is_wrapped(subject: Subject, call: ast.Call) -> bool:
 def _has_config(subject: Subject, names: tuple[str, ...], *keywords: str) -> ast.Call | None:
     """The first call of one of these classes that sets none of the keywords and unpacks nothing."""
     for call in calls(subject, *names):
-        if all(one.arg is not None and one.arg not in keywords for one in call.keywords):
+        if all(argument.arg is not None and argument.arg not in keywords for argument in call.keywords):
             return call
     return None
 
@@ -154,7 +154,7 @@ def shard_saved_as_model(subject: Subject) -> Iterator[Finding]:
     FSDP2 stops with "invalid python storage".
     """
     for call in calls(subject, "save_pretrained"):
-        if is_wrapped(subject, call) and all(one.arg not in ("state_dict", None) for one in call.keywords):
+        if is_wrapped(subject, call) and all(argument.arg not in ("state_dict", None) for argument in call.keywords):
             yield at(
                 subject,
                 call,
@@ -289,8 +289,8 @@ def optimizers_for_trainer(subject: Subject) -> Iterator[Finding]:
     """`optimizers=` for a Trainer: it refuses them under FSDP."""
     for node in ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else []:
         if isinstance(node, ast.Call) and name_of(node).endswith("Trainer"):
-            given = keyword(node, "optimizers")
-            if given is not None and ast.unparse(given) not in ("(None, None)", "None"):
+            optimizers = keyword(node, "optimizers")
+            if optimizers is not None and ast.unparse(optimizers) not in ("(None, None)", "None"):
                 yield at(
                     subject,
                     node,
@@ -334,8 +334,8 @@ def merging_sharded_weights(subject: Subject) -> Iterator[Finding]:
 
 def _silent_config(subject: Subject, *names: str) -> ast.Call | None:
     """The TRL config that leaves these to TRL, where the command line does so too."""
-    told = any(subject.arg(name) is not None for name in names)
-    return None if told else _has_config(subject, TRL, *names)
+    is_set = any(subject.arg(name) is not None for name in names)
+    return None if is_set else _has_config(subject, TRL, *names)
 
 
 @rule("AF912", "warning", pains=("P25",))
@@ -370,8 +370,8 @@ def trl_bf16_by_default(subject: Subject) -> Iterator[Finding]:
 def merging_the_wrong_folder(subject: Subject) -> Iterator[Finding]:
     """`merge_fsdp_weights` with a `checkpoint-N` or `optimizer_0` folder: it wants `pytorch_model_fsdp_0` inside."""
     for call in calls(subject, "merge_fsdp_weights"):
-        given = constant(call.args[0] if call.args else keyword(call, "checkpoint_dir"))
-        last = given.rstrip("/").rpartition("/")[2] if isinstance(given, str) else ""
+        folder = constant(call.args[0] if call.args else keyword(call, "checkpoint_dir"))
+        last = folder.rstrip("/").rpartition("/")[2] if isinstance(folder, str) else ""
         if last.startswith((file_names.CHECKPOINT, file_names.OPTIMIZER)):
             yield at(
                 subject,
@@ -386,6 +386,6 @@ def merging_the_wrong_folder(subject: Subject) -> Iterator[Finding]:
 def fsdp_in_the_script(subject: Subject) -> Iterator[Finding]:
     """`fsdp=` in the script's training arguments beside an FSDP file: the script wins, with leftovers of the file."""
     for call in calls(subject, *ARGUMENT_CLASSES):
-        given = keyword(call, "fsdp")
-        if constant(given) not in (None, False, "") or (isinstance(given, ast.List) and given.elts):
+        value = keyword(call, "fsdp")
+        if constant(value) not in (None, False, "") or (isinstance(value, ast.List) and value.elts):
             yield at(subject, call, "the script sets FSDP too", "most of this file is ignored", "drop fsdp=")

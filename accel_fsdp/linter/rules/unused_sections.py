@@ -129,11 +129,11 @@ def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
         return  # AF101
     precision = str(subject.top("mixed_precision")).lower()
     for section, key, needed in READERS:
-        given = precision if key == "mixed_precision" else str(kind)
-        if given != needed and subject.values.get(section):
+        value = precision if key == "mixed_precision" else str(kind)
+        if value != needed and subject.values.get(section):
             yield Finding(
                 section,
-                f"{section} stands beside {key}: {given}",
+                f"{section} stands beside {key}: {value}",
                 f"nothing reads {section}",
                 f"{key}: {needed}, or remove {section}",
             )

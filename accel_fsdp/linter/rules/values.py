@@ -30,11 +30,11 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
         for key, value in content.items() if isinstance(content, dict) else ():
             name = full_name(section, str(key))
             if name in seen:
-                first, other = seen[name]
-                same = other == value and type(other) is type(value)
+                first, previous = seen[name]
+                same = previous == value and type(previous) is type(value)
                 yield Finding(
                     f"{section}.{key}",
-                    f"{first} and {key} are one key, {'given twice' if same else f'once {other} and once {value}'}",
+                    f"{first} and {key} are one key, {'given twice' if same else f'once {previous} and once {value}'}",
                     f"the last one wins: {value}",
                     f"remove {first}" if same else "keep one of them",
                     (Edit(section, first),) if same else (),
@@ -79,7 +79,7 @@ def ignored_modules_are_no_pattern(subject: Subject) -> Iterator[Finding]:
     """
     value = subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
     if isinstance(value, list):
-        names = "|".join(re.escape(str(one)) for one in value)
+        names = "|".join(re.escape(str(item)) for item in value)
         yield Finding(
             "fsdp_config.fsdp_ignored_modules",
             "fsdp_ignored_modules is a list",

@@ -35,16 +35,16 @@ class Part:
     def __post_init__(self) -> None:
         self.real = copy.deepcopy(self.values)
 
-    def keys(self, wanted: re.Pattern[str]) -> list[str]:
+    def keys(self, pattern: re.Pattern[str]) -> list[str]:
         """The keys that are named so, in its own words too, and hold a whole number."""
-        own = {mine for usual, mine in self.names.items() if wanted.search(usual)}
-        return [key for key, value in self.real.items() if type(value) is int and (key in own or wanted.search(key))]
+        own = {mine for usual, mine in self.names.items() if pattern.search(usual)}
+        return [key for key, value in self.real.items() if type(value) is int and (key in own or pattern.search(key))]
 
     @property
     def hidden(self) -> int:
         keys = (self.names.get("hidden_size", "hidden_size"), *HIDDEN)
-        found = (self.real.get(key) for key in keys)
-        return next((value for value in found if type(value) is int and value > 0), 0)
+        values = (self.real.get(key) for key in keys)
+        return next((value for value in values if type(value) is int and value > 0), 0)
 
     @property
     def heads(self) -> int:
@@ -74,8 +74,8 @@ class Part:
     def experts(self) -> int:
         """Experts of a layer, the most where layers differ; 0 if it names none."""
         named = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
-        each = [one for value in named for one in (value if isinstance(value, list) else [value])]
-        return max((one for one in each if type(one) is int), default=0)
+        counts = [count for value in named for count in (value if isinstance(value, list) else [value])]
+        return max((count for count in counts if type(count) is int), default=0)
 
     def _has(self, key: str) -> bool:
         return type(self.real.get(key)) is int and self.real[key] > 0

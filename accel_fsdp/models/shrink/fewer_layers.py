@@ -36,16 +36,18 @@ def take(part: Part, model: "nn.Module", layers: int, in_a_row: bool) -> None:
 
 def _taken(part: Part, model: "nn.Module", depth: int, layers: int, in_a_row: bool) -> list[int]:
     """The layers that are kept: one of each kind, and the first ones up to as many as are asked for."""
-    found = layer_kinds.kinds(model, depth)
-    wanted = set(layer_kinds.first_of_each(found))
-    if found and (in_a_row or not _says_kinds(part, depth)):  # every which layer: that holds from the first on
-        wanted = set(range(max(wanted) + 1))
-    wanted |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
+    kinds = layer_kinds.kinds(model, depth)
+    kept = set(layer_kinds.first_of_each(kinds))
+    if kinds and (
+        in_a_row or not _says_kinds(part, depth)
+    ):  # a period such as every second layer counts from the first
+        kept = set(range(max(kept) + 1))
+    kept |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
     for number in range(depth):
-        if len(wanted) >= layers:
+        if len(kept) >= layers:
             break
-        wanted.add(number)
-    return sorted(wanted)
+        kept.add(number)
+    return sorted(kept)
 
 
 def _says_kinds(part: Part, depth: int) -> bool:
@@ -58,9 +60,10 @@ def _says_kinds(part: Part, depth: int) -> bool:
 def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]]:
     """The keys that list layers by number."""
     for key, value in part.real.items():
-        numbers = isinstance(value, list) and value and all(type(one) is int and 0 <= one < depth for one in value)
         if (
-            numbers
+            isinstance(value, list)
+            and value
+            and all(type(number) is int and 0 <= number < depth for number in value)
             and NUMBERS_OF_LAYERS.search(key)
             and not TOKENS.search(key)
             and len(set(value)) == len(value) < depth
@@ -80,8 +83,9 @@ def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
     for key, numbers in _numbers_of_layers(part, depth):
         part.values[key] = [taken.index(number) for number in numbers if number in taken]
     if isinstance(single := part.real.get(OF_LAYERS), dict) and all(int(number) < depth for number in single):
-        found = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
-        part.values[OF_LAYERS] = {str(place): found[number] for place, number in enumerate(taken) if number in found}
+        entries = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
+        kept = [(str(place), number) for place, number in enumerate(taken) if number in entries]
+        part.values[OF_LAYERS] = {place: entries[number] for place, number in kept}
 
 
 def keep_features(parts: Sequence[Part]) -> None:
@@ -90,5 +94,5 @@ def keep_features(parts: Sequence[Part]) -> None:
     for part in parts if last else []:
         for key, value in part.real.items():
             if FEATURE_LAYERS.search(key) and value is not None:
-                found = [max(-last, min(one, last - 1)) for one in (value if isinstance(value, list) else [value])]
-                part.values[key] = found if isinstance(value, list) else found[0]
+                layers = [max(-last, min(layer, last - 1)) for layer in (value if isinstance(value, list) else [value])]
+                part.values[key] = layers if isinstance(value, list) else layers[0]

@@ -29,8 +29,8 @@ def all_kinds(model: "nn.Module") -> set[Hashable]:
     return {(NUMBER.sub("N", name), _kind(layer)) for name, stack in lists for layer in stack}
 
 
-def first_of_each(found: Sequence[Hashable]) -> list[int]:
-    return sorted({kind: number for number, kind in reversed(list(enumerate(found)))}.values())
+def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
+    return sorted({kind: number for number, kind in reversed(list(enumerate(kinds)))}.values())
 
 
 def _stacks(model: "nn.Module", depth: int) -> Iterator["nn.ModuleList"]:
@@ -47,11 +47,11 @@ def _kind(layer: "nn.Module") -> Hashable:
 
 
 def _traits(module: "nn.Module") -> Hashable:
-    said = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-    words = [(name, value) for name, value in said.items() if isinstance(value, (bool, str))]
+    traits = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    words = [(name, value) for name, value in traits.items() if isinstance(value, (bool, str))]
     numbers = [
         (name, "none" if value is None else "some" if value else "zero")
-        for name, value in said.items()
+        for name, value in traits.items()
         if (value is None or type(value) is int) and not PLACE.search(name)
     ]
     parameters = [(name, value is None) for name, value in module._parameters.items()]

@@ -39,8 +39,8 @@ def make(named: Mapping[int, str]) -> Any:
 
 def _stems(named: Mapping[int, str]) -> list[str]:
     """A name for each token, all different, in their order."""
-    found: list[str] = []
+    stems: list[str] = []
     for key in named.values():
         stem = TOKENS.sub("", key).strip("_") or "token"
-        found.append(stem if stem not in found else f"{stem}_{len(found)}")
-    return found
+        stems.append(stem if stem not in stems else f"{stem}_{len(stems)}")
+    return stems

@@ -69,8 +69,8 @@ def _narrow_part(part: Part, width: int, head: int, known: dict[int, int]) -> No
                 continue
             if type(value) is int:
                 keys[key] = _scaled(value, width / hidden, known)
-            elif isinstance(value, list) and all(type(one) is int for one in value):
-                keys[key] = [_scaled(one, width / hidden, known) for one in keys[key]]
+            elif isinstance(value, list) and all(type(size) is int for size in value):
+                keys[key] = [_scaled(size, width / hidden, known) for size in keys[key]]
 
 
 def _scaled(value: int, factor: float, known: dict[int, int]) -> int:
@@ -137,12 +137,12 @@ def _small_rope(rope: dict[str, Any], factor: float) -> None:
 def _shares(parts: Sequence[int], total: int) -> list[int]:
     """`total` in whole numbers as `parts` share theirs, each at least 1."""
     exact = [part * total / sum(parts) for part in parts]
-    found = [max(1, math.floor(one)) for one in exact]
-    for number in sorted(range(len(parts)), key=lambda number: found[number] - exact[number])[: total - sum(found)]:
-        found[number] += 1
-    while sum(found) > total:
-        found[found.index(max(found))] -= 1
-    return found
+    shares = [max(1, math.floor(share)) for share in exact]
+    for number in sorted(range(len(parts)), key=lambda number: shares[number] - exact[number])[: total - sum(shares)]:
+        shares[number] += 1
+    while sum(shares) > total:
+        shares[shares.index(max(shares))] -= 1
+    return shares
 
 
 def _few_experts(part: Part) -> None:
@@ -155,7 +155,7 @@ def _few_experts(part: Part) -> None:
         if EXPERT_COUNTS.search(key) or USED_COUNTS.search(key):
             most = few if EXPERT_COUNTS.search(key) else EXPERTS_USED
             part.values[key] = (
-                [min(one, most) for one in part.values[key]]
+                [min(count, most) for count in part.values[key]]
                 if isinstance(value, list)
                 else (min(value, most) if type(value) is int else value)
             )

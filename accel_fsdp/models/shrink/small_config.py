@@ -94,32 +94,32 @@ def smaller(
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "") -> tuple[Change, ...]:
-    found: list[Change] = []
+    changed: list[Change] = []
     for key in dict.fromkeys([*before, *after]):
-        one, other = before.get(key), after.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found += changes(one, other, f"{place}{key}.")
-        elif one != other and key not in NOT_COMPARED:
-            found.append(Change(f"{place}{key}", one, other))
-    return tuple(found)
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed += changes(old, new, f"{place}{key}.")
+        elif old != new and key not in NOT_COMPARED:
+            changed.append(Change(f"{place}{key}", old, new))
+    return tuple(changed)
 
 
 def token_ids(config: Any) -> dict[int, str]:
     """The tokens that a config names by their numbers, each with the first key that does."""
-    found: dict[int, str] = {}
+    keys: dict[int, str] = {}
     for part in parts_of(config):
         for key, value in part.real.items():
             if TOKENS.search(key):
                 for number in value if isinstance(value, list) else [value]:
                     if type(number) is int and number >= 0:
-                        found.setdefault(number, key)
-    return found
+                        keys.setdefault(number, key)
+    return keys
 
 
 def renumbered(value: Any, ids: Mapping[int, int]) -> Any:
     """A token's number, or a list of them, after tokens got other numbers."""
     if isinstance(value, list):
-        return [renumbered(one, ids) for one in value]
+        return [renumbered(number, ids) for number in value]
     return ids.get(value, value) if type(value) is int else value
 
 

@@ -69,19 +69,19 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
     named = small_config.token_ids(config)
     words = Words(_rows(config, tokenizer, named)) if tokenizer else _made_up_words(named)
     tokenizer_is: Literal["real", "made up"] = "real" if tokenizer else "made up"
-    made = _first_that_works(model, config, real, layers, seed, words)
-    _store(made.model, inspect_model.stored_dtype(model))
+    small = _first_that_works(model, config, real, layers, seed, words)
+    _store(small.model, inspect_model.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
-        _write(model, made.model, folder, words)
+        _write(model, small.model, folder, words)
         (tokenizer or made_up_tokenizer.make(named)).save_pretrained(folder)
     return SmallModel(
         folder=target,
-        parameters=sum(one.numel() for one in made.model.parameters()),
-        layer_classes=_classes(made.model),
-        layer_parameters=(_largest_layer(real), _largest_layer(made.model)),
-        changed=small_config.changes(config.to_dict(), _config_of(made.model).to_dict()),
+        parameters=sum(parameter.numel() for parameter in small.model.parameters()),
+        layer_classes=_classes(small.model),
+        layer_parameters=(_largest_layer(real), _largest_layer(small.model)),
+        changed=small_config.changes(config.to_dict(), _config_of(small.model).to_dict()),
         tokenizer=tokenizer_is,
-        not_shown=tuple(_not_shown(config, made, tokenizer_is)),
+        not_shown=tuple(_not_shown(config, small, tokenizer_is)),
     )
 
 
@@ -119,13 +119,13 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, se
     failed: list[str] = []
     for attempt in ATTEMPTS:
         try:
-            made = _make(name, config, real, layers, seed, words, attempt)
+            attempted = _make(name, config, real, layers, seed, words, attempt)
         except Exception as error:  # whatever a config of unknown kind brings: the next one changes less of it
             failed.append(f"{attempt.words}: {first_line(error)}")
             continue
-        if not made.tried:
-            return made
-        built.append(made)
+        if not attempted.tried:
+            return attempted
+        built.append(attempted)
     if built:
         return built[0]
     raise UserError(
@@ -136,28 +136,28 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, se
 
 
 def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words, attempt: Attempt) -> _Made:
-    wanted = layer_kinds.all_kinds(real)
+    real_kinds = layer_kinds.all_kinds(real)
     for in_a_row in (False, True):
         with config_json.believed(name):
             small = small_config.smaller(config, real, layers, attempt, words, in_a_row)
         shape = _on_meta(name, small)
-        if wanted <= layer_kinds.all_kinds(shape):
+        if real_kinds <= layer_kinds.all_kinds(shape):
             break
     if _classes(shape) != _classes(real):
         raise ValueError(f"its layers are {', '.join(_classes(shape))}, not {', '.join(_classes(real))}")
-    count = sum(one.numel() for one in shape.parameters())
+    count = sum(parameter.numel() for parameter in shape.parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"it still has {count // 10**6:,} million parameters")
     model = _random(type(shape), _config_of(shape), seed)
-    return _Made(model, attempt, not wanted <= layer_kinds.all_kinds(shape), _trial(model, seed))
+    return _Made(model, attempt, not real_kinds <= layer_kinds.all_kinds(shape), _trial(model, seed))
 
 
 def _classes(model: "nn.Module") -> tuple[str, ...]:
-    return tuple(one.name for one in models.wrap_classes(model))
+    return tuple(layer.name for layer in models.wrap_classes(model))
 
 
 def _largest_layer(model: "nn.Module") -> int:
-    return max((one.parameters for one in models.wrap_classes(model)), default=0)
+    return max((layer.parameters for layer in models.wrap_classes(model)), default=0)
 
 
 def _config_of(model: Any) -> Any:
@@ -222,8 +222,8 @@ def _renumbered(generation: dict[str, Any], words: Words) -> dict[str, Any]:
     if not words.ids:
         return {}
     lists = {key: None for key in generation if key in small_config.TOKEN_LISTS}
-    found = {key: value for key, value in generation.items() if TOKENS.search(key)}
-    return {**lists, **{key: small_config.renumbered(value, words.ids) for key, value in found.items()}}
+    tokens = {key: value for key, value in generation.items() if TOKENS.search(key)}
+    return {**lists, **{key: small_config.renumbered(value, words.ids) for key, value in tokens.items()}}
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def _without_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _not_shown(config: Any, made: _Made, tokenizer: str) -> Iterator[str]:
+def _not_shown(config: Any, small: _Made, tokenizer: str) -> Iterator[str]:
     yield "how the loss falls: the weights are random"
     yield "long sequences"
     if tokenizer == "made up":
@@ -251,9 +251,9 @@ def _not_shown(config: Any, made: _Made, tokenizer: str) -> Iterator[str]:
         yield "how tokens spread over the real number of experts"
     if len(parts_of(config)) > 1:
         yield "images and sounds, unless the rows have some"
-    if made.attempt is not ATTEMPTS[0]:
-        yield f"nothing more of its sizes: made smaller were its {made.attempt.words} alone, as more didn't run"
-    if made.lacks_kinds:
+    if small.attempt is not ATTEMPTS[0]:
+        yield f"nothing more of its sizes: made smaller were its {small.attempt.words} alone, as more didn't run"
+    if small.lacks_kinds:
         yield "some kinds of its layers, which need more layers than the small model has"
-    if made.tried:
-        yield f"that it runs on text alone: {made.tried}"
+    if small.tried:
+        yield f"that it runs on text alone: {small.tried}"

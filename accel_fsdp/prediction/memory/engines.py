@@ -199,7 +199,7 @@ class Fsdp(EngineMemory, ABC):
     def _reduced(self, unit: int) -> tuple[int, int]:
         """The input of the unit's reduction, and its output."""
         width = shards.compute_bytes(self.recipe)
-        whole, shard = (shards.trained_bytes(self.units[unit], self.layout, width, each) for each in (False, True))
+        whole, shard = (shards.trained_bytes(self.units[unit], self.layout, width, part) for part in (False, True))
         return whole, shard
 
     def _keep(self, unit: int, reduced_bytes: int) -> None:
@@ -362,9 +362,9 @@ class Fsdp1(Fsdp):
 
     def before_backward(self, unit: int) -> None:
         """Makes sure of the unit, and prefetches the one before it."""
-        for one in (unit, unit - 1):
-            if 0 <= one < len(self.units) and one not in self.gathered:
-                self._gather(one)
+        for near in (unit, unit - 1):
+            if 0 <= near < len(self.units) and near not in self.gathered:
+                self._gather(near)
 
     def after_backward(self, unit: int, born: int) -> None:
         """Frees the unit and reduces its gradients."""

@@ -75,7 +75,7 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     whole = layout.engine in (Engine.NONE, Engine.DDP) and recipe.recomputes
     if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
         return 0
-    return state_bytes.LOW * sum(one.numel for one in unit.held if one.trained and len(one.shape) > 1)
+    return state_bytes.LOW * sum(param.numel for param in unit.held if param.trained and len(param.shape) > 1)
 
 
 def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:

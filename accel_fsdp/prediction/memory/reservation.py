@@ -79,7 +79,7 @@ class AllocatingMeter(Meter):
             if kind == PARAMETERS and of is not None:
                 blocks = self._loaded(of, sizes)
             else:
-                blocks = [self.allocator.malloc(each, stream) for each in sizes]
+                blocks = [self.allocator.malloc(tensor_size, stream) for tensor_size in sizes]
             self.named.setdefault((kind, name), []).append(Group(size, blocks))
         elif size < 0:
             for block in self._taken((kind, name), -size):
@@ -367,7 +367,7 @@ class _AllocatingWalk(Walk):
             meter.add(LOSS, -self.head.forward_end, "loss")
             meter.add(GRADIENTS, self.head.born, ("born", self.head_unit))
             return
-        first = next((place for place, one in enumerate(script.backward) if one.grad), len(script.backward))
+        first = next((place for place, request in enumerate(script.backward) if request.grad), len(script.backward))
         cut = 0 if self.recipe.chunked_loss else first
         meter.add(LOSS, more, "more logits")
         self._play(script.backward[:cut], slots, self.head_unit)

@@ -52,7 +52,7 @@ def script_of(tape: Tape, at: At) -> Script:
         live.setdefault(tape.output, []).insert(0, UPSTREAM)
     events = tape.backward
     backward = list(_requests(events, at, live, len(forward)))
-    if events and events[-1].sign > 0 and any(one.slot == UPSTREAM for one in backward):
+    if events and events[-1].sign > 0 and any(request.slot == UPSTREAM for request in backward):
         slot = backward.pop().slot  # stands for what the caller holds
         live[events[-1].size].remove(slot)
     left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
@@ -95,19 +95,20 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
     widths = loss.widths
     wide, low = 4 * logits, widths["d"] * logits
 
-    def has(one: Request, *sizes: int) -> bool:
-        return not one.grad and any(size <= one.size < size + ROUND_BYTES for size in sizes)
+    def has(request: Request, *sizes: int) -> bool:
+        return not request.grad and any(size <= request.size < size + ROUND_BYTES for size in sizes)
 
-    first = next((n for n, one in enumerate(script.forward) if has(one, wide)), None)
-    last = next((n for n, one in reversed(list(enumerate(script.backward))) if has(one, wide)), None)
-    alive = {one.slot: one for one in script.forward[:first]}  # a release has no size
-    made = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
-    ends = [place for place, one in enumerate(script.backward) if last is not None and place > last and has(one, low)]
-    if first is None or made is None or not ends:
+    first = next((n for n, request in enumerate(script.forward) if has(request, wide)), None)
+    last = next((n for n, request in reversed(list(enumerate(script.backward))) if has(request, wide)), None)
+    alive = {request.slot: request for request in script.forward[:first]}  # a release has no size
+    born = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
+    low_places = [place for place, request in enumerate(script.backward) if has(request, low)]
+    ends = [place for place in low_places if last is not None and place > last]
+    if first is None or born is None or not ends:
         return script  # float32 logits are their own upcast copy
-    names = {"l": made, "d": script.backward[ends[0]].slot}
+    names = {"l": born, "d": script.backward[ends[0]].slot}
     later = (*script.forward[first:], *script.backward)
-    large = {one.slot for one in later if has(one, low, wide)} | {made}
+    large = {request.slot for request in later if has(request, low, wide)} | {born}
     slots = count(max(large) + 1_000)
 
     def requests(words: str) -> Iterator[Request]:
@@ -120,9 +121,11 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
                 yield Request(slot, 0)
 
     forward = [*script.forward[:first], *requests(loss.forward)]
-    forward += [one for one in script.forward[first:] if one.slot not in large]
+    forward += [request for request in script.forward[first:] if request.slot not in large]
     backward = list(requests(loss.backward))
-    backward += [one for one in script.backward[ends[0] + 1 :] if one.slot not in large or one.slot == names["d"]]
+    backward += [
+        request for request in script.backward[ends[0] + 1 :] if request.slot not in large or request.slot == names["d"]
+    ]
     backward += requests(loss.after)
     return script._replace(forward=tuple(forward), backward=tuple(backward))
 

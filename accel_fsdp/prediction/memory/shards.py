@@ -72,8 +72,8 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
     """
     if layout.engine is not Engine.FSDP2 or shape.tied:
         return shape.outer, ()
-    embedding = tuple(one for one in shape.outer if one.kind == "embedding")
-    return embedding, tuple(one for one in shape.outer if one.kind != "embedding")
+    embedding = tuple(param for param in shape.outer if param.kind == "embedding")
+    return embedding, tuple(param for param in shape.outer if param.kind != "embedding")
 
 
 class Units(NamedTuple):
@@ -104,27 +104,27 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
     """The parameters as the recipe trains them; with LoRA each linear layer inside a block brings its A and B."""
     full = recipe.method == "full"
     compute = compute_bytes(recipe)
-    for one in parameters:
-        quantized = recipe.method == "qlora" and inside and one.kind == "linear"
+    for param in parameters:
+        quantized = recipe.method == "qlora" and inside and param.kind == "linear"
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
-        embedding = one.kind == "embedding"
-        yield Held(one.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
-        if not full and inside and one.is_adapted(recipe.lora_targets):
-            rows, columns = one.shape
+        embedding = param.kind == "embedding"
+        yield Held(param.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
+        if not full and inside and param.is_adapted(recipe.lora_targets):
+            rows, columns = param.shape
             wide = master_bytes(recipe, layout)
             yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
             yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
 
 
-def shard_shape(one: Held, ranks: int) -> tuple[int, ...]:
+def shard_shape(param: Held, ranks: int) -> tuple[int, ...]:
     """FSDP2's shard of one parameter on rank 0, padding included."""
-    rows, *others = one.shape or (1,)
+    rows, *others = param.shape or (1,)
     return (-(-rows // ranks), *others)
 
 
-def shard_numel(one: Held, ranks: int) -> int:
+def shard_numel(param: Held, ranks: int) -> int:
     """The elements of that shard."""
-    return math.prod(shard_shape(one, ranks))
+    return math.prod(shard_shape(param, ranks))
 
 
 def flat_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
@@ -143,11 +143,11 @@ def first_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
 def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
     """Where each parameter begins and ends in the flat one."""
     places, total = [], 0
-    for one in parameters:
-        step = max(ALIGNMENT_BYTES // one.compute, 1)
+    for param in parameters:
+        step = max(ALIGNMENT_BYTES // param.compute, 1)
         total = -(-total // step) * step
-        places.append((total, total + one.numel))
-        total += one.numel
+        places.append((total, total + param.numel))
+        total += param.numel
     return places
 
 
@@ -156,27 +156,27 @@ def shard_bytes(unit: Unit, layout: Layout) -> int:
     """The bytes of one unit's parameters at rest on rank 0."""
     if layout.engine is Engine.FSDP1:
         return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.held)))
-    return round(sum(shard_numel(one, layout.shard_ranks) * one.stored for one in unit.held))
+    return round(sum(shard_numel(param, layout.shard_ranks) * param.stored for param in unit.held))
 
 
 def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held], float]) -> float:
     """The shard of one flat parameter; packed weights lie in it as fewer elements of the 16-bit dtype."""
-    widths = {width(one) for one in group}
+    widths = {width(param) for param in group}
     if len(widths) > 1:
-        return sum(one.numel * width(one) for one in group) / layout.shard_ranks
+        return sum(param.numel * width(param) for param in group) / layout.shard_ranks
     return flat_numel(group, layout) * widths.pop() if group else 0
 
 
-def _flat_groups(held: tuple[Held, ...]) -> list[tuple[Held, ...]]:
+def _flat_groups(params: tuple[Held, ...]) -> list[tuple[Held, ...]]:
     """What FSDP1 flattens together: the base, and each adapter weight alone (PEFT's wrap policy)."""
-    base = tuple(one for one in held if not one.adapter)
-    return [base, *((one,) for one in held if one.adapter)]
+    base = tuple(param for param in params if not param.adapter)
+    return [base, *((param,) for param in params if param.adapter)]
 
 
 @lru_cache(CACHED)
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
-    whole = sum(one.numel for one in unit.held if one.quantized) * (state_bytes.NF4_BYTES - 0.5)
+    whole = sum(param.numel for param in unit.held if param.quantized) * (state_bytes.NF4_BYTES - 0.5)
     return round(whole if layout.engine is Engine.FSDP1 else whole / layout.shard_ranks)
 
 
@@ -192,13 +192,13 @@ def _optimizer_bytes(unit: Unit, optimizer: OptimizerName, master: int, layout: 
     return sum(
         state_bytes.optimizer_bytes(
             optimizer,
-            shard_shape(one, layout.shard_ranks),
+            shard_shape(param, layout.shard_ranks),
             master,
-            embedding=one.embedding
+            embedding=param.embedding
             and layout.engine is not Engine.DEEPSPEED,  # whose partitions are no embedding's any more
         )
-        for one in unit.held
-        if one.trained
+        for param in unit.held
+        if param.trained
     )
 
 
@@ -207,7 +207,7 @@ def _optimized_numel(unit: Unit, layout: Layout) -> int:
     if layout.engine is Engine.FSDP1:
         groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
         return sum(first_numel(group, layout) for group in groups)
-    return sum(shard_numel(one, ranks) for one in unit.held if one.trained)
+    return sum(shard_numel(param, ranks) for param in unit.held if param.trained)
 
 
 @lru_cache(CACHED)
@@ -217,13 +217,13 @@ def gathered_bytes(unit: Unit, layout: Layout) -> int:
     if layout.engine is Engine.FSDP1:
         groups = _flat_groups(unit.held)
         return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * ranks
-    return round(sum(shard_numel(one, ranks) * ranks * _used_bytes(one) for one in unit.held))
+    return round(sum(shard_numel(param, ranks) * ranks * _used_bytes(param) for param in unit.held))
 
 
 @lru_cache(CACHED)
 def cast_bytes(unit: Unit, layout: Layout) -> int:
     """The shard's copy in the dtype of forward and backward, where that is not the stored one."""
-    same = all(one.stored == _used_bytes(one) for one in unit.held)
+    same = all(param.stored == _used_bytes(param) for param in unit.held)
     return 0 if same else gathered_bytes(unit, layout) // layout.shard_ranks
 
 
@@ -233,9 +233,9 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
     ranks = layout.shard_ranks
     times = 1 if shard else ranks
     if layout.engine is Engine.FSDP1:
-        groups = [g for g in _flat_groups(unit.held) if g and any(one.trained for one in g)]
-        return round(sum(flat_numel(g, layout) for g in groups) * times * per_element)
-    return round(sum(shard_numel(one, ranks) for one in unit.held if one.trained) * times * per_element)
+        groups = [group for group in _flat_groups(unit.held) if group and any(param.trained for param in group)]
+        return round(sum(flat_numel(group, layout) for group in groups) * times * per_element)
+    return round(sum(shard_numel(param, ranks) for param in unit.held if param.trained) * times * per_element)
 
 
 @lru_cache(CACHED)
@@ -243,24 +243,24 @@ def tensor_weights(unit: Unit, how: Literal["stored", "used", "trained"], flat: 
     """How the tensors of a unit share its bytes: those at rest, gathered ones, or what is trained."""
     width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _trained}[how]
     if flat:
-        sums = tuple(sum(one.numel * width(one) for one in group) for group in _flat_groups(unit.held))
-        return tuple(each for each in sums if each)
-    return tuple(one.numel * width(one) for one in unit.held if width(one))
+        sums = tuple(sum(param.numel * width(param) for param in group) for group in _flat_groups(unit.held))
+        return tuple(size for size in sums if size)
+    return tuple(param.numel * width(param) for param in unit.held if width(param))
 
 
 @lru_cache(CACHED)
 def loaded_sizes(unit: Unit) -> tuple[int, ...]:
     """The bytes of each whole parameter when it reaches the GPU."""
-    return tuple(round(one.numel * (state_bytes.LOW if one.quantized else one.stored)) for one in unit.held)
+    return tuple(round(param.numel * (state_bytes.LOW if param.quantized else param.stored)) for param in unit.held)
 
 
-def _trained(one: Held) -> float:
-    return float(one.trained)
+def _trained(param: Held) -> float:
+    return float(param.trained)
 
 
-def _stored_bytes(one: Held) -> float:
-    return one.stored
+def _stored_bytes(param: Held) -> float:
+    return param.stored
 
 
-def _used_bytes(one: Held) -> float:
-    return 0.5 if one.quantized else one.compute
+def _used_bytes(param: Held) -> float:
+    return 0.5 if param.quantized else param.compute

@@ -164,12 +164,12 @@ def _every_variant() -> list[Variant]:
     for attention in ("sdpa", "eager"):
         for weights, autocast in (("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)):
             for method in ("full", "lora", "qlora"):
-                held = {weights, "fp32"} if method != "full" else {weights}
+                dtypes = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
                     Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, selective)  # type: ignore[arg-type]
                     for kernels in ("none", "liger", "foak")
                     for selective in (False, True)
-                    for adapters in sorted(held)
+                    for adapters in sorted(dtypes)
                     for targets in (("all", "attention") if method != "full" else ("all",))
                     for dropout in ((False, True) if method != "full" else (False,))
                 ]

@@ -35,9 +35,9 @@ class Recorded(Mapping[str, Tapes]):
 def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
     """The shape and tapes: bundled, else from the cache, else recorded from the model's config."""
     folder = Path(name)
-    if not folder.exists() and (found := trace_store.find(name)):
-        known = found[0].name
-        return found[0], Recorded(known, catalogue.entries()[known]["config"], dict(found[1]))
+    if not folder.exists() and (bundled := trace_store.find(name)):
+        known = bundled[0].name
+        return bundled[0], Recorded(known, catalogue.entries()[known]["config"], dict(bundled[1]))
     if folder.is_dir():
         config = config_json.settings_in(folder)
     else:

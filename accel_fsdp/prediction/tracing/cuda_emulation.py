@@ -192,12 +192,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._on:
             return func(*args, **kwargs)
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._keys and storage.nbytes():
+                if storage._cdata not in inputs and storage._cdata not in self._keys and storage.nbytes():
                     self._born(storage, str(func))
         if self._kernels and func in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
             self._workspaces(func, args)
@@ -275,7 +275,7 @@ def in_order_of_birth(events: list[Happening]) -> list[Happening]:
     backward.
     """
     runs = itertools.groupby(events, key=lambda event: event.sign < 0)
-    return [event for dies, run in runs for event in (sorted(run, key=lambda one: one.key) if dies else run)]
+    return [event for dies, run in runs for event in (sorted(run, key=lambda event: event.key) if dies else run)]
 
 
 def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,9 +285,9 @@ def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:
     of the forward isn't on.
     """
 
-    def ruled(*given: Any) -> Any:
+    def ruled(*inputs: Any) -> Any:
         with CudaRules():
-            return layer(*given, **kwargs)
+            return layer(*inputs, **kwargs)
 
     return checkpoint(
         ruled,

@@ -148,7 +148,7 @@ def _fit(
     terms: tuple[str, ...],
 ) -> Tape:
     firsts = dict.fromkeys(rows[:2])
-    points = [At(each, length, ranks[0]) for each in firsts for length in lengths[:3]]
+    points = [At(batch, length, ranks[0]) for batch in firsts for length in lengths[:3]]
     if ranks[0]:
         points += [At(rows[0], length, ranks[1]) for length in lengths[:2]]
         terms = (*terms, *RANKED)
@@ -167,7 +167,7 @@ def _fit(
 
     columns = zip(*([*raw.forward, *raw.backward, *raw.first] for raw in raws), strict=True)
     events = [
-        Event(column[0][0], size(tuple(each for _, each in column), by))
+        Event(column[0][0], size(tuple(bytes_then for _, bytes_then in column), by))
         for column, by in zip(columns, raws[0].names, strict=True)
     ]
     split, end = len(raws[0].forward), len(raws[0].forward) + len(raws[0].backward)
@@ -176,22 +176,23 @@ def _fit(
     return Tape(forward, backward, output, raws[0].keeps_input, first=first)
 
 
-def _check_same(first: Raw, other: Raw, at: At) -> None:
+def _check_same(first: Raw, second: Raw, at: At) -> None:
     """Whether two runs have the same operations in the same order."""
-    ours, theirs = ([sign for sign, _ in (*raw.forward, *raw.backward, *raw.first)] for raw in (first, other))
-    if first.names == other.names and ours == theirs and first.keeps_input == other.keeps_input:
+    signs, signs_at = ([sign for sign, _ in (*raw.forward, *raw.backward, *raw.first)] for raw in (first, second))
+    if first.names == second.names and signs == signs_at and first.keeps_input == second.keeps_input:
         return
-    pairs = zip(first.names, other.names, strict=False)
-    number = next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(ours), len(theirs)) - 1)
-    raise RuntimeError(f"runs differ at {at}: event {number} is {other.names[number]}, not {first.names[number]}")
+    pairs = enumerate(zip(first.names, second.names, strict=False))
+    number = next((n for n, (name, name_at) in pairs if name != name_at), min(len(signs), len(signs_at)) - 1)
+    raise RuntimeError(f"runs differ at {at}: event {number} is {second.names[number]}, not {first.names[number]}")
 
 
 def _solved(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:
     inverse = _inverse(points, terms)
-    found = {
+    solution = {
         term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)
     }
-    return Size(**{term: int(each) if each.denominator == 1 else float(each) for term, each in found.items()})
+    whole = {term: int(factor) if factor.denominator == 1 else float(factor) for term, factor in solution.items()}
+    return Size(**whole)
 
 
 @cache

@@ -51,14 +51,14 @@ def _fused(module: nn.Module, variant: Variant) -> nn.Module | None:
 def rotary_in_place(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Puts the stand-in for rotary embedding into the modules that the layers' attention is from."""
     names = {type(module).__module__ for layer in layers for module in layer.modules()}
-    found = {name: vars(sys.modules[name]) for name in names if ROTARY in vars(sys.modules[name])}
-    before = {name: space[ROTARY] for name, space in found.items()}
+    spaces = {name: vars(sys.modules[name]) for name in names if ROTARY in vars(sys.modules[name])}
+    before = {name: space[ROTARY] for name, space in spaces.items()}
     try:
-        for space in found.values():
+        for space in spaces.values():
             space[ROTARY] = _rotated
         yield
     finally:
-        for name, space in found.items():
+        for name, space in spaces.items():
             space[ROTARY] = before[name]
 
 
@@ -174,23 +174,23 @@ class _Lora(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shapes: list[tuple[int, int]], dropout: bool, *adapters: Tensor) -> Any:
         x = x.to(torch.bfloat16)
-        outs, given = [], []
+        outs, inputs = [], []
         for shape, a, b in zip(shapes, adapters[::2], adapters[1::2], strict=True):
             out = F.linear(x, unpacked(shape, x))
-            given.append(torch.native_dropout(x, 0.1, True)[0] if dropout else x)
-            out += F.linear(F.linear(given[-1], a.to(x.dtype)), b.to(x.dtype))
+            inputs.append(torch.native_dropout(x, 0.1, True)[0] if dropout else x)
+            out += F.linear(F.linear(inputs[-1], a.to(x.dtype)), b.to(x.dtype))
             outs.append(out)
         ctx.shapes = shapes
-        ctx.save_for_backward(x, *given, *adapters)
+        ctx.save_for_backward(x, *inputs, *adapters)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         count = len(grads)
-        x, given, adapters = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + count], ctx.saved_tensors[1 + count :]
-        own = [torch.empty_like(one) for one in adapters]
+        x, inputs, adapters = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + count], ctx.saved_tensors[1 + count :]
+        own = [torch.empty_like(adapter) for adapter in adapters]
         whole = x if count > 1 else torch.empty_like(x)  # three gradients are summed in the input's own memory
-        for grad, shape, dropped in zip(grads, ctx.shapes, given, strict=True):
+        for grad, shape, dropped in zip(grads, ctx.shapes, inputs, strict=True):
             whole += torch.matmul(grad, unpacked(shape, grad))
             whole += (dropped != 0) * torch.empty_like(x)
         return whole, None, None, *own

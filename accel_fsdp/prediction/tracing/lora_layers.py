@@ -96,7 +96,7 @@ class FourBitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As `Linear4bit.forward`: casts to the compute dtype and back."""
-        given = input.dtype
+        dtype = input.dtype
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         out: Tensor = _FourBit.apply(input.to(torch.bfloat16), (self.out_features, self.in_features), bias)  # type: ignore[no-untyped-call]
-        return out.to(given)
+        return out.to(dtype)

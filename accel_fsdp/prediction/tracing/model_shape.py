@@ -51,14 +51,14 @@ def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
     inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
     paths = {path for path, _ in inner}
     # a class such as an embedding table, which some models name too, stands in no list of layers
-    found = [(path, m) for path, m in inner if path.rsplit(".", 1)[-1].isdecimal() and not _nested(path, paths)]
-    if not found:
+    layers = [(path, m) for path, m in inner if path.rsplit(".", 1)[-1].isdecimal() and not _nested(path, paths)]
+    if not layers:
         raise UserError(
             f"no repeated layer found in {type(model).__name__}",
             why="memory is counted per layer",
             fix="choose a model made of transformer layers",
         )
-    return found
+    return layers
 
 
 def text_layers(model: Any) -> list[int]:
@@ -117,7 +117,7 @@ def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> Paramet
 def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
     """The parameters outside of the blocks; tied ones count once, under their first name."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    found, seen = [], set()
+    parameters, seen = [], set()
     inside = tuple(f"{path}." for path in layers)
     for path, module in model.named_modules():
         if f"{path}.".startswith(inside):
@@ -127,13 +127,13 @@ def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
                 continue
             seen.add(id(p))
             kind = "head" if module is output and name == "weight" else _kind(f".{path}.", module, name, p.dim())
-            found.append(Parameter(f"{path}.{name}", tuple(p.shape), kind))
-    return tuple(found)
+            parameters.append(Parameter(f"{path}.{name}", tuple(p.shape), kind))
+    return tuple(parameters)
 
 
 def _tied(model: Any) -> bool:
-    output, given = model.get_output_embeddings(), model.get_input_embeddings()
-    return output is not None and given is not None and output.weight is given.weight
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return output is not None and embedding is not None and output.weight is embedding.weight
 
 
 def _window(text: Any, layers: list["nn.Module"]) -> int:

@@ -150,7 +150,7 @@ class Recorder:
 
         The input is as the block before it leaves it, whose dtype need not be the embedding's.
         """
-        found = {}
+        calls = {}
         layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,13 +160,13 @@ class Recorder:
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
                 self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
             hidden = hidden.to(self._dtype.get(index, hidden.dtype))
-            found[index] = (hidden, rest, named)
+            calls[index] = (hidden, rest, named)
             return self._as_block(index, hidden)
 
         self._stages(max(self._text) + 1, seen)
         with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
             self._forward(self._ids(at))
-        return found
+        return calls
 
     def block(self, block: int, at: At, kernels: bool = True) -> Raw:
         """Runs one kind of block forward and backward."""
@@ -174,11 +174,11 @@ class Recorder:
         layer = self._layer(index, at.rank)
         hidden, args, kwargs = self.calls(at)[index]
 
-        def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
+        def call(watch: Watch, make_input: Callable[[], Tensor]) -> Any:
             watch.start()
             if self.variant.selective:
-                return selectively(layer, given(), *args, **kwargs)
-            return layer(given(), *args, **kwargs)
+                return selectively(layer, make_input(), *args, **kwargs)
+            return layer(make_input(), *args, **kwargs)
 
         return self._run(call, hidden, layer, kernels, twice=not self.variant.selective)
 
@@ -190,22 +190,22 @@ class Recorder:
 
     def embedding(self, at: At) -> Raw:
         """Runs from the token ids to the first block."""
-        held: list[Any] = []
+        first_input: list[Any] = []
         ids = self._ids(at)
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            held.extend(_split(args, kwargs))
+            first_input.extend(_split(args, kwargs))
             raise _Reached
 
-        def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
+        def call(watch: Watch, make_input: Callable[[], Tensor]) -> Any:
             self._stages(1, seen)
             watch.start()
             try:
                 self._forward(ids)
             except _Reached as reached:
                 reached.__traceback__ = None  # its frames hold the model's temporaries
-            result = tuple(held)
-            held.clear()
+            result = tuple(first_input)
+            first_input.clear()
             return result
 
         return self._run(call, None, self.model)
@@ -216,10 +216,10 @@ class Recorder:
         ids = self._ids(at)
         options = self._labels(at, ids)
 
-        def call(watch: Watch, given: Callable[[], Tensor]) -> Any:
+        def call(watch: Watch, make_input: Callable[[], Tensor]) -> Any:
             def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 watch.start()
-                return self._as_block(0, given())
+                return self._as_block(0, make_input())
 
             self._stages(1, seen)
             if chunked and (vocabulary := self.model.get_output_embeddings()) is not None:
@@ -295,13 +295,13 @@ def record_run(
     with CudaRules(), _undisturbed(), _quiet():
         switch = torch.ones((), requires_grad=True)
 
-        def given() -> Tensor:
-            made: Tensor = Begin.apply(switch, watch, like, caught)  # type: ignore[no-untyped-call]
-            return made
+        def make_input() -> Tensor:
+            tensor: Tensor = Begin.apply(switch, watch, like, caught)  # type: ignore[no-untyped-call]
+            return tensor
 
         with watch:
             with around():
-                result = call(watch, given)
+                result = call(watch, make_input)
                 used = len(watch.events)
             watch.events[used:] = in_order_of_birth(watch.events[used:])  # autocast's cache ends
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
@@ -362,15 +362,15 @@ def _settled(
     Raises:
         RuntimeError: a storage outlives backward.
     """
-    held = {e.key: e for e in (*forward, *backward) if e.sign == 0}
+    saved = {e.key: e for e in (*forward, *backward) if e.sign == 0}
     freed = {e.key for e in forward if e.sign < 0}
     sides: list[list[tuple[int, int]]] = []
     names: list[str] = []
     for events in (forward, backward):
         shown = [e for e in events if e.sign]
-        again = [held[e.key] for e in shown if e.key in held]
+        again = [saved[e.key] for e in shown if e.key in saved]
         if events is backward:
-            again += [held[key] for key in alive if key in held and held[key] not in again]
+            again += [saved[key] for key in alive if key in saved and saved[key] not in again]
         lasting = {e.key for e in shown if e.sign > 0} & grads
         sides.append([(0 if e.key in lasting else e.sign, e.size) for e in shown] + [(1, e.size) for e in again])
         names += [e.by for e in (*shown, *again)]
@@ -381,10 +381,10 @@ def _settled(
     stray = [by for key, by in left.items() if key not in alive]
     if stray:
         raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
-    given = [e.key for e in forward if e.sign == 0]
-    plain = [event for event in first if event.key not in held]
+    inputs = [e.key for e in forward if e.sign == 0]
+    plain = [event for event in first if event.key not in saved]
     names += [event.by for event in plain]
-    keeps = not freed.intersection(given) if given else False
+    keeps = not freed.intersection(inputs) if inputs else False
     return Raw(sides[0], sides[1], names, output, keeps, tuple((event.sign, event.size) for event in plain))
 
 
@@ -403,8 +403,8 @@ def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
         logits = head(piece).float()
         return nn.functional.cross_entropy(logits, logits.new_zeros(CHUNK_TOKENS, dtype=torch.long), reduction="sum")
 
-    one, two = (checkpoint(part, piece, use_reentrant=False) for piece in (first, second))
-    total: Tensor = one + two
+    first_loss, second_loss = (checkpoint(part, piece, use_reentrant=False) for piece in (first, second))
+    total: Tensor = first_loss + second_loss
     return total
 
 
