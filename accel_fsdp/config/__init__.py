@@ -1,4 +1,4 @@
-"""The Accelerate YAML: its keys, what a file says, what can't be combined, and edits that keep its comments."""
+"""The Accelerate YAML: its keys, typed access to its values, and edits that keep comments."""
 
 import lazy_loader
 

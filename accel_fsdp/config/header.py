@@ -1,4 +1,4 @@
-"""The comment at the top of a YAML that was made here: what it is, the command that made it, how to launch it."""
+"""The comment at the top of a generated YAML: its title, the command that made it, the launch command."""
 
 import itertools
 import shlex
@@ -19,9 +19,9 @@ EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first
 
 
 def comment(title: str, made_by: str, launch: str) -> list[str]:
-    """Comment lines: what the file is, how it was made, and the command that uses it.
+    """Comment lines: the title of the file, the command that made it, and the command that uses it.
 
-    The command that makes the same file once more stands on a line of its own, by which `with_header` knows it.
+    The command that made it has its own line, by which `with_header` recognises the header.
     """
     again = made_by.startswith(COMMAND)
     origin = [f"{HEADER} {__version__}:", f"#   {made_by}"] if again else [f"{HEADER} {__version__}: {made_by}"]
@@ -37,7 +37,7 @@ def launch_line(
 
 
 def engine_line(path: str, script: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
-    """The same in a job of an engine, which says where the machines meet."""
+    """The launch line for a job of an engine, which decides where the machines meet."""
     return _line(environment, "accel-fsdp", "launch", path, *script)
 
 
@@ -46,7 +46,7 @@ def _line(environment: Mapping[str, str] | None, *words: str) -> str:
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:
-    """Our own script training `model` on the example, and what else it is told."""
+    """The command that trains `model` on the example with our script, and its extra arguments."""
     return [SCRIPT, "--model_name_or_path", model, *EXAMPLE, *arguments]
 
 
@@ -62,7 +62,7 @@ def with_header(text: str, lines: list[str]) -> str:
 
 
 def script_arguments(text: str) -> tuple[str, ...]:
-    """What the launch command in our own header gives to its script; nothing where there is no such line."""
+    """The script's arguments in the launch command of our header; empty without one."""
     words = _launch_words(text)
     return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
 
@@ -80,13 +80,13 @@ def _launch_words(text: str) -> list[str]:
 
 
 def made_with(text: str) -> dict[str, str]:
-    """The flags, each with its value, of the command in our own header; none where there is no such line."""
+    """The flags and values of the command in our header; empty without one."""
     line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
     return dict(itertools.pairwise(shlex.split(line.removeprefix("#"))))
 
 
 def retitle(text: str, title: str) -> str:
-    """Replaces the first line of our own header, which says what the file is; another file stays as it is."""
+    """Replaces the title in our header; other files stay unchanged."""
     old = text.splitlines(keepends=True)
     place = _made_here(old)
     if place is None or place < 2:

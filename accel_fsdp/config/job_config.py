@@ -1,4 +1,4 @@
-"""What an Accelerate YAML says, as Accelerate reads it: engine, sharding, precision, processes.
+"""Typed access to an Accelerate YAML: engine, sharding, precision, processes.
 
 Pure. Values are those that Accelerate sees, which reads YAML 1.1 with PyYAML (there a bare `no` is false and `1e8` is
 text).
@@ -70,7 +70,7 @@ class JobConfig:
 
     @cached_property
     def other_tool(self) -> str:
-        """Whose configuration it is, if it is not Accelerate's; empty if it is, or may be."""
+        """The tool that the configuration belongs to, if it isn't Accelerate; else empty."""
         marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
         marks["a training script"] += 2 * isinstance(self.values.get("fsdp"), str)  # as TrainingArguments have it
         likely = max(marks, key=lambda tool: marks[tool])
@@ -97,7 +97,7 @@ class JobConfig:
         return next((name for name in names if full_name(section, name) == key), key)
 
     def has(self, key: str) -> bool:
-        """Whether an FSDP key is written in the file; null counts where it doesn't mean the same as no key."""
+        """Whether an FSDP key is in the file; null counts if it differs from a missing key."""
         section = self.section("fsdp_config")
         return key in section and (section[key] is not None or key not in NULL_IS_ABSENT)
 
@@ -106,7 +106,7 @@ class JobConfig:
 
     @property
     def wrap_policy(self) -> str:
-        """The wrap policy in capitals, NO_WRAP where none is given."""
+        """The wrap policy in capitals, NO_WRAP without one."""
         return str(self.fsdp("fsdp_auto_wrap_policy")).upper()
 
     def reads(self, key: str) -> bool:
@@ -123,13 +123,13 @@ class JobConfig:
         return str(self.fsdp(key)).lower() in TRUE_WORDS
 
     def spelt(self, key: str, otherwise: str) -> str:
-        """The word that stands behind a top-level key in the file, where it has a line of its own."""
+        """The value of a top-level key as spelled in the file, if the key has its own line."""
         match = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
         return match[1] if match else otherwise
 
     @property
     def fsdp_version(self) -> str:
-        """The version that is meant, also where Accelerate can't read it, as 2.0 or v2; empty if not known."""
+        """The intended version, also where Accelerate can't read it, as 2.0 or v2; empty if unknown."""
         match = re.fullmatch(r"(?:v|fsdp)?(\d+)(?:\.0*)?", str(self.fsdp("fsdp_version")).lower())
         return match[1] if match else ""
 
@@ -149,7 +149,7 @@ class JobConfig:
 
     @property
     def state_dict_type(self) -> str:
-        """The name of the state dict type, in capitals, as given or by number; empty where there is none."""
+        """The name of the state dict type in capitals, from its name or number; empty without one."""
         text = str(self.fsdp("fsdp_state_dict_type") or "").upper()
         return STATE_DICT_TYPES.get(text, text)
 
@@ -165,7 +165,7 @@ class JobConfig:
         return kind == "SHARDED_STATE_DICT" or (not kind and self.engine is Engine.FSDP2)
 
     def number(self, key: str) -> int:
-        """A whole number from the top level; 0 where it is none."""
+        """A top-level integer; 0 if it isn't one."""
         value = self.top(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 

@@ -20,9 +20,9 @@ ReadConfig: TypeAlias = tuple[JobConfig, Any]
 
 
 def read_config(path: Path, doubled: bool = False) -> ReadConfig:
-    """Returns what the file says and the ruamel.yaml document for lines and edits.
+    """Returns the configuration, and the ruamel.yaml document for lines and edits.
 
-    With `doubled` a key may stand there twice: the last one counts, as for Accelerate.
+    With `doubled` a key may occur twice: the last one counts, as in Accelerate.
     """
     document = yaml_file.load(path, doubled)
     try:
@@ -52,7 +52,7 @@ def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = 
 
 
 def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
-    """DeepSpeed's own file where it can't be opened from here: beside the YAML, in no folder of ours, or nowhere."""
+    """Finds DeepSpeed's own file if it can't be opened from here: beside the YAML, in a missing folder, or nowhere."""
     section = values.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     if not isinstance(named, str) or not named or "\0" in named or len(named) > LONGEST_PATH:

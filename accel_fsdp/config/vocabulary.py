@@ -6,7 +6,7 @@ from typing import Literal
 
 
 class Engine(str, Enum):
-    """What a job trains with; the value is its name in JSON, in recorded layouts and in tables of numbers."""
+    """The engine of a job; the value is its name in JSON, in recorded layouts and in tables of numbers."""
 
     NONE = "single"
     DDP = "ddp"

@@ -30,9 +30,9 @@ class Edit:
 
 
 def apply(document: Any, edits: Iterable[Edit]) -> None:
-    """Applies edits in order to what `yaml_file.load` returned, to its values and to its text.
+    """Applies edits in order to the result of `yaml_file.load`, both its values and its text.
 
-    Where the text of an odd layout doesn't come to say what the values are, it is written anew.
+    If the edited text doesn't parse to the values, because of an odd layout, the text is rewritten.
     """
     text = document.source
     for edit in edits:
@@ -57,7 +57,7 @@ def _applied(document: Any, text: str, edit: Edit) -> str:
 
 
 def as_scalar(value: Any) -> Any:
-    """Text in quotes where PyYAML would read it as something else, such as no, on or 1e8; other values as they are."""
+    """Quotes text that PyYAML would read as another type, such as no, on or 1e8; returns other values unchanged."""
     try:
         same = not isinstance(value, str) or yaml.safe_load(value) == value
     except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
@@ -159,7 +159,7 @@ def _without_flow(text: str, node: Any, at: int) -> str:
 
 
 def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
-    """With one entry more, on a line of its own where the last one has one."""
+    """Adds an entry, on a separate line if the last one has one."""
     entry = f"{_flow(key)}: {_flow(value)}"
     if not node.value:
         at = node.start_mark.index + 1
@@ -202,7 +202,7 @@ def _comments(text: str) -> list[str]:
 
 
 def _block(key: str, value: Any, text: str) -> str:
-    """`key: value` on lines of its own; without a key what stands behind the colon."""
+    """`key: value` on separate lines; without a key, the text after the colon."""
     block = yaml_file.text_of({key or "key": value}, yaml_file.indent_of(text))
     return block if key else block.removeprefix("key:")
 

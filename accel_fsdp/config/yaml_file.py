@@ -69,10 +69,10 @@ def _round_trip() -> "YAML":
 
 
 def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
-    """The text of a file that the user named, with Unix line ends, or of stdin for `-`.
+    """Reads a file that the user named, or stdin for `-`, with Unix line ends.
 
-    No more is read than such files ever have, so that a device ends too, and a pipe that nobody writes to counts as
-    empty. `why` and `fix` are those of the error, `usual` is the reason where it is too large.
+    Reading stops at the largest plausible size, so that devices end too; a pipe without a writer counts as empty. `why`
+    and `fix` are those of the error, `usual` is its reason for a file that is too large.
     """
     try:
         data = _read(path)
@@ -129,7 +129,7 @@ def _depth(text: str) -> int:
 
 
 def doubled_keys(text: str) -> dict[str, list[int]]:
-    """The keys, as dotted paths, that stand more than once in one mapping of a YAML, each with its lines."""
+    """The keys, as dotted paths, that occur more than once in one mapping of a YAML, each with its lines."""
     import yaml
 
     top = yaml.compose(text)
@@ -147,7 +147,7 @@ def doubled_keys(text: str) -> dict[str, list[int]]:
 def load(path: Path, doubled: bool = False) -> Any:
     """Reads an Accelerate YAML with ruamel.yaml: a mapping whose comments, order and spelling survive a later dump.
 
-    With `doubled` a key may stand there twice; such a document isn't to be dumped.
+    With `doubled` a key may occur twice; such a document must not be dumped.
     """
     from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError, YAMLError

@@ -1,7 +1,7 @@
-"""What goes wrong with FSDP in Accelerate, Transformers, TRL and PEFT: one row per pain, by a stable id.
+"""Known bugs of FSDP in Accelerate, Transformers, TRL and PEFT: one row each, by a stable id.
 
-Pure data. Rules name the rows they see (`rule(..., pains=...)`); `UNSEEN` says of a row what no rule sees, and why. A
-row may stand in both, where rules see a part. docs/coverage.md is made of the two.
+Pure data. Rules name the rows they detect (`rule(..., pains=...)`); `UNSEEN` lists what no rule detects, and why. A
+row may be in both, if rules detect a part. docs/coverage.md is made of the two.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""A migration being drawn up: what Accelerate really reads of the old file, the edits, and a row for each key.
+"""Collects a migration: Accelerate's reading of the old file, the edits, and a row for each key.
 
-Pure. What the keys mean in another engine is said in `fsdp.py` and `deepspeed.py`.
+Pure. `fsdp.py` and `deepspeed.py` have the equivalents of keys in another engine.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one key. `old` and `new` are values as text, empty where there is none.
+    """The change of one key. `old` and `new` are values as text, empty without one.
 
-    `breaks` marks a meaning that the new file can't carry, and `fix` is what carries it instead, if anything does.
+    `breaks` marks a meaning that the new file can't carry, and `fix` is the replacement, if there is one.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Migration:
-    """The edits that make the new file and what they mean; `note` says why there are none."""
+    """The edits that make the new file, with a row each; `note` says why there are none."""
 
     source: str
     target: str
@@ -60,7 +60,7 @@ class Migration:
 
 
 class Draft:
-    """Collects edits and rows. `section` is where the old engine's keys stand, `place` where the new one's will."""
+    """Collects edits and rows. `section` is the old engine's section, `place` the new one's."""
 
     def __init__(self, job: JobConfig, section: str, place: str, layer_class: str = "") -> None:
         self.job, self.section, self.place, self.layer_class = job, section, place, layer_class
@@ -111,7 +111,7 @@ class Draft:
         self.changes.append(Change(f"{self.section}.{key}", "lost", old, why=why, breaks=breaks))
 
     def value(self, key: str) -> Any:
-        """A key's value, or what Accelerate takes when it is absent."""
+        """A key's value, or Accelerate's default."""
         return self.read[key][1] if key in self.read else BY_NAME[self.section, key].default
 
     def word(self, key: str) -> str:
@@ -165,7 +165,7 @@ class Draft:
         self.changes.append(Change(key, kind, show(old), new, why=why, breaks=breaks))
 
     def lose_rest(self, why: str) -> None:
-        """Every key of the section that nothing was said about."""
+        """Marks the remaining keys of the section as lost."""
         for key in self.read:
             if f"{self.section}.{key}" not in self.told:
                 self.row(key, "lost", why)
@@ -183,7 +183,7 @@ class Draft:
         return as_int(self.job.section("parallelism_config").get(key, 1))
 
     def migration(self, source: str, target: str) -> Migration:
-        """What was drawn up, with the keys that nothing was said about as kept, in the order of the old file."""
+        """The finished migration, with all other keys as kept, in the order of the old file."""
         for key, (_, value) in self.read.items():
             if f"{self.section}.{key}" not in self.told:
                 self.changes.append(Change(f"{self.section}.{key}", "kept", show(value), show(value)))

@@ -16,7 +16,7 @@ STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow
 
 
 def migrate(options: MigrateCommand) -> int:
-    """Rewrites a file for another engine and reports what becomes of each key; returns 0.
+    """Rewrites a file for another engine and reports the change of each key; returns 0.
 
     Raises:
         UserError: a meaning can't be kept, and `options.force` is not given, or the output exists, without
@@ -71,7 +71,7 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
 
 
 def _becomes(change: Change) -> str:
-    """A key as it was and as it will be; an arrow only where something changes."""
+    """A key before and after; with an arrow only if it changes."""
     key = change.key.rpartition(".")[2]
     before = f"{key}: {change.old}" if change.old else key
     after = f"{change.new_key}: {change.new}" if change.new_key else change.new

@@ -1,7 +1,7 @@
-"""What FSDP and DDP settings mean to DeepSpeed ZeRO and back, as far as the Accelerate YAML can say it.
+"""Equivalents of FSDP and DDP settings in DeepSpeed ZeRO and back, as far as the Accelerate YAML has them.
 
-Activation checkpointing is no key of `deepspeed_config`: it counts as broken, because the job may no longer fit until
-the training script is given `--gradient_checkpointing true`.
+`deepspeed_config` has no key for activation checkpointing: it counts as broken, because the job may no longer fit
+until the training script gets `--gradient_checkpointing true`.
 """
 
 from accel_fsdp.config import DISTRIBUTED_TYPES, HYBRID, ZERO_STAGES, ZERO_TWINS, Engine, zero_name
@@ -98,7 +98,7 @@ def _zero_defaults(draft: Draft, stage: int) -> None:
 
 
 def zero_stage(draft: Draft) -> int:
-    """The stage Accelerate would take; 2 when none is written, and 3 stands for one in DeepSpeed's own file."""
+    """The stage Accelerate would use; 2 if none is written, and 3 for one in DeepSpeed's own file."""
     if "zero_stage" in draft.read:
         return int(draft.value("zero_stage"))
     return 3 if "deepspeed_config_file" in draft.read else 2

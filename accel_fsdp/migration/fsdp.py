@@ -11,7 +11,7 @@ STATE_DICT_DEFAULT = {Engine.FSDP1: "FULL_STATE_DICT", Engine.FSDP2: "SHARDED_ST
 
 
 def to_fsdp2(draft: Draft) -> None:
-    """FSDP1 becomes FSDP2, or DDP where nothing was sharded."""
+    """FSDP1 becomes FSDP2, or DDP if nothing was sharded."""
     draft.lose_mesh("FSDP1 has no mesh")
     strategy = draft.fsdp1_strategy()
     if strategy == "NO_SHARD":
@@ -51,7 +51,7 @@ def to_fsdp1(draft: Draft) -> None:
 
 
 def to_ddp(draft: Draft, key: str, why: str) -> None:
-    """Nothing is sharded: plain DDP. What the section switched on beyond that is lost."""
+    """Plain DDP, for a job that shards nothing. Other settings of the section are lost."""
     draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.DDP])
     draft.row(key, "lost", why)
     for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):
@@ -65,7 +65,7 @@ def to_ddp(draft: Draft, key: str, why: str) -> None:
 
 
 def fsdp2_strategy(draft: Draft) -> tuple[str, str]:
-    """FSDP1's name for what FSDP2 does, and why that is not the whole truth (empty if it is)."""
+    """FSDP1's name for FSDP2's behaviour, and the remaining difference (empty without one)."""
     reshards = draft.on("fsdp_reshard_after_forward")
     hybrid, broken = _mesh_is_hybrid(draft)
     if hybrid:
@@ -140,7 +140,7 @@ def keep_wrapping(draft: Draft, new: Engine) -> None:
 
 
 def keep_layer_class(draft: Draft, named: bool) -> None:
-    """The layer class: as asked for, or as written, without the brackets and spaces that Accelerate can't read."""
+    """The layer class: the requested one, or that of the file without brackets and spaces."""
     key = "fsdp_transformer_layer_cls_to_wrap"
     if draft.layer_class and named:
         draft.row(key, "changed", "--layer-class", value=draft.layer_class)
@@ -155,6 +155,6 @@ def keep_layer_class(draft: Draft, named: bool) -> None:
 
 
 def casts_buffers(draft: Draft, why: str) -> None:
-    """Tells what a 16-bit job notices: FSDP1 alone casts buffers, RoPE's frequencies among them."""
+    """Reports a difference for 16-bit jobs: only FSDP1 casts buffers, including RoPE's frequencies."""
     if str(draft.job.top("mixed_precision")).lower() in ("bf16", "fp16"):
         draft.top("mixed_precision", "changed", why)

@@ -24,7 +24,7 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def canonical(name: str) -> str | None:
-    """A hub id as the catalogue has it, or None. In any case, and its last part alone will do: `llama-3.1-8b`."""
+    """The catalogue's spelling of a hub id, or None. Case is ignored, and the last part is enough: `llama-3.1-8b`."""
     lower = name.lower()
     by_name = {known.lower(): known for known in entries()}
     alike = [known for known in entries() if known.rpartition("/")[2].lower() == lower]
@@ -32,7 +32,7 @@ def canonical(name: str) -> str | None:
 
 
 def near(name: str) -> str:
-    """The hub id that `name`, whole or its last part alone, was probably meant to be, else the empty string."""
+    """The hub id that `name`, a full id or its last part, probably means; else empty."""
     by_part = {known if "/" in name else known.rpartition("/")[2]: known for known in entries()}
     nearby = by_part.get(nearest(name, by_part), "")
     return "" if nearby == name else nearby
@@ -44,7 +44,7 @@ def did_you_mean(name: str) -> str:
 
 
 def hub_id(name: str) -> str:
-    """What to give a program that knows hub ids and folders alone: a folder as it is, a catalogue's name in full."""
+    """The name for programs that take hub ids and folders: folders unchanged, catalogue names in full."""
     return name if os.path.exists(name) else canonical(name) or name
 
 

@@ -1,7 +1,7 @@
-"""Whether a model predicts each token from those before it alone: asked of its config, then tried.
+"""Whether a model predicts each token only from earlier ones: read from its config, then tested.
 
-`AutoModelForCausalLM` loads BERT as well. Trained to predict the next token, a model that sees it learns to copy it:
-the loss falls to nothing, and what comes out can't write.
+`AutoModelForCausalLM` also loads BERT. A model that sees the next token learns to copy it in training: the loss falls
+to zero, and the model can't generate text.
 """
 
 import copy
@@ -54,7 +54,7 @@ def check_config(config: Any, name: str, remote_code: bool = False) -> None:
 
 
 def check_model(model: "nn.Module", name: str) -> None:
-    """The same of a loaded model, where its kind is too large to be tried small; one pass of ten tokens."""
+    """Checks a loaded model whose kind is too large to test small, with one pass of ten tokens."""
     parameters = list(model.parameters())
     if any(hasattr(parameter, "ds_id") or not parameter.is_floating_point() for parameter in parameters):
         return  # parted by ZeRO-3, or quantised: they compute on their own device only
@@ -71,7 +71,7 @@ def _looks_ahead(name: str, architecture: str) -> UserError:
 
 
 def looks_ahead_by(config: Any) -> bool | None:
-    """Whether a random model of two layers of this kind does; None where it can't be made or is too large."""
+    """Whether a random model of this kind with two layers sees later tokens; None if it can't be built."""
     try:
         with set_zero3_state():  # ZeRO-3 would part it and wait for the other ranks, which don't ask
             model = _random(_shrunk(config))

@@ -1,7 +1,7 @@
-"""A model's config.json, held against itself before a model is built from it.
+"""Consistency checks of a model's config.json, before a model is built from it.
 
-transformers believes a config: a width that is a word ends in a traceback, a hundred million layers in a machine
-without memory. What can't be the config of any model is refused here, by its key.
+transformers trusts a config: text in place of a width ends in a traceback, a hundred million layers exhaust the
+memory. Values that are invalid in every model are refused here, by key.
 """
 
 import json
@@ -57,7 +57,7 @@ DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """What the config of a folder says."""
+    """Reads the config of a model folder."""
     settings = untrusted_files.read_json(folder / file_names.CONFIG, within=ANYWHERE, largest=LARGEST_CONFIG)
     if settings is None:
         raise UserError(
@@ -87,7 +87,7 @@ def check_files(folder: Path) -> None:
 
 
 def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
-    """Refuses settings that no model can have, at any depth."""
+    """Refuses settings that are invalid in every model, at any depth."""
     for key, value in settings.items():
         if key == "model_type" and not isinstance(value, str | None):
             raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a name")
@@ -123,7 +123,7 @@ def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
 
 
 def check_count(name: str, experts: int) -> None:
-    """Refuses more experts, of all layers together, than any model has: each becomes tensors of its own in files."""
+    """Refuses more experts in all layers than any model has: each has separate tensors in the files."""
     if experts > MOST_EXPERTS:
         raise contradictory(name, f"it has {experts:,} experts in all, many times those of the largest known")
 
@@ -158,7 +158,7 @@ def contradictory(name: str, what: str) -> UserError:
 
 @contextmanager
 def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turns whatever transformers raises at a config into one message: each of its parts raises what it likes.
+    """Converts whatever transformers raises for a config into one message.
 
     `passing` is what it raises for another reason than the config, for the caller.
 
@@ -186,7 +186,7 @@ def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[N
 
 
 def _said(error: Exception) -> str:
-    """What transformers says: of a value that fails its validation, the line after the first says why."""
+    """The message of a transformers error; of a failed validation, the line after the first has the reason."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines or len(lines[0].split()) == 1:  # a KeyError, whose text is the key
         return f"{type(error).__name__} {' '.join(lines)}".strip()
@@ -225,7 +225,7 @@ def bounded(name: str) -> "TorchFunctionMode":
 def quant_method(settings: Any) -> str:
     """How the weights of a model with this `quantization_config` are quantised, if they stay so; empty otherwise.
 
-    "unknown" where nothing says it.
+    "unknown" if the config doesn't name it.
     """
     config = settings.to_dict() if hasattr(settings, "to_dict") else settings
     if not isinstance(config, Mapping):

@@ -1,4 +1,4 @@
-"""How many parameters a model has, as people count them: 4-bit weights lie packed, several in an element."""
+"""Counts a model's parameters; packed 4-bit weights have several in one element."""
 
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,13 @@ def embeddings(model: "nn.Module") -> set["nn.Parameter"]:
 
 
 def per_element(layer: "nn.Module", name: str, parameter: "nn.Parameter") -> int:
-    """How many weights lie in one element of a layer's parameter: two in each byte of a packed one."""
+    """The weights in one element of a layer's parameter: two in each byte of a packed one."""
     packed = name == "weight" and any(kind.__name__ == PACKED for kind in type(layer).__mro__)
     return 2 * parameter.element_size() if packed else 1
 
 
 def packing(model: "nn.Module") -> dict["nn.Parameter", int]:
-    """Every parameter of a model once, with how many weights lie in one of its elements."""
+    """Every parameter of a model once, with the number of weights in one of its elements."""
     elements = {}
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):

@@ -43,7 +43,7 @@ def read_machine() -> MachineFacts:
 
 
 def read_model(name: str) -> ModelFacts:
-    """What the model is made of: from the bundled catalogue, else built on the meta device from its config alone.
+    """The facts about a model: from the bundled catalogue, else built on the meta device from its config.
 
     `name` is a hub id or a local folder; a folder wins over a catalogue entry of the same name.
 
@@ -104,7 +104,7 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
 
 
 def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> str:
-    """The dtype in which a model's files hold it, such as bfloat16; empty if nothing says so."""
+    """The dtype of a model's files, such as bfloat16; empty if unknown."""
     return _dtype(read_config(name, revision, run_code), summary.weights_in(_local_folder(name)))
 
 
@@ -141,7 +141,7 @@ def expert_classes(model: "nn.Module") -> frozenset[str]:
 
 
 def _quantization(settings: Any) -> tuple[int, str]:
-    """Bits and storage dtype of a bitsandbytes checkpoint; 0 for others, whose rules are not known."""
+    """Bits and storage dtype of a bitsandbytes checkpoint; 0 for other methods."""
     if settings is None:
         return 0, ""
     config = settings if isinstance(settings, dict) else settings.to_dict()
@@ -190,7 +190,7 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
 
 
 def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
-    """Of classes within each other the layers: neither a whole stack that holds some, nor what a layer is made of."""
+    """Of nested classes those of the layers: neither a stack of layers nor a part of one."""
     from torch import nn
 
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -448,7 +448,7 @@ def _bare_class(config: Any) -> Any:
 
 
 def _is_decoder(config: Any) -> bool:
-    """Whether the config of a model that could fill in masked words says that it predicts the next one."""
+    """Whether the config of a masked language model makes it a decoder."""
     return bool(getattr(config, "is_decoder", False))
 
 
@@ -483,7 +483,7 @@ def text_class(config: Any) -> Any:
 
 
 def build(name: str, config: Any, **options: Any) -> "nn.Module":
-    """The model on the meta device, without weights, of the class that is trained.
+    """Builds the model on the meta device, without weights, as the class that is trained.
 
     Models for images and sound whose `architectures` are missing are built without a head, as AutoModel does.
 
@@ -505,7 +505,7 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
 def on_meta(
     name: str, kind: Any, config: Any, passing: tuple[type[Exception], ...] = (), **options: Any
 ) -> "nn.Module":
-    """A model of a class of transformers on the meta device, without weights.
+    """Builds a transformers class on the meta device, without weights.
 
     Raises:
         UserError: no model of that class can have the config. What `passing` names is raised as it is.
@@ -518,7 +518,7 @@ def on_meta(
 
 
 def part_for(kind: Any, config: Any) -> Any:
-    """The config that a class is built from: that of the text alone for a class of its own."""
+    """The part of a config that a class is built from: the text part for a text class."""
     return config.get_text_config() if _reads_text_part(kind, config) else config
 
 

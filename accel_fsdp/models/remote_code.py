@@ -1,7 +1,7 @@
-"""Models that bring Python of their own: nothing here runs it but `train/sft.py --trust_remote_code`.
+"""Models with their own Python code, which only `train/sft.py --trust_remote_code` runs.
 
-transformers asks on stdin, on its own accord, whether it may run the code of a model folder, and prints the question
-on stdout; so every reader says no in advance (`trust_remote_code=False`), and these errors say why.
+transformers itself asks on stdin whether it may run the code of a model folder, and prints the question on stdout; so
+every reader passes `trust_remote_code=False`, and these errors give the reason.
 """
 
 import re
@@ -16,7 +16,7 @@ KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implement
 
 
 class NeedsCode(UserError):
-    """A model, or its tokenizer, can't be read without running the Python that lies beside it."""
+    """A model, or its tokenizer, can't be read without running the Python beside it."""
 
 
 def refusal(name: str, part: str) -> NeedsCode:
@@ -43,9 +43,9 @@ def check_kernels(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def check_built_kernels(name: str, config: Any) -> None:
-    """As `check_kernels`, of a config as transformers built it, which may know a setting by several names.
+    """`check_kernels` for a config built by transformers, which may store a setting under several names.
 
-    Flash Attention is left to the flags: where its package isn't installed, transformers takes it from the hub.
+    Flash Attention is left to the flags: if its package isn't installed, transformers takes it from the hub.
     """
     for key in ("_attn_implementation", "_experts_implementation"):
         _check_kernel(name, key, getattr(config, key, None))

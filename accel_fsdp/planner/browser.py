@@ -99,7 +99,7 @@ def _flags() -> dict[str, Flag]:
 
 
 def models() -> dict[str, list[str]]:
-    """The models of the catalogue by who published them; another one takes torch, which no browser has."""
+    """The models of the catalogue by publisher; others need torch, which browsers don't have."""
     by_publisher: dict[str, list[str]] = {}
     for name in catalogue.entries():
         by_publisher.setdefault(name.partition("/")[0], []).append(name)
@@ -107,7 +107,7 @@ def models() -> dict[str, list[str]]:
 
 
 def cards() -> list[str]:
-    """Every known GPU, as `--gpus` takes it behind a number."""
+    """Every known GPU, as `--gpus` takes it after a number."""
     return [f"{gpu.name}-{gpu.memory_gib:g}GB" for gpu in gpus.GPUS]
 
 
@@ -149,7 +149,7 @@ def _takes_torch(what: str, words: list[str], question: str = "") -> UserError:
 
 
 def _plan(report: PlanReport, words: list[str]) -> dict[str, Any]:
-    """What can be taken away: the YAML, empty where nothing fits, the numbers, and the command that prints the same."""
+    """The results to copy: the YAML, empty if nothing fits, the numbers, and the command that prints them."""
     return {
         "title": html_report.title_of(report.job),
         "command": f"{COMMAND} {shlex.join(words)}",
@@ -159,7 +159,7 @@ def _plan(report: PlanReport, words: list[str]) -> dict[str, Any]:
 
 
 def _words(inputs: Mapping[str, str]) -> list[str]:
-    """The inputs as the command line has them."""
+    """The inputs as command-line arguments."""
     flags, words = _flags(), []
     for name, value in inputs.items():
         switch = name in flags and flags[name].is_switch
@@ -171,7 +171,7 @@ def _words(inputs: Mapping[str, str]) -> list[str]:
 
 
 def _command(inputs: Mapping[str, str], words: list[str]) -> PlanCommand:
-    """What `accel-fsdp plan` would parse."""
+    """The parsed command, as `accel-fsdp plan` would parse it."""
     flag_words.refuse_wrong(COMMAND, PlanCommand, words)
     flags = _flags()
     if others := [name for name in inputs if name not in flags]:

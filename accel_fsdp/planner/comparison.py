@@ -102,7 +102,7 @@ class Comparison:
         ]
 
     def sentences(self) -> Iterator[str]:
-        """What the table means, and what it leaves out; a sentence or two a line."""
+        """Explains the table, and what it leaves out; a sentence or two a line."""
         for word, best, amount in (
             ("Cheapest", self.cheapest, lambda spent: spent.money),
             ("Fastest", self.fastest, lambda spent: spent.hours),
@@ -214,7 +214,7 @@ def show_comparison(flags: PlanCommand) -> int:
 
 
 def compare(flags: PlanCommand) -> Comparison:
-    """The best way on each machine."""
+    """The best candidate on each machine."""
     described = machines.parse_list(flags.compare or "", "--compare")
     kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
     _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})
@@ -254,7 +254,7 @@ def _on(name: str, job: PlanJob, options: command.PlanOptions) -> Machine:
 
 
 def _why_not(job: PlanJob) -> str:
-    """Why nothing fits: what the smallest way needs, or why none works."""
+    """Why nothing fits: the memory that the smallest candidate needs, or the reason why none works."""
     smallest = search.least(job)
     if smallest.refused:
         return f"no strategy works: {smallest.refused}"

@@ -16,7 +16,7 @@ UNCOUNTED = "Loading the model, preparing the data and exporting come on top."
 
 
 def sentences(spent: cost.Cost, gpu: Gpu) -> Iterator[str]:
-    """What a job takes, in a sentence or two a line."""
+    """The cost of a job, in a sentence or two a line."""
     amounts = [f"about {hours(spent.hours)}", f"{span(spent.gpu_hours)} GPU-hours"]
     if spent.money is not None:
         amounts.append(f"at {price(spent)} each they cost {span(spent.money)}")
@@ -31,7 +31,7 @@ def sentences(spent: cost.Cost, gpu: Gpu) -> Iterator[str]:
 
 
 def energy(spent: cost.Cost, gpu: Gpu) -> str:
-    """The energy of the boards, and what it is the bound of."""
+    """The energy of the boards, and its assumptions."""
     return (
         f"Energy: at most {two_digits(spent.most_kwh)} kWh, with every GPU at its {gpu.board_watts:g} W "
         f"({gpu.source}) for the longest of these times; CPUs, network and cooling are not counted."

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: what to take, what each GPU holds, and why. Nothing is loaded from elsewhere. Pure."""
+"""A plan as one HTML page: the recommendation, the memory of each GPU, and the reasons. Loads nothing. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +103,7 @@ def title_of(job: PlanJob) -> str:
 
 
 def sections(job: PlanJob, plan: Plan, headline: str, advice: Sequence[str]) -> Iterator[str]:
-    """What the page consists of, in its order: the answer and the figures first, what takes longest last."""
+    """Yields the sections of the page: the answer and the figures first, the slowest last."""
     shown = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
     yield f"<header><h1>{escape(title_of(job))}</h1><p>{escape(headline)}</p></header>"
     yield f'<section class="advice">{"".join(map(_advised, advice))}</section>'
@@ -124,7 +124,7 @@ def sections(job: PlanJob, plan: Plan, headline: str, advice: Sequence[str]) -> 
 
 
 def _advised(line: str) -> str:
-    """A sentence; what is indented is to be copied."""
+    """A sentence; indented text is to be copied."""
     kind = "pre" if line.startswith("  ") else "p"
     return f"<{kind}>{escape(line.strip())}</{kind}>"
 
@@ -230,7 +230,7 @@ def _longer(job: PlanJob, shown: Candidate, by_tokens: Series) -> str:
 
 
 def _kept(shown: Candidate) -> str:
-    """What stays as it is while a number grows."""
+    """The settings that stay fixed while a number grows."""
     how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
     return f"{how}; sharded by FSDP2, without offload"
 

@@ -1,6 +1,6 @@
-"""From a way to train to the YAML and the script's arguments that do it, and what the linter says of both.
+"""Converts a candidate to its YAML and script arguments, and collects the linter's findings about both.
 
-The plan proposes nothing that the wizard refuses or `accel-fsdp check --strict` finds fault with, because it asks them.
+The plan proposes nothing that the wizard refuses or `accel-fsdp check --strict` reports, because it runs both.
 """
 
 import shlex
@@ -40,17 +40,17 @@ class Proposer:
     _faults: dict[tuple[Any, ...], dict[str, str]] = field(default_factory=dict)
 
     def over(self, recipe: Recipe, layouts: list[Layout]) -> "Proposer":
-        """The same, which knows what is common to these layouts."""
+        """The same proposer, which ignores faults that all these layouts share."""
         faults = [frozenset(self.faults(recipe, layout)) for layout in layouts]
         return replace(self, common=frozenset.intersection(*faults) if len(faults) > 1 else frozenset())
 
     def refuses(self, recipe: Recipe, layout: Layout) -> str:
-        """Why a way doesn't work, in a sentence; empty where it does."""
+        """Why a layout doesn't work, in a sentence; empty if it does."""
         faults = self.faults(recipe, layout)
         return next((reason for code, reason in faults.items() if code not in self.common), "")
 
     def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
-        """What the table of combinations, wizard and linter say against a way, by the row's name or the rule's code."""
+        """The objections of combinations, wizard and linter to a layout, by the row's name or the rule's code."""
         if layout.engine is Engine.NONE:
             return {}  # one process has no setting that could clash
         key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
@@ -105,7 +105,7 @@ class Proposer:
         return to_yaml.to_text(answers, launch)
 
     def _of_one_process(self, recipe: Recipe, layout: Layout, environment: Mapping[str, str]) -> str:
-        """What is predicted for one GPU: no engine, where the wizard would write FSDP with nobody to share with."""
+        """The YAML for one GPU, without an engine; the wizard would write FSDP."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": as_scalar("NO"),
@@ -198,7 +198,7 @@ def sentence(finding: Finding) -> str:
 
 
 def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
-    """What would stop or ruin a run of a YAML that was given, in a line; empty where nothing would.
+    """The first error of a given YAML that would stop or ruin a run, in a line; empty without one.
 
     Without the script's arguments these are the recipe's.
     """

@@ -1,4 +1,4 @@
-"""The plan in words and numbers: the table, what to take, what it needs, what it assumes."""
+"""The plan in words and numbers: table, recommendation, requirements, assumptions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,12 +53,12 @@ class PlanReport:
     args: Path | None = None
 
     def yaml(self) -> str:
-        """The YAML of what is recommended; empty where there is nothing to write."""
+        """The recommended YAML; empty if there is none."""
         proposed = self._proposed()
         return proposed[0].written(proposed[1].recipe, proposed[1].layout, self.environment()) if proposed else ""
 
     def command(self) -> str:
-        """The command that writes the recommended YAML; empty where there is none."""
+        """The command that writes the recommended YAML; empty if there is none."""
         proposed = self._proposed()
         if proposed is None or proposed[1].layout.engine is Engine.NONE:  # the wizard would write FSDP for one GPU
             return ""
@@ -70,7 +70,7 @@ class PlanReport:
         return dict(choice.device.environment) if choice else {}
 
     def _proposed(self) -> tuple[Proposer, Candidate] | None:
-        """What writes the YAML, and for which way; None where nothing is recommended."""
+        """The proposer and the candidate of the recommended YAML; None without a recommendation."""
         choice = self.plan.choice
         return None if choice is None or self.proposer is None else (self.proposer, choice)
 
@@ -113,7 +113,7 @@ class PlanReport:
         return dict(zip(COLUMNS, cells, strict=True))
 
     def _fits_legend(self) -> Iterator[str]:
-        """What the words in the column `fits` mean, as far as they stand there."""
+        """Explains the words that occur in the column `fits`."""
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         seen = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" * (self.job.ranks > 1)
@@ -169,7 +169,7 @@ class PlanReport:
         return (cost_report.FULL_ROWS,) if self.spent else ()
 
     def _nothing(self) -> Iterator[str]:
-        """Why no way is left, and what would be one."""
+        """Why nothing fits, and which changes would."""
         refused = [candidate.refused for candidate in self.plan.rows if candidate.refused]
         if len(refused) == len(self.plan.rows) == 1 and self.config:
             yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
@@ -208,7 +208,7 @@ class PlanReport:
             yield f"Next is {second.layout.name} ({_way(second)}): {slower}."
 
     def _reserved(self, choice: Candidate) -> Iterator[str]:
-        """What PyTorch's allocator takes for what is allocated, and what expandable segments would change."""
+        """The memory that PyTorch's allocator reserves, and what expandable segments would change."""
         if choice.layout.engine is Engine.DEEPSPEED:
             return
         plain, expandable, ends = self._replayed(choice)
@@ -269,7 +269,7 @@ class PlanReport:
         )
 
     def _padding(self) -> Iterator[str]:
-        """Says where FSDP2 holds and sends padding, which other engines don't."""
+        """Warns of FSDP2's padding, which is held and sent; other engines have none."""
         fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
         worst = max(fsdp2, default=None, key=self._padded)
         if worst is None or (times := self._padded(worst)) < MOST_PADDING:
@@ -288,7 +288,6 @@ class PlanReport:
         return sum(shards.shard_numel(param, ranks) for param in params) * ranks / sum(param.numel for param in params)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as numbers; bytes are bytes, seconds seconds."""
         job, plan = self.job, self.plan
         recipe, choice = job.recipe, plan.choice
         changes = [] if choice and not choice.layout.offload else list(remedies.remedies(job, self._given()))
@@ -367,7 +366,7 @@ class PlanReport:
 
 
 def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tuple[str, ...]:
-    """What of a model's training isn't as its name or the flags let expect, in sentences."""
+    """Sentences on how a model's training differs from what its name or the flags suggest."""
     notes = []
     if shape.eager_only:
         notes.append(

@@ -65,7 +65,7 @@ def work_of(command: PlanCommand) -> cost.Work:
 
 
 def job_of(command: PlanCommand) -> cost.CostInputs:
-    """The work with what is known around it; the price is the GPU's to find, in `prices_of`."""
+    """The work of the flags, without a price: `prices_of` finds that of the GPU."""
     if command.disk_speed is not None:
         _refuse_below("--disk-speed", command.disk_speed, above=True)
         if command.args is None:
@@ -89,7 +89,7 @@ def _refuse_below(flag: str, value: float, above: bool = False) -> None:
 
 
 def prices_of(command: PlanCommand) -> Prices | float | None:
-    """The prices of a file by GPU, the one price of a flag, or None where nobody says one."""
+    """The prices of a file by GPU, the price of a flag, or None without any."""
     if command.price is not None and command.prices is not None:
         raise UsageError("--price beside --prices", why="both say what a GPU costs", fix="leave out one of them")
     if command.price is not None:
@@ -99,7 +99,7 @@ def prices_of(command: PlanCommand) -> Prices | float | None:
 
 
 def refuse_idle_prices(command: PlanCommand) -> None:
-    """Goes on unless something has a price and nothing says how much is trained."""
+    """Refuses a price without an amount of training."""
     flag = "--price" if command.price is not None else "--prices" if command.prices is not None else ""
     if flag and (command.tokens, command.dataset_rows, command.args) == (None, None, None):
         raise UsageError(
@@ -108,12 +108,12 @@ def refuse_idle_prices(command: PlanCommand) -> None:
 
 
 def price_for(prices: Prices | float | None, gpu: Gpu) -> float | None:
-    """What an hour of a GPU costs; None where nobody says it."""
+    """The price of a GPU hour; None if unknown."""
     return cost.priced(prices, gpu) if isinstance(prices, Mapping) else prices
 
 
 def read_prices(path: Path) -> dict[tuple[str, float | None], float]:
-    """The prices of a TOML by name and size of the GPU; the size is None where the file names none."""
+    """The prices of a TOML by name and size of the GPU; the size is None if the file has none."""
     if sys.version_info >= (3, 11):  # here, as few plans have prices
         import tomllib
     else:
@@ -151,7 +151,7 @@ def _refuse_price(path: Path, name: str, price: object) -> None:
 
 
 def _gpu_of(path: Path, name: str) -> tuple[str, float | None]:
-    """The GPU that a key names, and its size where the key says one."""
+    """The GPU that a key names, and its size if the key has one."""
     where = f"{path}:"
     machine, several = machines.parse(f"1x{name}", where)
     if machine.accelerator is None or (machine.count, several) != (1, 1):

@@ -18,7 +18,7 @@ GREETING = (
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
-    """Settles every question: by flag, by what a preset or file gave, else by asking.
+    """Settles every question: by a flag, a preset or a file, else by asking.
 
     Raises:
         UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
@@ -31,7 +31,7 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
 
 
 def change(talk: Interview, field: str) -> None:
-    """Asks one question again; answers that no longer fit fall back to their defaults, and it says so."""
+    """Asks one question again; answers that no longer fit fall back to their defaults, with a message."""
     question = next(question for question in QUESTIONS if question.field == field)
     answer = _ask(question, talk.settled(until=field), talk.settled()[field])
     if answer is not prompts.BACK:
@@ -39,13 +39,13 @@ def change(talk: Interview, field: str) -> None:
 
 
 def go_back(talk: Interview) -> None:
-    """Asks the latest question once more, and what follows from its answer; nothing where none was asked."""
+    """Asks the latest question again, and those that follow from its answer; nothing if none was asked."""
     if talk.asked:
         _ask_from(talk, FIELDS.index(talk.asked.pop()))
 
 
 def _ask_from(talk: Interview, position: int) -> None:
-    """Asks what nobody has answered, in order; Escape goes back to the question before."""
+    """Asks the open questions in order; Escape goes back to the previous one."""
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
         context = talk.settled(until=question.field)

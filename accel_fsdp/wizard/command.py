@@ -19,7 +19,7 @@ WRITE, SHOW, QUIT = "write", "show", "quit"
 
 @dataclass(frozen=True)
 class Original:
-    """The file that is re-edited: what it says, the answers that it stands for, and those that it leaves open."""
+    """The file that is edited: its content, the answers that it stands for, and the open questions."""
 
     path: Path
     job: JobConfig
@@ -59,7 +59,7 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
 
 
 def _warn(talk: interview.Interview) -> None:
-    """Says before it is written what the plan has against it; it is written all the same, since it was asked for."""
+    """Shows the plan's objections before writing; the file is written nevertheless, as requested."""
     for line in interview.warnings(talk):
         console.say(line, style="yellow", wrap=True)
 
@@ -86,7 +86,7 @@ def _flags_of(path: Path) -> dict[str, str]:
 
 
 def _original(path: Path, written: Mapping[str, str], talk: interview.Interview) -> Original:
-    """What the file says today, completed where a YAML says nothing: with the model of the interview, and defaults."""
+    """The file's answers, completed with the model of the interview and Accelerate's defaults."""
     from accel_fsdp.config import read_config
 
     unwritten = ("model", "method", "gpus")

@@ -30,8 +30,8 @@ from accel_fsdp.wizard.to_yaml import header, to_mapping
 def to_flags(job: JobConfig, text: str) -> dict[str, str]:
     """The flags that would make this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
 
-    What the file leaves out means what Accelerate makes of that, not what the wizard would propose. Model, method and
-    machine don't stand in a YAML; they are read from the command in our own header, if there is one.
+    A missing key means Accelerate's default, not the wizard's. Model, method and machine are not in a YAML but read
+    from the command in our own header, if there is one.
     """
     engine = job.engine
     if job.other_tool:
@@ -87,7 +87,7 @@ def _strategy_of_fsdp2(job: JobConfig) -> str:
 
 
 def _of_fsdp1(job: JobConfig) -> str:
-    """The strategy that an FSDP2 file names under FSDP1's key, where FSDP2's says nothing; `check --fix` does the same.
+    """The strategy of an FSDP2 file that has FSDP1's key and lacks FSDP2's; `check --fix` reads it alike.
 
     Hybrid ones and NO_SHARD are not a value of FSDP2's key and stay unread.
     """
@@ -118,7 +118,7 @@ def _meant(job: JobConfig, section: str, key: str) -> Any:
 
 
 def _is_readable(field: Field, value: Any) -> bool:
-    """Whether Accelerate can read a value, as far as the key's kind tells."""
+    """Whether Accelerate can read a value, judged by the key's kind."""
     if field.kind is Kind.BOOL:
         return str(value).lower() in TRUE_WORDS + FALSE_WORDS
     if field.kind is Kind.CHOICE:
@@ -135,7 +135,7 @@ def _class_names(value: Any) -> str:
 
 
 def _header_flags(text: str, engine: str) -> dict[str, str]:
-    """Model, method and machine; of a file that has changed its engine since, not the method, which may not fit."""
+    """Model, method and machine from the header; no method if the engine was changed since."""
     words = made_with(text)
     fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
     if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
@@ -144,11 +144,11 @@ def _header_flags(text: str, engine: str) -> dict[str, str]:
 
 
 def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: Collection[str]) -> str:
-    """The text of `document` with what `new` answers otherwise; everything else stays as it is.
+    """Returns the text of `document` with the changed answers of `new`; everything else stays.
 
-    `document` and `job` are what `read_config` returned, `old` the answers that the file stands for, where it leaves a
-    question open with its default. `answered` are the questions that the file leaves open and somebody answered. Our
-    own header is renewed. With another engine the old one's sections go, and what was in them.
+    `document` and `job` come from `read_config`. `old` are the file's answers, with defaults for open questions;
+    `answered` are the open ones that the user answered. Our own header is renewed. If the engine changes, the old one's
+    sections are removed.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
     stated = {place for place, value in before.items() if _says(job, *place, value, answered)}
@@ -168,7 +168,7 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
 
 
 def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str]:
-    """What the file says in words that Accelerate can't read, where its meaning was `read` all the same."""
+    """Sentences about values that Accelerate can't read, but whose meaning was `read`."""
     sentences = []
     for section, key in _flat(to_mapping(old)):
         raw, field = job.section(section).get(key), BY_NAME[section, key]
@@ -187,7 +187,7 @@ KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 
 
 def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collection[str]) -> bool:
-    """Whether a key of the file, or its absence, means this value; of what nobody is asked, whether it can be read."""
+    """Whether a key of the file, or its absence, means this value; without a question, whether it is readable."""
     raw, field = job.section(section).get(key), BY_NAME[section, key]
     if KEYS.get((section, key)) in answered or (section and not isinstance(job.values.get(section) or {}, Mapping)):
         return False

@@ -183,7 +183,7 @@ def _say_once(line: str) -> None:
 
 
 def _go_on_unchecked(error: UserError) -> None:
-    """Says that the layer class is taken as given, and what else a model with code of its own needs."""
+    """Warns that the layer class is unchecked, and what a model with its own code needs."""
     _say_once(f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked")
     if isinstance(error, remote_code.NeedsCode):
         _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")

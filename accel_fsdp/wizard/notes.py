@@ -1,8 +1,7 @@
-"""What the planner says beside an option of the wizard, and of the answers as a whole. Pure.
+"""Notes of the planner beside an option of the wizard, and on the answers as a whole. Pure.
 
-It is silent where the GPU isn't in the table. Of a model outside of the catalogue it knows what the wizard has traced,
-or else what the weights alone take. The prediction is imported when it is asked for: `accel-fsdp --help` lists the
-questions and needs none.
+There are none for GPUs outside the table. For models outside the catalogue they use the wizard's trace, else only the
+weights. The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
 """
 
 import os
@@ -70,7 +69,7 @@ def note(question: str, value: int, context: Context) -> str:
 
 
 def legend(context: Context) -> str:
-    """What the numbers of `note` are; empty where there are none."""
+    """Explains the numbers of `note`; empty without any."""
     layout = layout_of(context, strategy=1)
     job = _job(context, layout) if layout and layout.ranks > 1 else None
     if job is None:
@@ -80,7 +79,7 @@ def legend(context: Context) -> str:
 
 
 def advice(context: Context, **changed: Any) -> "Advice | None":
-    """What to switch on so that it fits; None where the model or the GPU isn't known."""
+    """The switches to turn on so that it fits; None if the model or the GPU is unknown."""
     layout = layout_of(context, **changed)
     if layout is None or _is_unknown(context):
         return None
@@ -117,7 +116,7 @@ def _precision(context: Context) -> Precision:
 
 
 def state_memory(context: Context) -> tuple[float, float] | None:
-    """The bytes that weights and their training alone take of a GPU, and what it has; None where one isn't known."""
+    """Bytes of weights, gradients and moments on a GPU, and its memory; None if one is unknown."""
     layout, machine = layout_of(context), context.machine
     if context.model is None or layout is None:
         return None
@@ -144,7 +143,7 @@ def checkpoints_in_script(context: Context) -> bool:
 
 
 def warnings(context: Context) -> tuple[str, ...]:
-    """What settled answers need, and what the plan has to say of them, before they are written, line by line."""
+    """Cautions and the plan's objections to settled answers, shown before writing, line by line."""
     lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
     if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines += (NO_ADDRESS,)
@@ -157,7 +156,7 @@ def _of_the_plan(context: Context) -> tuple[str, ...]:
 
 
 def judgement(context: Context) -> "Advice | None":
-    """What the plan says of settled answers as they are; None where the model or the GPU isn't known."""
+    """The plan's verdict on settled answers; None if the model or the GPU is unknown."""
     layout = layout_of(context)
     job = _job(context, layout) if layout else None
     checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
@@ -165,7 +164,7 @@ def judgement(context: Context) -> "Advice | None":
 
 
 def misfit(context: Context) -> tuple[str, ...]:
-    """Why settled answers don't fit into the memory of a GPU, and what would; nothing where they fit or nobody knows.
+    """Why settled answers don't fit into the memory of a GPU, and what would; empty if they fit or it is unknown.
 
     Each part is a sentence.
     """
@@ -182,7 +181,7 @@ def misfit(context: Context) -> tuple[str, ...]:
 
 
 def host_words(context: Context) -> str:
-    """What offload needs of each machine's memory; empty without offload."""
+    """The host memory that offload needs per machine; empty without offload."""
     memory = _host_memory(context)
     if memory is None:
         return ""

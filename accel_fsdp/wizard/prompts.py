@@ -25,7 +25,7 @@ ESCAPE_SECONDS = 0.1
 def ask(question: Question, context: Context, before: Any) -> Any:
     """Asks once, with the answer `before` or the default proposed; Ctrl-C raises KeyboardInterrupt.
 
-    The default shows in grey and goes when something is typed; an earlier answer stands there to be edited.
+    The default is grey and disappears on typing; an earlier answer can be edited.
     """
     value, reason = question.default(context)
     if question.options is None:
@@ -82,7 +82,7 @@ def pause() -> None:
 
 
 def _fitted(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
-    """Prompt and reason, broken between words; the reason gets lines of its own where it doesn't fit with `room`."""
+    """Prompt and reason, broken between words; the reason gets its own lines if it doesn't fit with `room`."""
     first, instruction = _fill(prompt, start=2, indent=2), f"({reason})"
     end = len(first.splitlines()[-1]) + 3
     if end + len(instruction) + room < _columns():
@@ -106,12 +106,12 @@ def _fill(text: str, start: int, indent: int) -> str:
 
 
 def _columns() -> int:
-    """The width that prompt_toolkit draws in: the terminal's own, whatever the variable COLUMNS says."""
+    """The terminal's width, which prompt_toolkit draws in, regardless of the variable COLUMNS."""
     return get_app_session().output.get_size().columns
 
 
 def _run(question: questionary.Question) -> Any:
-    """Long lines wrap, Escape ends the question without an answer, and what was drawn goes when it is answered."""
+    """Wraps long lines, ends the question without an answer on Escape, and clears the prompt after an answer."""
     application = question.application
     application.erase_when_done = True
     bindings = KeyBindings()

@@ -19,13 +19,13 @@ GivenAnswers = Mapping[str, Any]
 
 
 def is_ddp(answers: GivenAnswers) -> bool:
-    """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, Accelerate would shard all the same."""
+    """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, and Accelerate would shard."""
     unsharded = answers["engine"] == "fsdp" and answers["fsdp_version"] == 2 and answers["strategy"] == 3
     return bool(answers["engine"] == "ddp" or unsharded)
 
 
 def engine_of(answers: GivenAnswers) -> Engine:
-    """The engine of answers that may lack the later ones; NONE while the version of FSDP is open."""
+    """The engine of answers that may be incomplete; NONE while the version of FSDP is open."""
     if answers.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **answers}):
         return OTHER_ENGINES.get(answers.get("engine", "ddp"), Engine.DDP)
     return FSDP_VERSIONS.get(answers.get("fsdp_version", 0), Engine.NONE)

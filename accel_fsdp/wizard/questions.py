@@ -1,9 +1,9 @@
-"""The wizard's questions as a table: what is asked, when, which answers exist, which one is the default and why.
+"""The wizard's questions as a table: conditions, answers, defaults and reasons.
 
-What the memory of a GPU has to hold follows from the first ones, so that the plan can propose the answers to the rest.
+The first ones decide the memory of a GPU, so that the plan can propose the answers to the rest.
 
-Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices and types of what stands in
-the YAML come from `schema.py`; here is what depends on the other answers, on the model and on the machine.
+Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices and types of YAML keys come from
+`schema.py`; this table has what depends on the other answers, the model and the machine.
 """
 
 from collections.abc import Callable

@@ -108,12 +108,12 @@ def to_text(answers: Answers, launch: str = "") -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """Text in quotes where it needs them, at every level: a layer class may be called NO."""
+    """Quotes text where necessary, at every level: a layer class may be called NO."""
     return {key: _quoted(inner) for key, inner in value.items()} if isinstance(value, dict) else as_scalar(value)
 
 
 def header(answers: Answers, launch: str = "") -> list[str]:
-    """Comment lines: what the file is, the command that made it, and the one that uses it."""
+    """Comment lines: the title of the file, the command that made it, and the one that uses it."""
     title = f"{answers.model or 'A model of your own'}, {answers.method} training, {_engine_in_words(answers)}."
     return config_header.comment(title, command_line(answers), launch or launch_line(answers, THIS_FILE))
 

@@ -24,14 +24,14 @@ MOST_RANKS = 1_000_000
 
 
 def reason(question: str, value: Any, context: Context) -> str:
-    """Why this option can't be taken with the answers so far; empty when it can."""
+    """Why this option can't be chosen with the answers so far; empty if it can."""
     check = _OPTIONS.get((question, value))
     fatal = (clash.what for clash in _clashes(question, value, context) if not clash.mended)
     return (check(context) if check else "") or next(fatal, "")
 
 
 def caution(question: str, value: Any, context: Context) -> str:
-    """Under which condition alone this option works with the answers so far; empty where it does without any."""
+    """The condition under which this option works with the answers so far; empty without one."""
     mended = (clash for clash in _clashes(question, value, context) if clash.mended)
     return next((f"{clash.what}: {clash.why}" for clash in mended), "")
 
@@ -43,7 +43,7 @@ def cautions(context: Context) -> tuple[str, ...]:
 
 
 def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
-    """What the table of combinations has against an option and the answers before it."""
+    """The rows of the table of combinations that match an option with the answers before it."""
     answers = {**context.given, question: value}
     if question not in _PARTS or (question == "activation_checkpointing" and not value):
         return []
@@ -240,7 +240,7 @@ def _two_on_each(context: Context) -> str:
 
 
 def check_ip(context: Context, value: Any) -> str:
-    """Refuses what is no address; without any, the engine that starts the machines has to say it."""
+    """Refuses invalid addresses; an empty one is left to the engine that starts the machines."""
     text = str(value).strip()
     if not text:
         return text

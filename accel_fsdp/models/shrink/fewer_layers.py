@@ -35,7 +35,7 @@ def take(part: Part, model: "nn.Module", layers: int, in_a_row: bool) -> None:
 
 
 def _taken(part: Part, model: "nn.Module", depth: int, layers: int, in_a_row: bool) -> list[int]:
-    """The layers that are kept: one of each kind, and the first ones up to as many as are asked for."""
+    """The layers that are kept: one of each kind, and the first ones up to the requested number."""
     kinds = layer_kinds.kinds(model, depth)
     kept = set(layer_kinds.first_of_each(kinds))
     if kinds and (
@@ -72,7 +72,7 @@ def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]
 
 
 def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
-    """Cuts whatever says something of each layer, or of some by their numbers, to the layers that are kept."""
+    """Cuts every per-layer setting, and those that list layers by number, to the kept layers."""
     for key, value in part.real.items():
         if isinstance(value, list) and len(value) == depth and not TOKENS.search(key):
             part.values[key] = [value[number] for number in taken]
